@@ -53,7 +53,7 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the resolved config, end.")
+        bool, typer.Option("--dry-run", help="Check everything, print the resolved config, and exit.")
     ] = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN_DIR", help="Continue the run in this folder.")
@@ -62,8 +62,8 @@ def run(
         bool,
         typer.Option(
             "--resume-or-start",
-            help="Continue the run with this run.id if it was begun before, else begin it; one that completed is "
-            "left as it is. For containers and service managers, which start it again and again.",
+            help="Continue the run with this run.id if it was started before, otherwise start it; a completed run is "
+            "left as it is. For containers and service managers, which restart the command.",
         ),
     ] = False,
 ) -> int:
@@ -87,7 +87,7 @@ def quickstart(
     overrides: _Overrides = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the task, the model and the run.")] = 0,
     directory: RunsDir = Path("runs"),
-    prepare_only: Annotated[bool, typer.Option("--prepare-only", help="Make model and data, then end.")] = False,
+    prepare_only: Annotated[bool, typer.Option("--prepare-only", help="Make model and data, then exit.")] = False,
 ) -> int:
     """Make a tiny model and an arithmetic task, and train it on this machine in minutes.
 
@@ -106,7 +106,7 @@ def serve(
     kind: Annotated[str, typer.Argument(metavar="SERVICE", help="broker, generator, reward, trainer or scheduler.")],
     overrides: _Overrides = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="The service's own configuration, YAML; defaults without.")
+        Path | None, typer.Option("--config", help="The service's own configuration, YAML; defaults if omitted.")
     ] = None,
     listen: Annotated[str | None, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name in its log lines.")] = None,
@@ -130,7 +130,7 @@ def serve(
 
 @command(reward_app, "serve")
 def reward_serve(
-    target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Looked up in the current folder too.")],
+    target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Also searched in the current folder.")],
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on.")
     ] = "127.0.0.1:7310",
@@ -172,8 +172,8 @@ def status(
     run: RunArgument = None,
     broker: Broker = None,
     directory: RunsDir = Path("runs"),
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on, every second, until Ctrl-C.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, with --watch one a line.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one document per line.")] = False,
 ) -> int:
     """Show a run: its queues, its generators, and every stall with its cause and duration.
 
@@ -195,7 +195,7 @@ def audit(
     broker: Broker = None,
     directory: RunsDir = Path("runs"),
     by_version: Annotated[
-        bool, typer.Option("--by-version", help="A line for each version under which samples were submitted.")
+        bool, typer.Option("--by-version", help="Print a line for each version under which samples were submitted.")
     ] = False,
     as_json: Json = False,
 ) -> int:
@@ -240,8 +240,8 @@ def ps(directory: RunsDir = Path("runs")) -> int:
 @command(app)
 def logs(
     run_dir: RunDir,
-    service: Annotated[str | None, typer.Argument(metavar="[SERVICE]", help="One service; all without.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines are written.")] = False,
+    service: Annotated[str | None, typer.Argument(metavar="[SERVICE]", help="One service; all if omitted.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue as lines are written.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines of each.")] = 20,
 ) -> int:
     """Show the logs of a local run's services.

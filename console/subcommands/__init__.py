@@ -1,5 +1,5 @@
-"""Names, options and help of the commands that `console.cli` is assembled from.
+"""Defines names, options and help of the commands that `console.cli` assembles.
 
-Imports nothing but typer until a command runs, so that `penstock --help` answers at once. What a command does is in
-the other folders.
+Imports nothing but typer until a command runs, so that `penstock --help` answers at once. The other folders implement
+the commands.
 """

@@ -1,4 +1,4 @@
-"""`penstock bench NAME`: runs a suite of `benchmarks/`, which owns its options, its targets and its table."""
+"""Defines `penstock bench NAME`, which runs a suite of `benchmarks/` with its own options, targets and table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ app = typer.Typer()
 
 
 def _suites() -> dict[str, str]:
-    """What `benchmarks` lists; nothing if it does not stand beside this package."""
+    """The suites in `benchmarks`; empty if that is not beside this package."""
     listed = _SOURCE / "benchmarks" / "__init__.py"
     return dict(runpy.run_path(str(listed))["SUITES"]) if listed.is_file() else {}
 
@@ -37,7 +37,7 @@ def bench(
         typer.Argument(metavar="NAME [OPTIONS]", help="A suite and its options; `penstock bench NAME --help`."),
     ] = None,
 ) -> int:
-    """Measure a part of Penstock on this machine, with processes of its own; minutes.
+    """Measure a part of Penstock on this machine, in separate processes; takes minutes.
 
     Examples:
       penstock bench broker
@@ -50,7 +50,7 @@ def bench(
     suites, words = _suites(), arguments or []
     if not suites:
         raise ConfigError(_NOT_INSTALLED)
-    # Options may also come before the name.
+    # Options may also precede the name.
     name = next((word for word in words if word in suites), None)
     if name is None:
         asked = next((f"{word!r} is not known" for word in words if not word.startswith("-")), "name a suite")
@@ -62,7 +62,7 @@ def bench(
 
 def _run(name: str, words: list[str]) -> int:
     sys.path.insert(0, str(_SOURCE))
-    # Child processes of the suite find it, too.
+    # Child processes of the suite import it, too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_SOURCE), os.environ.get("PYTHONPATH"))))
     sys.argv = [f"penstock bench {name}", *words]
     is_folder = _SOURCE.joinpath("benchmarks", *name.split(".")).is_dir()

@@ -1,4 +1,4 @@
-"""The command `penstock certs`: names, options and help. Imports nothing but typer until one runs."""
+"""Defines the command `penstock certs`: names, options and help. Imports nothing but typer until one runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ app = typer.Typer(
 @command(app)
 def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to make it in.")] = _DEFAULT,
-    name: Annotated[str, typer.Option("--name", help="Its name, as certificates show it.")] = "Penstock",
-    days: Annotated[int, typer.Option("--days", help="How long it signs.")] = 3650,
+    name: Annotated[str, typer.Option("--name", help="Its name in certificates.")] = "Penstock",
+    days: Annotated[int, typer.Option("--days", help="Its validity in days.")] = 3650,
 ) -> int:
     """Make an authority: ca.pem, which every process trusts, and ca-key.pem, which never leaves this folder.
 
@@ -44,8 +44,8 @@ def issue(  # noqa: PLR0913, PLR0917 - one argument for each option
             metavar="ROLE...", help="operator, trainer, generator, reward, environment, observer or broker."
         ),
     ],
-    run: Annotated[str, typer.Option("--run", metavar="RUN", help="Run id it is for; '*' for any.")],
-    site: Annotated[str, typer.Option("--site", metavar="SITE", help="Site it is for; '*' for any.")],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="Run id that it is for; '*' for any.")],
+    site: Annotated[str, typer.Option("--site", metavar="SITE", help="Site that it is for; '*' for any.")],
     name: Annotated[
         str, typer.Option("--name", metavar="NAME", help="Its holder may use the ids NAME and NAME-anything.")
     ],
@@ -60,21 +60,21 @@ def issue(  # noqa: PLR0913, PLR0917 - one argument for each option
     ] = None,
     days: Annotated[int | None, typer.Option("--days", help="Validity in days; default 30.")] = None,
     valid: Annotated[
-        str | None, typer.Option("--valid", metavar="TIME", help="The same in s, m, h or d: 1m, 12h, 7d.")
+        str | None, typer.Option("--valid", metavar="TIME", help="Validity in s, m, h or d: 1m, 12h, 7d.")
     ] = None,
     directory: _Authority = _DEFAULT,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="Folder to write to; DIR/issued/NAME without.")
+        Path | None, typer.Option("--out", metavar="FOLDER", help="Folder to write to; default DIR/issued/NAME.")
     ] = None,
     at: Annotated[
         Path | None,
-        typer.Option("--at", metavar="FOLDER", help="Where that folder will lie on its holder's machine, for `env`."),
+        typer.Option("--at", metavar="FOLDER", help="Path of that folder on its holder's machine, for `env`."),
     ] = None,
 ) -> int:
-    """Issue a certificate, with a key of its own: ca.pem, cert.pem, key.pem and env in one folder for one holder.
+    """Issue a certificate with a new key: ca.pem, cert.pem, key.pem and env, in one folder for one holder.
 
-    Issued again to the same folder it is renewed: with a new key, each file replaced whole, the certificate last.
-    Certificates are valid from five minutes before, for machines whose clocks are a little behind.
+    Issuing to the same folder again renews it: with a new key, each file replaced atomically, the certificate last.
+    Certificates are valid from five minutes earlier, for machines whose clocks are slightly behind.
 
     Examples:
       penstock certs issue trainer --run math-7b --site fra --name trainer --host trainer.example.org
@@ -93,7 +93,7 @@ def issue(  # noqa: PLR0913, PLR0917 - one argument for each option
 @command(app, "list")
 def list_certificates(
     directory: _Authority = _DEFAULT,
-    is_all: Annotated[bool, typer.Option("--all", help="Include those that have expired and been replaced.")] = False,
+    is_all: Annotated[bool, typer.Option("--all", help="Include expired and replaced ones.")] = False,
     as_json: Json = False,
 ) -> int:
     """List what an authority has issued, oldest first, and when each expires.

@@ -1,4 +1,4 @@
-"""What the parts of the `penstock` command share: common options, and how a command ends. Imports nothing but typer."""
+"""Shares common options and the handling of exits among the `penstock` commands. Imports nothing but typer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RunArgument = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="Run folder, or run id with --broker. Default: the newest run.")
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
-RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds run folders.")]
-Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT,...", help="Broker to ask; or several.")]
+RunsDir = Annotated[Path, typer.Option("--dir", help="Folder of run folders.")]
+Broker = Annotated[str | None, typer.Option("--broker", metavar="HOST:PORT,...", help="One or more brokers to ask.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Recording = Annotated[Path, typer.Argument(metavar="FILE", help="A recording: .jsonl or .parquet.")]
 NewRecording = Annotated[Path, typer.Option("--out", metavar="FILE", help="Recording to write: .jsonl or .parquet.")]
@@ -35,13 +35,13 @@ PlanJson = Annotated[bool, typer.Option("--json", help="Print JSON; docs/plannin
 
 
 def end_by_sigterm() -> None:
-    """From now on SIGTERM ends the command, which cleans up, as Ctrl-C does.
+    """Make SIGTERM end the command like Ctrl-C, with cleanup.
 
-    As a signal, not by raising: where asyncio runs it cancels the main task, while an exception in the midst of what
-    gRPC sets up ends the process with a segmentation fault.
+    It raises a signal, not an exception: under asyncio the signal cancels the main task, while an exception during
+    gRPC's setup ends the process with a segmentation fault.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A script's background job begins so, and there SIGTERM would be passed on to nobody.
+        # A script's background job starts with SIGINT ignored, so forwarding SIGTERM would have no effect.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda _number, _frame: signal.raise_signal(signal.SIGINT))
 
@@ -59,7 +59,7 @@ def command(
         def ending(*args: P.args, **kwargs: P.kwargs) -> None:
             _exit_with(partial(work, *args, **kwargs))
 
-        # A backspace is click's mark for a paragraph that is not wrapped.
+        # A backspace is click's mark for an unwrapped paragraph.
         text = re.sub(r"\n\n(?=Examples?:\n)", "\n\n\b\n", cleandoc(work.__doc__ or ""))
         app.command(name, help=text, **settings)(ending)
         return work
@@ -68,8 +68,8 @@ def command(
 
 
 def _exit_with(work: Callable[[], int | None]) -> NoReturn:
-    """Run a command and end the process with its status; a user's mistake is printed as one line each on stderr."""
-    # gRPC's core writes lines of its own to stderr whenever a peer goes away; that is told in our words.
+    """Run a command and end the process with its status; user errors are printed on stderr, one line each."""
+    # gRPC's core writes to stderr whenever a peer goes away; the command reports that itself.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import structlog
 
@@ -77,7 +77,7 @@ def _exit_with(work: Callable[[], int | None]) -> NoReturn:
     from penstock.config import ConfigError
 
     if not structlog.is_configured():
-        # What a command prints may be read by a program.
+        # The output may be read by a program.
         structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     try:
         status = work() or 0

@@ -1,4 +1,4 @@
-"""The command that merges a trained adapter into its base. Imports nothing but typer until it runs."""
+"""Defines the command that merges a trained adapter into its base. Imports nothing but typer until it runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def merge(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="checkpoints/step_N of a run with `lora`.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Hugging Face directory to write.")],
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="The base; the one that was trained over when unset.")
+        Path | None, typer.Option("--model", metavar="DIR", help="The base; default: the model that was trained on.")
     ] = None,
 ) -> int:
-    """Fold a trained LoRA adapter into its base: an ordinary Hugging Face directory. Exit status 1 if they do not fit.
+    """Merge a trained LoRA adapter into its base: an ordinary Hugging Face directory. Exit status 1 if they do not fit.
 
     Examples:
       penstock merge runs/my-run/checkpoints/step_200 --out models/my-model-200

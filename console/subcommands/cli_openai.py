@@ -1,4 +1,4 @@
-"""The command `penstock openai`: names, options and help. Imports nothing but typer until it runs."""
+"""Defines the command `penstock openai`: names, options and help. Imports nothing but typer until it runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import typer
 
 from console.subcommands.cli_common import command
 
-app = typer.Typer(name="openai", help="Make keys for agents that speak OpenAI.", no_args_is_help=True)
-# Else typer takes the only command for the whole group.
+app = typer.Typer(name="openai", help="Make keys for agents that use the OpenAI API.", no_args_is_help=True)
+# Otherwise typer takes the only command for the whole group.
 app.callback()(lambda: None)
 
 
@@ -18,15 +18,15 @@ def key(
     run: Annotated[str, typer.Option("--run", metavar="RUN", help="Run id.")],
     session: Annotated[
         str,
-        typer.Option("--session", metavar="NAME", help="The session it opens; with * at the end all that begin so."),
+        typer.Option("--session", metavar="NAME", help="The session that it opens; a final * matches any ending."),
     ],
-    group: Annotated[str, typer.Option("--group", metavar="TASK", help="The task that they belong to.")] = "",
-    valid: Annotated[str, typer.Option("--valid", metavar="TIME", help="In s, m, h or d; at most 30d.")] = "1h",
-    reward: Annotated[bool, typer.Option("--reward", help="May also reward its sessions.")] = False,
+    group: Annotated[str, typer.Option("--group", metavar="TASK", help="The task that the sessions belong to.")] = "",
+    valid: Annotated[str, typer.Option("--valid", metavar="TIME", help="Validity in s, m, h or d, up to 30d.")] = "1h",
+    reward: Annotated[bool, typer.Option("--reward", help="Allow it to reward its sessions as well.")] = False,
 ) -> int:
-    """Print an API key that opens an agent's own sessions, and nothing else. Asks no service.
+    """Print an API key that opens an agent's own sessions and nothing else. Contacts no service.
 
-    Signs with PENSTOCK_OPENAI_SECRET, or with the file that PENSTOCK_OPENAI_SECRET_FILE names: the generators' own.
+    Signs with the generators' secret, from PENSTOCK_OPENAI_SECRET or the file that PENSTOCK_OPENAI_SECRET_FILE names.
 
     Examples:
       penstock openai key --run math-7b --session task7-0 --group task7 --valid 30m

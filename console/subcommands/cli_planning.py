@@ -1,4 +1,4 @@
-"""The commands that plan: names, options and help. Imports nothing but typer until one runs."""
+"""Defines the planning commands: names, options and help. Imports nothing but typer until one runs."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     solver: Annotated[str, typer.Option("--solver", help=f"One of {', '.join(SOLVERS)}.")] = AUTO,
     cost_model: CostModel = "rm1",
     budget_s: Annotated[float, typer.Option("--budget-s", min=0.1, max=86_400, help="Time to search, seconds.")] = 30,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the search.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the search.")] = 0,
     json_output: PlanJson = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say where the time goes, and every offer.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show how the time is spent, and every offer.")] = False,
     start: Annotated[
-        Path | None, typer.Option("--start", metavar="PLAN", help="A plan to begin with, such as the running one.")
+        Path | None, typer.Option("--start", metavar="PLAN", help="Initial plan, such as the running one.")
     ] = None,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw placement and timeline into a file.")
     ] = None,
     deploy: Annotated[
         Path | None,
-        typer.Option("--deploy", metavar="DIR", help="Write compose files and configurations that start it."),
+        typer.Option("--deploy", metavar="DIR", help="Write compose files and configurations that start the plan."),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="RUN.yaml", help="With --deploy: the run whose model and data it is."),
+        typer.Option("--run", metavar="RUN.yaml", help="With --deploy: the run whose model and data to use."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option("--address", help="With --deploy: of all machines, to try it on one.")
+        str | None, typer.Option("--address", help="With --deploy: address of all machines, to try the plan on one.")
     ] = None,
 ) -> int:
-    """Plan who generates and who trains on unlike machines, and say what that would achieve.
+    """Plan which machines of a mixed cluster generate and which train, and show the expected throughput.
 
-    Nothing is started. Exit status 1 when no plan can run; the reason is printed.
+    Nothing is started. Exit status 1 if no plan can run; the reason is printed.
 
     Examples:
       penstock plan examples/two_sites.yaml

@@ -1,4 +1,4 @@
-"""The commands that record, replay and rescore: names, options and help. Imports nothing but typer until one runs."""
+"""Defines the commands that export, replay and rescore recordings. Imports nothing but typer until one runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def export(
     broker: Broker = None,
     directory: RunsDir = Path("runs"),
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with each step until the run is closed.")
+        bool, typer.Option("--follow", "-f", help="Continue with each step until the run is closed.")
     ] = False,
     from_version: Annotated[int, typer.Option("--from-version", min=0, help="First step; 0: the oldest retained.")] = 0,
     max_bytes: Annotated[
         int | None,
-        typer.Option("--max-bytes", min=1, help="With --follow: from this size on, go on in FILE-00002 and so on."),
+        typer.Option("--max-bytes", min=1, help="With --follow: beyond this size, continue in FILE-00002 and so on."),
     ] = None,
 ) -> int:
-    """Record a run's trained trajectories, one row a sample; docs/recording.md describes the columns.
+    """Record a run's trained trajectories, one row per sample; docs/recording.md describes the columns.
 
     With --follow an existing recording of the same run is appended to. After Ctrl-C the recording is complete.
 
@@ -51,16 +51,16 @@ def export(
 @command(app)
 def replay(
     file: Recording,
-    run: Annotated[str, typer.Option("--run", metavar="RUN", help="Id of the run that gets the groups; it is open.")],
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="Id of the open run that gets the groups.")],
     broker: Annotated[str, typer.Option("--broker", metavar="HOST:PORT", help="Its broker.")],
-    from_offset: Annotated[int, typer.Option("--from-offset", min=0, help="Groups to leave out first.")] = 0,
+    from_offset: Annotated[int, typer.Option("--from-offset", min=0, help="Groups to skip first.")] = 0,
     from_version: Annotated[int, typer.Option("--from-version", min=0, help="First step to replay.")] = 0,
-    prefix: Annotated[str, typer.Option("--prefix", help="Stands before the groups' names.")] = "replay-",
+    prefix: Annotated[str, typer.Option("--prefix", help="Prefix of the groups' names.")] = "replay-",
 ) -> int:
     """Put a recording's groups into another run, in order, for its trainer to train on.
 
     A group keeps its staleness: its policy versions move with the run's. Log-probs stay as they were recorded. Never
-    more than one step's worth of groups waits. Exit status 1 when a group could not be put.
+    more than one step's worth of groups waits. Exit status 1 if a group could not be put.
 
     Example:
       penstock replay my-run.parquet --run second --broker broker:7301 --from-version 10
@@ -80,11 +80,11 @@ def rescore(
     out: NewRecording,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", metavar="DIR", help="Decode token ids by this model's; else its text is judged."),
+        typer.Option("--tokenizer", metavar="DIR", help="Decode token ids with it; default: use the recorded text."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Score every sample of a recording by another reward model; the old score stays beside the new one.
+    """Score every sample of a recording by another reward model; the old score is kept beside the new one.
 
     Examples:
       penstock rescore my-run.parquet --reward exact_match --out exact.parquet

@@ -1,4 +1,4 @@
-"""The command `penstock runs`: names, options and help. Imports nothing but typer until one runs."""
+"""Defines the command `penstock runs`: names, options and help. Imports nothing but typer until one runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from console.subcommands.cli_common import Broker, Json, RunsDir, command
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="Run id, or run folder.")]
 
-app = typer.Typer(name="runs", help="The runs a broker's store holds: list, show, delete.", no_args_is_help=True)
+app = typer.Typer(name="runs", help="List, show and delete the runs in a broker's store.", no_args_is_help=True)
 
 
 @command(app, "list")
 def list_runs(broker: Broker = None, directory: RunsDir = Path("runs"), as_json: Json = False) -> int:
-    """List the runs, oldest first; of more than 1,000 the newest.
+    """List the runs, oldest first; at most the newest 1,000.
 
     Example:
       penstock runs list --broker broker:7301
@@ -43,7 +43,7 @@ def delete(
     run: _Run,
     broker: Broker = None,
     directory: RunsDir = Path("runs"),
-    force: Annotated[bool, typer.Option("--force", help="Even though it is open and being worked on.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete it even if it is open and in use.")] = False,
 ) -> int:
     """Delete a run from the broker's store, for good; run folders stay. May be repeated.
 

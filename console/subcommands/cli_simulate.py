@@ -1,4 +1,4 @@
-"""The command that simulates a plan: name, options and help. Imports nothing but typer until it runs."""
+"""Defines the command that simulates a plan: name, options and help. Imports nothing but typer until it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ app = typer.Typer()
 def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
     problem: Problem,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan, or what `plan --json` printed. Default: planned now.")
+        Path | None, typer.Option("--plan", help="A plan, or the output of `plan --json`. Default: a new plan.")
     ] = None,
     mode: Annotated[
         str, typer.Option("--mode", help="colocated_sync, disaggregated_sync, streaming, one_step or async.")
@@ -24,9 +24,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
     cost_model: CostModel = "calibrated",
     steps: Annotated[int, typer.Option("--steps", min=2, max=100_000, help="Training steps.")] = 10,
     growth: Annotated[
-        float, typer.Option("--growth", min=0, max=10, help="Lengths grow by this share of the first ones each step.")
+        float, typer.Option("--growth", min=0, max=10, help="Growth of lengths per step, as a share of the first ones.")
     ] = 0.0,
-    fail: Annotated[list[str] | None, typer.Option("--fail", metavar="MACHINE@S", help="A machine dies.")] = None,
+    fail: Annotated[list[str] | None, typer.Option("--fail", metavar="MACHINE@S", help="A machine fails then.")] = None,
     join: Annotated[
         list[str] | None, typer.Option("--join", metavar="MACHINE@S", help="A machine is away until then.")
     ] = None,
@@ -34,13 +34,13 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
         list[str] | None,
         typer.Option("--slow", metavar="MACHINE@S:FACTOR", help="A machine's steps take FACTOR times as long."),
     ] = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Write the timeline there, as SVG.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=1_000_000, help="Of the lengths drawn.")] = 0,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Write the timeline to this SVG file.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=1_000_000, help="Seed of the lengths drawn.")] = 0,
     json_output: PlanJson = False,
 ) -> int:
-    """Simulate a plan event by event on a virtual clock: what is made, trained, waited for and lost.
+    """Simulate a plan event by event on a virtual clock: samples generated, trained and lost, and waiting times.
 
-    Nothing is started. The broker's own rules admit and batch; the scheduler's cost model says how long things take.
+    Nothing is started. The broker's own rules admit and batch; the scheduler's cost model supplies the durations.
 
     Examples:
       penstock simulate examples/two_sites.yaml

@@ -1,4 +1,4 @@
-"""Typed asynchronous clients of the services: deadlines, back-off and reconnects are theirs.
+"""Provides typed asynchronous clients of the services, with deadlines, back-off and reconnects.
 
 One file per subject. No service code and no bulk transfer of weights (see `penstock.downloads`). The names
 below are for programs outside of Penstock: see docs/clients.md.

@@ -1,8 +1,8 @@
-"""Unary calls to a broker, typed, each with a deadline and a bounded number of retries.
+"""Makes typed unary calls to a broker, each with a deadline and retries.
 
-A broker or its Redis may be away at any moment, and for any time: calls that fail with a retryable error (draining,
-Redis away, deadline) are repeated with back-off, for ever unless `patience_s` says otherwise. That is safe: every call
-here is idempotent on the ids it carries.
+A broker or its Redis may be away at any time and for any duration: calls that fail with a retryable error (draining,
+Redis away, deadline) are repeated with back-off, indefinitely unless `patience_s` is set. That is safe: every call here
+is idempotent on the ids it carries.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _Response = TypeVar("_Response")
 
 
 class TrainedGroup(NamedTuple):
-    """A group, and the step that trained on it."""
+    """A group, and the step that trained it."""
 
     group: types_pb2.TrajectoryGroup
     policy_version: int
-    """The version that the step made."""
+    """The version that the step produced."""
 
 
 class BrokerClient(Connection):
     """A broker. Every method raises the PenstockError that the broker raised.
 
-    A trainer sets `owner` once it has taken its run over. Calls that only the run's trainer may make then carry it, and
-    raise FencedError once another trainer has taken the run over.
+    A trainer sets `owner` once it has taken over its run. Calls that only the run's trainer may make then carry it, and
+    raise FencedError once another trainer has taken over the run.
 
     Args:
-        target: Its address, host:port, or several separated by commas; or a channel, which the client closes.
-        security: Certificates and token, where `target` is an address.
-        patience_s: How long a broker that is away is waited for, in each call; None for ever.
+        target: The broker's address, host:port, or several separated by commas; or a channel, which the client closes.
+        security: Certificates and token, if `target` is an address.
+        patience_s: How long each call waits for a broker that is away; None waits indefinitely.
         timeout_s: How long each attempt at a call may take.
-        on_outage: Called now and then, while calls wait, with a line that says why; with an empty one afterwards.
+        on_outage: Called now and then while calls wait, with a line giving the reason; with an empty line afterwards.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BrokerClient(Connection):
     ) -> None:
         super().__init__(target, security=security)
         self.outage = Outage(self.peer, on_notice=on_outage)
-        """Whether it is away, judged by the calls of this client."""
+        """Whether the broker is away, judged by this client's calls."""
         self._stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
         self._patience_s, self._timeout_s = patience_s, timeout_s
         self.owner: broker_pb2.RunOwner | None = None
@@ -80,21 +80,21 @@ class BrokerClient(Connection):
         takes_over: bool = False,
         resumes: broker_pb2.RunOwner | None = None,
     ) -> broker_pb2.OpenRunResponse:
-        """Create the run, or attach to it again; no policy means every default.
+        """Create the run, or attach to it again; no policy means all defaults.
 
         Args:
             run_id: Names the run.
             limits: Its limits.
-            policy_version: The caller's; only with `takes_over` may it be older than the run's.
-            policy: How its samples are treated.
+            policy_version: The caller's version; only with `takes_over` may it be older than the run's.
+            policy: The run's sample policy.
             steps: The caller's last steps, newest last.
-            takes_over: Become the run's trainer, as `self.owner`, and fence the one before.
-            resumes: Take it over only if no other trainer has since this owner did.
+            takes_over: Become the run's trainer, as `self.owner`, and fence the previous one.
+            resumes: Take over only if no other trainer has done so since this owner did.
 
         Raises:
             OtherInstanceError: another run was opened under this id.
-            FencedError: another trainer has taken it over.
-            RunConflictError: it exists with other limits or another policy.
+            FencedError: another trainer has taken over the run.
+            RunConflictError: the run exists with other limits or another policy.
         """
         request = broker_pb2.OpenRunRequest(
             run_id=run_id,
@@ -109,7 +109,7 @@ class BrokerClient(Connection):
         return await self._call(self._stub.OpenRun, request)
 
     async def close_run(self, run_id: str, *, drop_reason: str = "") -> None:
-        """End the run: no more leases, its streams end; groups in flight are dropped where there is a reason."""
+        """End the run: no more leases, and its streams end; groups in flight are dropped if a reason is given."""
         request = broker_pb2.CloseRunRequest(run_id=run_id, drop_reason=drop_reason, owner=self.owner)
         await self._call(self._stub.CloseRun, request)
 
@@ -136,7 +136,7 @@ class BrokerClient(Connection):
 
         Args:
             run_id: Which run.
-            consumer_id: Names the consumer; stable over restarts, so that what it held comes again.
+            consumer_id: Names the consumer; stable across restarts, so that its unacknowledged groups are sent again.
             purpose: Training groups, or evaluation results.
             max_groups: Most groups in one microbatch, >= 1.
             max_held_groups: Most groups received and not acknowledged, >= 1.
@@ -152,12 +152,12 @@ class BrokerClient(Connection):
         return MicrobatchSession(self, subscription)
 
     async def submit(self, run_id: str, prompts: Sequence[types_pb2.Prompt]) -> None:
-        """Submit prompts, any number; returns once the broker has all of them, however long its queue is full.
+        """Submit any number of prompts; returns once the broker has all of them, however long its queue is full.
 
-        What a prompt leaves out (purpose, group size, most tokens) is filled in from the run.
+        Fields that a prompt leaves unset (purpose, group size, most tokens) are filled in from the run.
 
         Raises:
-            RefusedError: The broker refused one for good; those before it are submitted.
+            RefusedError: The broker refused a prompt for good; the earlier ones are submitted.
         """
         limits = (await self.get_run(run_id)).limits
         for prompt in prompts:
@@ -169,7 +169,7 @@ class BrokerClient(Connection):
     async def submit_prompts(
         self, run_id: str, prompts: Sequence[types_pb2.Prompt]
     ) -> broker_pb2.SubmitPromptsResponse:
-        """Queue prompts, as many as one call holds (`submit` takes any number); per-item errors are returned."""
+        """Queue prompts, as many as fit in one call (`submit` takes any number); returns per-item errors."""
         request = broker_pb2.SubmitPromptsRequest(run_id=run_id, prompts=prompts, owner=self.owner)
         return await self._call(self._stub.SubmitPrompts, request)
 
@@ -187,7 +187,7 @@ class BrokerClient(Connection):
         return await self._call(self._stub.AckStep, request)
 
     async def drop_groups(self, run_id: str, group_ids: Sequence[str], *, reason: str) -> int:
-        """Give groups up, any number; returns the samples dropped."""
+        """Drop any number of groups; returns the number of samples dropped."""
         num_samples = 0
         for start in range(0, len(group_ids), MAX_GROUP_IDS_PER_CALL):
             part = group_ids[start : start + MAX_GROUP_IDS_PER_CALL]
@@ -196,7 +196,7 @@ class BrokerClient(Connection):
         return num_samples
 
     async def get_run(self, run_id: str, *, busy_since_s: float | None = None) -> broker_pb2.GetRunResponse:
-        """The state of a run; generators' busy spans that end after `busy_since_s` (Unix time) when it is given."""
+        """The state of a run, with generators' busy spans that end after `busy_since_s` (Unix time) if given."""
         request = broker_pb2.GetRunRequest(run_id=run_id)
         if busy_since_s is not None:
             request.busy_since.CopyFrom(timestamp(busy_since_s))
@@ -208,7 +208,7 @@ class BrokerClient(Connection):
         return response.audit
 
     async def export(self, run_id: str, *, follow: bool = False) -> AsyncIterator[TrainedGroup]:
-        """The groups of every retained step, oldest first; with `follow`, each step to come until the run is closed."""
+        """The groups of every retained step, oldest first; with `follow`, also of new steps until the run is closed."""
         steps = StepExport(self, run_id=run_id, follow=follow, patience_s=self._patience_s)
         async with aclosing(steps.responses()) as responses:
             async for response in responses:
@@ -220,14 +220,14 @@ class BrokerClient(Connection):
         return list((await self._call(self._stub.ListRuns, broker_pb2.ListRunsRequest())).run_ids)
 
     async def run_summaries(self) -> list[broker_pb2.RunSummary]:
-        """The same runs with their state; those that were deleted meanwhile are missing."""
+        """The same runs with their state; runs deleted meanwhile are missing."""
         return list((await self._call(self._stub.ListRuns, broker_pb2.ListRunsRequest())).runs)
 
     async def delete_run(self, run_id: str, *, force: bool = False) -> tuple[bool, int]:
         """Delete a run for good; returns whether it existed, and how many keys and records it had.
 
         Raises:
-            RunConflictError: It is open and being worked on, and `force` is not set.
+            RunConflictError: The run is open and in use, and `force` is not set.
         """
         request = broker_pb2.DeleteRunRequest(run_id=run_id, force=force)
         existed, num_keys = False, 0

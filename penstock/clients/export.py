@@ -1,8 +1,8 @@
-"""A run's trained steps from its broker: ExportTrajectories that survives a lost stream and notices rewinds.
+"""Exports a run's trained steps from its broker: ExportTrajectories that survives lost streams and notices rewinds.
 
-Promises: every step comes whole at least once, in order; after a lost stream the step under way comes again from its
-beginning, and steps that a rewind made void meanwhile come again under a higher history. A step that is no longer
-retained is an error (NotRetainedError), never a gap.
+Promises: every step is delivered whole at least once, in order; after a lost stream the step under way is sent again
+from its beginning, and steps that a rewind made void meanwhile are sent again under a higher history. A step that is no
+longer retained is an error (NotRetainedError), never a gap.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.v1 import broker_pb2, broker_pb2_grpc
 from penstock.wire.pieces import MAX_EXPORTED_BYTES, Assembly
 
 SILENCE_LIMIT_S = 20.0
-"""The broker speaks at least every 5 s."""
+"""The broker sends at least every 5 s."""
 
 _log = get_logger()
 _Response = broker_pb2.ExportTrajectoriesResponse
@@ -35,11 +35,11 @@ class StepExport:
     Args:
         broker: Connection to it.
         run_id: Which run.
-        follow: Go on with each step as it is acknowledged, until the run is closed.
+        follow: Continue with each step as it is acknowledged, until the run is closed.
         from_version: First step wanted; 0 means the oldest one retained.
-        history: The run's history counter that went with what the caller has already; None when it has nothing.
-        waits_for_run: Whether a run that is not open yet is waited for.
-        patience_s: How long a broker that is away is waited for; None for ever.
+        history: The run's history counter for the steps that the caller already has; None if it has none.
+        waits_for_run: Whether to wait for a run that is not open yet.
+        patience_s: How long to wait for a broker that is away; None waits indefinitely.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class StepExport:
         self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
         self._run_id, self._peer, self._follow = run_id, broker.peer, follow
         self.next_version = from_version
-        """First step that has not come whole; 0 while nothing came."""
+        """First step not yet received whole; 0 before anything was received."""
         self.history = history
-        """The run's history counter that goes with what came; None while nothing did."""
+        """The run's history counter for the received steps; None before anything was received."""
         self._waits_for_run = waits_for_run
         self._patience_s = patience_s
         self.outage = Outage(broker.peer)
         """Whether the broker is away; `on_notice` may be set."""
 
     async def responses(self) -> AsyncGenerator[_Response, None]:
-        """Groups and, with `follow`, signs of life, until the export is complete or the run closed.
+        """Groups and, with `follow`, keep-alive messages, until the export is complete or the run closed.
 
         Raises:
-            NotRetainedError: A step that is due is no longer kept.
+            NotRetainedError: The next step is no longer retained.
             PenstockError: The broker refused, or was away for longer than `patience_s`.
         """
         loop = asyncio.get_running_loop()

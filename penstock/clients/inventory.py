@@ -20,7 +20,7 @@ _TIMEOUT_S = 5.0
 
 
 def this_machine(*, node_id: str, site: str = "", roles: Sequence[pb.Role.ValueType] = ()) -> pb.Node:
-    """What the standard library finds on this machine: its cores and its memory, as one CPU.
+    """This machine as far as the standard library knows it: its cores and its memory, as one CPU.
 
     A process that knows its GPUs adds them to `accelerators` itself.
     """
@@ -39,13 +39,13 @@ async def report_node(
     start_s: Callable[[], float | None] = lambda: None,
     security: Security,
 ) -> None:
-    """Register `node` and report until cancelled; register again where the scheduler forgot it, wait while it is away.
+    """Register `node` and report until cancelled; registers again if the scheduler forgot it, waits while that is away.
 
     Args:
-        scheduler: Its address.
+        scheduler: Address of the scheduler.
         node: This machine.
-        measure: Its newest rates.
-        start_s: How long its newest generator took to start, if one did.
+        measure: Returns its newest rates.
+        start_s: Returns how long its newest generator took to start, if one did.
         security: Credentials of the process.
 
     Raises:
@@ -75,7 +75,7 @@ async def report_node(
 
 
 async def say_leaving(scheduler: str, node_id: str, *, security: Security) -> None:
-    """Tell the scheduler that a machine leaves, so that its reports are not awaited; no error if it is away."""
+    """Report that a machine leaves, so that the scheduler does not expect its reports; no error if that is away."""
     async with open_channel(scheduler, security) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         request = pb.ReportNodeRequest(node_id=node_id, is_leaving=True)

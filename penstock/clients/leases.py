@@ -1,4 +1,4 @@
-"""A generator's side of StreamLeases: a stream of work that survives the broker's restarts.
+"""Implements a generator's side of StreamLeases: a stream of work that survives the broker's restarts.
 
 Promises:
 
@@ -24,7 +24,7 @@ from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 BEAT_INTERVAL_S = 2.0
 MIN_BEAT_GAP_S = 0.05
-"""Freed slots are reported together: a heartbeat per finished sample would cost the broker more than the sample."""
+"""Free slots are reported in batches: a heartbeat per finished sample would cost the broker more than the sample."""
 MAX_SILENCE_S = 15.0
 MAX_WARNING_CHARACTERS = 1024
 
@@ -38,19 +38,19 @@ class LeaseHandler(Protocol):
         """How many more leases it can take now."""
 
     def beat(self) -> broker_pb2.GeneratorBeat:
-        """Its current state; the session fills in the credits."""
+        """The generator's current state; the session fills in the credits."""
 
     def lease(self, lease: broker_pb2.Lease) -> None:
-        """Work to do."""
+        """Take a lease to work on."""
 
     def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
-        """Work taken back."""
+        """Give up a revoked lease."""
 
     def owned_by(self, owner: broker_pb2.RunOwner) -> None:
-        """Which trainer owns the run: called when a stream begins, and when another trainer takes the run over."""
+        """Note which trainer owns the run: called when a stream begins, and when another trainer takes over the run."""
 
     def run_closed(self) -> None:
-        """The run was closed: every lease is void. The session keeps trying, since the run may be opened again."""
+        """The run was closed: every lease is void. The session keeps trying, as the run may be opened again."""
 
 
 class LeaseSession:
@@ -78,11 +78,11 @@ class LeaseSession:
         """Why there is no work, from the broker's last message; for display."""
 
     def notify(self) -> None:
-        """Something that a heartbeat carries has changed."""
+        """Report that a field of the heartbeat has changed."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Take leases until cancelled; raises PenstockError where a retry cannot help."""
+        """Take leases until cancelled. Raises PenstockError if a retry cannot help."""
         await self._stream.run(self._follow, self._on_end)
 
     async def _follow(self) -> None:

@@ -1,4 +1,4 @@
-"""Follows the plan of a run at the scheduler, over its restarts; a scheduler that is away never matters."""
+"""Follows the plan of a run at the scheduler, across its restarts; a scheduler that is away never matters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 
 _log = get_logger()
-# A stream is reopened from time to time: nothing waits for ever on a silent peer.
+# A stream is reopened from time to time: nothing waits forever on a silent peer.
 _STREAM_TIMEOUT_S = 600.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
 
 
 async def watch_plan(scheduler: str, run_id: str, *, security: Security) -> AsyncGenerator[pb.Plan | None, None]:
-    """The plan in force and each revision, for ever; None each time the scheduler reports that there is none.
+    """The plan in force and each revision, endlessly; None each time the scheduler reports that there is none.
 
-    The plan in force comes again after each new connection.
+    The plan in force is repeated after each new connection.
     """
     delays_s = backoff_s(first_s=_FIRST_RETRY_S, most_s=_LONGEST_RETRY_S)
     async with open_channel(scheduler, security) as channel:

@@ -1,4 +1,4 @@
-"""A run's policy version, followed: WatchPolicy that survives a lost stream."""
+"""Follows a run's policy version: WatchPolicy that survives a lost stream."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class PolicyWatch(BackgroundStream):
         self._version: int | None = None
 
     async def at_least(self, version: int, *, timeout_s: float) -> int:
-        """The run's version as soon as it is `version` or later.
+        """Wait until the run's version is at least `version`; returns it.
 
         Raises:
-            DeadlineError: It was not, `timeout_s` seconds after it last changed; time in which the broker was away does
-                not count.
-            RunClosedError: The run was closed before.
+            DeadlineError: It was not reached within `timeout_s` seconds of the last change; time in which the broker
+                was away does not count.
+            RunClosedError: The run was closed first.
             PenstockError: The broker refused for good.
         """
         while self._version is None or self._version < version:

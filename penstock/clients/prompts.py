@@ -1,4 +1,4 @@
-"""Submitting any number of prompts: in calls that fit, again where the broker's queue was full."""
+"""Submits any number of prompts, in calls within the size limit, with retries while the broker's queue is full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.v1 import broker_pb2, types_pb2
 
 MAX_PROMPTS_PER_CALL = 1024
 MAX_PROMPT_BYTES_PER_CALL = 900 * 1024
-"""A little under the broker's limit of 1 MiB a request, to leave room for the message around the prompts."""
+"""Slightly under the broker's limit of 1 MiB per request, to leave space for the rest of the message."""
 DEFAULT_RETRY_DELAY_S = 0.5
 
 
@@ -18,19 +18,19 @@ async def submit_all(
     submit: Callable[[Sequence[types_pb2.Prompt]], Awaitable[broker_pb2.SubmitPromptsResponse]],
     prompts: Sequence[types_pb2.Prompt],
 ) -> None:
-    """Returns once the broker has all prompts.
+    """Submit all prompts; returns once the broker has them.
 
     Args:
         submit: Makes one call.
         prompts: What to submit, in order.
 
     Raises:
-        RefusedError: The broker refused one for good; those before it are submitted.
+        RefusedError: The broker refused a prompt for good; the earlier ones are submitted.
     """
     waiting = list(prompts)
     is_full = False
     while waiting:
-        # What a full queue refuses was sent, read and forecast for nothing.
+        # Prompts refused by a full queue were sent, parsed and forecast in vain.
         num_sent = 1 if is_full else _num_that_fit(waiting)
         sent, waiting = waiting[:num_sent], waiting[num_sent:]
         response = await submit(sent)
@@ -43,7 +43,7 @@ async def submit_all(
 
 
 def _refused(sent: Sequence[types_pb2.Prompt], response: broker_pb2.SubmitPromptsResponse) -> list[types_pb2.Prompt]:
-    """Those to send again."""
+    """The prompts to send again."""
     for error in response.errors:
         if error.reason != QueueFullError.reason:
             group_id = sent[error.index].group_id if error.index < len(sent) else "?"

@@ -1,6 +1,6 @@
-"""The tokens of one leased sample on their way to the broker: appended as they are decoded, taken as chunks.
+"""Buffers the tokens of one leased sample for the broker: appended as they are decoded, sent as chunks.
 
-A stream ends once: settled (its last chunk is stored), refused (the broker will not take it), or discarded.
+A stream ends once: settled (its last chunk is stored), refused (by the broker), or discarded.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from penstock.wire.codec import Float32, Int32, float32_bytes, int32_bytes
 
 MAX_TOKENS_PER_CHUNK = 16_384
 MAX_TEXT_BYTES = 8 * 1024 * 1024
-"""What the broker takes, 8 bytes a token of the longest completion; longer text is cut for the reward model."""
+"""The broker's limit, 8 bytes per token of the longest completion; longer text is cut for the reward model."""
 _BYTES_PER_TOKEN = 8
 _Number = TypeVar("_Number", np.int32, np.float32)
 
 
 def cut_text(text: str) -> str:
-    """As much of a completion's text as goes to the broker and to a reward model."""
+    """A completion's text, cut to the limit of the broker and of reward models."""
     return text.encode("utf-8", errors="replace")[:MAX_TEXT_BYTES].decode("utf-8", errors="ignore")
 
 
 class StreamListener(Protocol):
-    """Who owns a SampleStream. Neither method waits."""
+    """Owner of a SampleStream. Neither method waits."""
 
     def settled(self) -> None:
         """The last chunk is stored: the lease is done."""
 
     def refused(self, error: broker_pb2.ChunkError) -> None:
-        """The broker will not take the tokens; `error.reason` says what to do."""
+        """The broker refused the tokens; `error.reason` says what to do."""
 
 
 class SampleStream:
@@ -41,10 +41,10 @@ class SampleStream:
 
     Args:
         key: Which sample.
-        lease_id: The lease it is decoded under.
-        offset: Completion tokens the broker has already.
-        listener: Hears how it ends.
-        on_change: Called with the stream and by how many bytes its buffer changed.
+        lease_id: The lease under which it is decoded.
+        offset: Completion tokens that the broker already has.
+        listener: Notified of its end.
+        on_change: Called with the stream and the change of its buffer in bytes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SampleStream:
     ) -> None:
         self.lease_id = lease_id
         self.is_closed = False
-        """Whether it ended; what is appended afterwards is ignored."""
+        """Whether it ended; tokens appended afterwards are ignored."""
         self._is_finished = False
         self._key = key
         self._offset = offset
@@ -73,12 +73,12 @@ class SampleStream:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens so far: the broker's, those on the way and those in the buffer."""
+        """Completion tokens so far: stored by the broker, in flight, and buffered."""
         return self._offset + self._num_tokens
 
     @property
     def buffered_bytes(self) -> int:
-        """About what the next chunks will take on the wire."""
+        """Approximate size of the next chunks on the wire."""
         return self._num_tokens * _BYTES_PER_TOKEN + len(self._text)
 
     @property
@@ -87,7 +87,7 @@ class SampleStream:
         return self._num_tokens > 0 or self._finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
 
     def append(self, token_ids: Int32, logprobs: Float32, *, policy_version: int) -> None:
-        """Tokens [n] and their log-probs [n] that one policy version sampled; ignored after `finish`."""
+        """Append tokens [n] and log-probs [n] sampled by one policy version; ignored after `finish`."""
         if self.is_closed or self._is_finished or not len(token_ids):
             return
         if len(token_ids) != len(logprobs):
@@ -99,7 +99,7 @@ class SampleStream:
         self._on_change(self, len(token_ids) * _BYTES_PER_TOKEN)
 
     def finish(self, reason: types_pb2.FinishReason.ValueType, *, text: str = "") -> None:
-        """The sample's last word, only the first counts; `text` is the whole completion."""
+        """Set the finish reason, of which only the first counts; `text` is the whole completion."""
         if self.is_closed or self._is_finished:
             return
         self._is_finished = True
@@ -108,7 +108,7 @@ class SampleStream:
         self._on_change(self, len(self._text))
 
     def discard(self) -> None:
-        """Forget what is not sent yet; the listener hears nothing more."""
+        """Discard unsent tokens; the listener is not called again."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -174,7 +174,7 @@ def _join(parts: list[npt.NDArray[_Number]], dtype: type[_Number]) -> npt.NDArra
 def _split_runs(
     versions: list[int], lengths: list[int], num_taken: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(version, length) runs of the first `num_taken` tokens, and of the others."""
+    """Split (version, length) runs into those of the first `num_taken` tokens and those of the others."""
     taken: list[tuple[int, int]] = []
     rest: list[tuple[int, int]] = []
     left = num_taken

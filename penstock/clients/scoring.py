@@ -1,7 +1,7 @@
-"""A reward worker's connection to the broker: StreamScoring with credits, renewals and reconnects.
+"""Connects a reward worker to the broker: StreamScoring with credits, renewals and reconnects.
 
 Invariants:
-- At most `max_leases` leases are held; the broker is never asked for more.
+- At most `max_leases` leases are held; no more are ever requested from the broker.
 - A held lease is renewed until its result is accepted or the broker calls it lost, over any number of reconnects.
 - A result is sent again on every new stream until the broker accepts it or calls its lease lost, so none is lost.
 - A lease is handed to the caller once.
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 MAX_LEASES = 2048
 MAX_RESULTS_A_MESSAGE = 256
-# Half of what the broker takes: a message also carries what gRPC and the other fields add.
+# Half of the broker's limit: gRPC and the other fields add to a message.
 MAX_MESSAGE_BYTES = 512 * 1024
 MAX_REASON_CHARACTERS = 1024
 SILENCE_LIMIT_S = 30.0
 RECEIPT_LIMIT_S = 30.0
-# Renewals come at a third of a lease's life, inside these bounds.
+# Renewals are sent at a third of a lease's lifetime, within these bounds.
 _LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.5, 5.0
 _MOST_BETWEEN_CONNECTS_S = 1.5
 
@@ -41,7 +41,7 @@ _log = get_logger()
 
 @dataclass(slots=True, kw_only=True)
 class ScoringCounters:
-    """What happened so far."""
+    """Counters of a connection."""
 
     num_leased: int = 0
     num_lost: int = 0
@@ -51,7 +51,7 @@ class ScoringCounters:
 class _Held:
     lease: broker_pb2.ScoringLease
     result: broker_pb2.ScoreResult | None = None
-    # When the result went out on the stream that is open now.
+    # When the result was sent on the current stream.
     sent_at_s: float | None = None
 
 
@@ -78,7 +78,7 @@ class ScoringSession:
         self.holding_reason: Callable[[], str] = lambda: ""
         """Called at every renewal: why leases are not being scored; empty while they are."""
         self.warning: Callable[[], str] = lambda: ""
-        """Called at every renewal: what was wrong with samples so far; empty if nothing was."""
+        """Called at every renewal: the problems of samples so far; empty if there were none."""
         self._broker = broker
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
         self._max_leases = min(max_leases, MAX_LEASES)
@@ -99,16 +99,16 @@ class ScoringSession:
         return len(self._held)
 
     async def run(self) -> None:
-        """Keep the stream up until cancelled, also while broker or run are away, unknown or closed.
+        """Keep the stream up until cancelled, even while broker or run are away, unknown or closed.
 
-        Raises PenstockError where trying again cannot help: a refused token, or a frame the broker calls malformed.
+        Raises PenstockError if a retry cannot help: a refused token, or a message that the broker calls malformed.
         """
         async with self._broker:
             stub = broker_pb2_grpc.BrokerServiceStub(self._broker.channel)
             await self._stream.run(lambda: self._follow(stub), self._on_end)
 
     async def take(self, *, max_items: int) -> list[broker_pb2.ScoringLease]:
-        """At least one lease not taken yet, at most `max_items`; waits while there is none."""
+        """Take 1 to `max_items` leases; waits while there is none."""
         taken: list[broker_pb2.ScoringLease] = []
         while not taken:
             lease_ids = [await self._waiting.get()]
@@ -118,18 +118,18 @@ class ScoringSession:
         return taken
 
     def is_held(self, lease_id: str) -> bool:
-        """Whether a lease still counts; scoring one that was lost is wasted work."""
+        """Whether a lease is still valid; scoring a lost one is wasted work."""
         return lease_id in self._held
 
     def answer(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
-        """Hand in results; those of leases no longer held are ignored: their samples were given to another worker."""
+        """Submit results; those of lost leases are ignored: their samples were given to another worker."""
         for result in results:
             if (entry := self._held.get(result.lease_id)) is not None:
                 entry.result = result
         self._changed.set()
 
     async def drain(self, *, timeout_s: float) -> int:
-        """Ask for no more leases and wait until every held one is answered; returns how many were not in time."""
+        """Request no more leases and wait until every held one is answered; returns how many were not in time."""
         self._is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -173,7 +173,7 @@ class ScoringSession:
             self.counters.num_leased += 1
         self._note_emptied()
         if response.leases or self._credit_total != self._credit_sent:
-            # New leases may have to be renewed sooner than the writer sleeps.
+            # New leases may need renewal before the writer wakes up.
             self._changed.set()
 
     async def _requests(self) -> AsyncGenerator[broker_pb2.StreamScoringRequest, None]:

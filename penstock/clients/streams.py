@@ -1,8 +1,8 @@
-"""What every streaming client has in common: one call from first write to status, and one call after another.
+"""Runs streaming calls for all clients: one call from first write to status, and successive calls with back-off.
 
-Writes run in a task of their own that never outlives the call: a request iterator handed to grpc would, and would take
-work meant for the next stream. The writer closes the iterator when it ends: one that is left to the garbage collector
-is closed by the event loop in a task of its own, at any moment, which complains where a link broke during a write.
+Writes run in a separate task that never outlives the call: a request iterator passed to grpc would, and would consume
+work meant for the next stream. The writer closes the iterator when it ends: one left to the garbage collector is closed
+by the event loop in another task, at any moment, which reports an error if the connection broke during a write.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.process.logger import get_logger
 from penstock.process.tasks import end
 
 PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
-"""Errors that end a client which outlives its run; after any other one a new stream may succeed."""
+"""Errors that end a client which outlives its run; after any other error a new stream may succeed."""
 
 _log = get_logger()
 _Request = TypeVar("_Request")
@@ -38,7 +38,7 @@ _Response = TypeVar("_Response")
 
 
 class Reconnecting:
-    """One stream to a server after another, with back-off between them that starts over once a stream has worked.
+    """Successive streams to a server, with back-off that is reset once a stream has worked.
 
     Args:
         peer: Names the server in messages.
@@ -48,11 +48,11 @@ class Reconnecting:
     def __init__(self, peer: str, *, most_s: float = 3.0) -> None:
         self.peer = peer
         self.outage = Outage(peer)
-        """Whether the server is away; its user reports failures to it."""
+        """Whether the server is away; callers report failures to it."""
         self.is_up = False
         """Whether the stream has carried a response."""
         self.is_news = False
-        """Whether the stream ended in another way than the one before it."""
+        """Whether the stream ended differently from the previous one."""
         self.num_connects = 0
         """Streams that have carried a response."""
         self._most_s = most_s
@@ -62,7 +62,7 @@ class Reconnecting:
 
         Args:
             follow: Makes one call by `listen` or `converse`.
-            on_end: Takes what a stream ended with, None for OK; raises what a retry cannot heal.
+            on_end: Called with a stream's error, None for OK; raises errors that a retry cannot fix.
         """
         delays, last = backoff_s(most_s=self._most_s), ""
         while True:
@@ -80,15 +80,15 @@ class Reconnecting:
     async def listen(
         self, call: Any, handle: Callable[[_Response], None], *, max_silence_s: float | None = None
     ) -> None:
-        """Hand each response of a call to `handle`, which does not wait, until the server ends it with OK.
+        """Pass each response of a call to `handle`, which does not wait, until the server ends it with OK.
 
         Args:
             call: Its type takes no parameters at run time.
             handle: Takes one response.
-            max_silence_s: The call is given up when no response came for this long.
+            max_silence_s: The call is given up after this long without a response.
 
         Raises:
-            PenstockError: What the server ended the call with; ServiceUnavailableError when it went silent.
+            PenstockError: The server's error; ServiceUnavailableError if it went silent.
         """
         try:
             while (response := await read(call, peer=self.peer, max_silence_s=max_silence_s)) is not grpc.aio.EOF:
@@ -96,7 +96,7 @@ class Reconnecting:
                 self.is_up = True
                 self.outage.answered()
                 handle(response)
-                # Megabytes, perhaps: not kept while the next one is awaited.
+                # Possibly megabytes: not kept while the next one is awaited.
                 del response
         except grpc.aio.AioRpcError as error:
             raise await explained(error, peer=self.peer) from error
@@ -114,10 +114,10 @@ class Reconnecting:
         """`listen`, and write `requests` meanwhile.
 
         Args:
-            call: A stream-stream call that nothing was written to yet.
-            requests: What to write, in order; waits where there is nothing to say. Closed when this returns.
+            call: A stream-stream call to which nothing was written yet.
+            requests: The requests to write, in order; waits while there is none. Closed when this returns.
             handle: Takes one response.
-            max_silence_s: The call is given up when no response came for this long.
+            max_silence_s: The call is given up after this long without a response.
         """
         writer = asyncio.create_task(_write_all(call, requests))
         try:
@@ -134,7 +134,7 @@ class Reconnecting:
 class BackgroundStream(ABC):
     """Base of clients that follow a run in the background, while they are entered as a context manager.
 
-    It fails for good when the run is closed, or with an error that a retry cannot heal.
+    It fails for good when the run is closed, or with an error that a retry cannot fix.
     """
 
     def __init__(self, broker: Connection, *, run_id: str) -> None:
@@ -155,10 +155,10 @@ class BackgroundStream(ABC):
 
     @abstractmethod
     async def _follow(self) -> None:
-        """One stream, to its end. Raises PenstockError."""
+        """Follow one stream to its end. Raises PenstockError."""
 
     def _note_lost(self, error: PenstockError) -> None:
-        """A stream was lost, and will be opened again."""
+        """A stream was lost and will be reopened."""
         self._stream.outage.failed(error)
 
     def _fail(self, error: PenstockError) -> None:
@@ -180,7 +180,7 @@ class BackgroundStream(ABC):
 
 
 async def read(call: Any, *, peer: str, max_silence_s: float | None) -> Any:
-    """The next response, grpc.aio.EOF after the last; ServiceUnavailableError when none came for `max_silence_s`."""
+    """The next response, grpc.aio.EOF after the last; ServiceUnavailableError after `max_silence_s` without one."""
     try:
         async with asyncio.timeout(max_silence_s):
             return await call.read()
@@ -194,7 +194,7 @@ async def _write_all(call: Any, requests: AsyncGenerator[Any, None]) -> None:
             async for request in requests:
                 await call.write(request)
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-        # The call ended while something was being written; its reader gets the status.
+        # The call ended during a write; its reader gets the status.
         _log.debug("stream ended while writing", error=type(error).__name__)
     except BaseException:
         call.cancel()

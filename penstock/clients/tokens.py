@@ -1,17 +1,17 @@
-"""A generator's side of StreamTokens: tokens of many samples on one stream, each stored exactly once.
+"""Implements a generator's side of StreamTokens: tokens of many samples on one stream, each stored exactly once.
 
     SampleStream.append -> buffer -> request (a chunk a sample) -> unacknowledged -> stored
                                         ^                              |
-                                        +---- resent as it was --------+  stream lost
+                                        +---- resent unchanged --------+  stream lost
 
 Promises:
 
-- Tokens wait at most `flush_interval_s`, or until TARGET_REQUEST_BYTES have come together, before they are sent.
-- At most MAX_UNACKNOWLEDGED requests are on the way and MAX_BUFFERED_BYTES wait behind them; then `wait_for_room`
-  waits. So a slow or absent broker slows decoding down, and memory does not grow.
+- Tokens wait at most `flush_interval_s`, or until TARGET_REQUEST_BYTES are buffered, before they are sent.
+- At most MAX_UNACKNOWLEDGED requests are in flight and MAX_BUFFERED_BYTES are queued; then `wait_for_room` waits. So a
+  slow or absent broker slows down decoding, and memory does not grow.
 - After a lost stream unacknowledged requests are sent again unchanged and in order; the broker recognises them by
   their offsets.
-- A refused chunk ends its SampleStream: the listener is given the reason, once, and nothing more is sent.
+- A refused chunk ends its SampleStream: the listener gets the reason, once, and nothing more is sent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = get_logger()
 
 @dataclass(slots=True, kw_only=True)
 class _Part:
-    """One chunk of a request: whose it is, and whether it was the sample's last."""
+    """One chunk of a request: its stream, and whether it is the sample's last."""
 
     stream: SampleStream
     is_last: bool
@@ -49,7 +49,7 @@ class _Part:
 
 @dataclass(slots=True, kw_only=True)
 class _Sent:
-    """A request that is not acknowledged; `request.sequence` is 0 until it is written to the current stream."""
+    """An unacknowledged request; `request.sequence` is 0 until it is written to the current stream."""
 
     request: broker_pb2.StreamTokensRequest
     parts: list[_Part]
@@ -82,10 +82,10 @@ class TokenSession:
         self._room.set()
         self._settled.set()
         self.num_tokens_stored = 0
-        """Tokens the broker has acknowledged since start."""
+        """Tokens that the broker has acknowledged since the start."""
 
     def open(self, key: types_pb2.SampleKey, *, lease_id: str, offset: int, listener: StreamListener) -> SampleStream:
-        """A stream for the tokens of one lease, which follow `offset` accepted ones."""
+        """Open a stream for the tokens of one lease, which follow `offset` accepted ones."""
         return SampleStream(key, lease_id=lease_id, offset=offset, listener=listener, on_change=self._note_change)
 
     @property
@@ -94,11 +94,11 @@ class TokenSession:
         return self._buffered_bytes < MAX_BUFFERED_BYTES
 
     async def wait_for_room(self) -> None:
-        """Wait until the broker has taken enough of what is buffered."""
+        """Wait until the broker has taken enough of the buffered tokens."""
         await self._room.wait()
 
     async def flush(self, *, timeout_s: float) -> bool:
-        """Send everything now; whether the broker acknowledged it all within `timeout_s` seconds."""
+        """Send everything now; returns whether the broker acknowledged it all within `timeout_s` seconds."""
         self._is_flushing = True
         self._work.set()
         try:
@@ -111,7 +111,7 @@ class TokenSession:
         return True
 
     async def run(self) -> None:
-        """Send until cancelled; raises PenstockError where a retry cannot help."""
+        """Send until cancelled. Raises PenstockError if a retry cannot help."""
         await self._stream.run(self._follow, self._on_end)
 
     def _on_end(self, error: PenstockError | None) -> None:
@@ -197,7 +197,7 @@ class TokenSession:
         self._update_events()
 
     def _void(self, reason: str, message: str) -> None:
-        """The run is gone: nothing buffered here can be stored any more."""
+        """The run is gone: nothing buffered here can be stored."""
         streams = dict.fromkeys(part.stream for sent in self._unacknowledged for part in sent.parts) | self._dirty
         if streams:
             _log.info(

@@ -1,13 +1,13 @@
-"""A consumer's stream of scored groups: StreamMicrobatches that survives a broker's restart.
+"""Receives a consumer's stream of scored groups: StreamMicrobatches that survives a broker's restart.
 
 Promises:
 
 - At most `max_held_groups` groups are received and not yet released; credits are granted accordingly.
 - After a reconnect the broker is sent the ids of those groups, and never hands them out a second time.
 - A stream on which nothing arrives for SILENCE_LIMIT_S (the broker sends at least every 5 s) is reopened.
-- A group that comes in pieces counts, and is held, once it is whole; a stream that ends before throws its pieces away.
-  Beside the groups held, memory takes at most twice the largest group (`penstock.wire.pieces.MAX_GROUP_BYTES`).
-- Errors that a retry cannot heal end the session and are raised by `next`.
+- A group sent in pieces counts as held once it is whole; if the stream ends earlier, its pieces are discarded. Besides
+  the groups held, memory takes at most twice the largest group (`penstock.wire.pieces.MAX_GROUP_BYTES`).
+- Errors that a retry cannot fix end the session and are raised by `next`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subscription:
-    """What a consumer pulls."""
+    """The groups that a consumer pulls."""
 
     run_id: str
     consumer_id: str
@@ -47,9 +47,9 @@ class Subscription:
     max_groups: int
     """Most groups in one microbatch, >= 1."""
     target_tokens: int = 0
-    """Aim for about this many tokens a microbatch; 0 means no aim."""
+    """Target number of tokens per microbatch; 0 means no target."""
     owner: broker_pb2.RunOwner | None = None
-    """The trainer that pulls; None where the run has no named owner."""
+    """The trainer that pulls; None if the run has no named owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ class ReceivedMicrobatch:
 
     microbatch_id: str
     groups: list[types_pb2.TrajectoryGroup]
-    """Whole groups, at least one; those that came packed after the others."""
+    """Whole groups, at least one; packed groups come last."""
     policy_version: int
-    """The run's policy version when they were handed out."""
+    """The run's policy version when they were delivered."""
 
 
 class MicrobatchSession(BackgroundStream):
-    """One consumer of one run; an async context manager that connects on entry and lets go of everything on exit.
+    """One consumer of one run; an async context manager that connects on entry and releases everything on exit.
 
     Args:
         broker: Connection to it.
@@ -73,7 +73,7 @@ class MicrobatchSession(BackgroundStream):
 
     def __init__(self, broker: Connection, subscription: Subscription) -> None:
         super().__init__(broker, run_id=subscription.run_id)
-        # Responses come as bytes and are read together with the packed groups in them.
+        # Responses arrive as bytes and are parsed together with the packed groups in them.
         self._stream_microbatches: Any = broker.channel.stream_stream(
             _METHOD, request_serializer=broker_pb2.StreamMicrobatchesRequest.SerializeToString
         )
@@ -92,16 +92,16 @@ class MicrobatchSession(BackgroundStream):
         self._received: asyncio.Queue[ReceivedMicrobatch | PenstockError] = asyncio.Queue()
         self._num_received_on_stream = 0
         self._assembly = Assembly()
-        """The group that comes in pieces."""
+        """The group being received in pieces."""
         self._credit_changed = asyncio.Event()
         self._reason = f"connecting to {broker.peer}"
         self._ack_step = broker_pb2_grpc.BrokerServiceStub(broker.channel).AckStep
         self._version = 0
-        """The run's, as far as it is known."""
+        """The run's policy version, as far as it is known."""
 
     @property
     def is_away(self) -> bool:
-        """Whether there is no stream: groups that do not arrive then say nothing about generators or reward workers."""
+        """Whether there is no stream: missing groups then say nothing about generators or reward workers."""
         return not self._stream.is_up
 
     @property
@@ -120,7 +120,7 @@ class MicrobatchSession(BackgroundStream):
         return self._reason
 
     async def next(self, *, timeout_s: float | None) -> ReceivedMicrobatch | None:
-        """The next microbatch, or None when none came within `timeout_s` seconds (for ever if None).
+        """The next microbatch, or None if none came within `timeout_s` seconds (None waits indefinitely).
 
         Raises:
             RunClosedError: The run was closed.
@@ -148,13 +148,13 @@ class MicrobatchSession(BackgroundStream):
                 yield microbatch
 
     async def ack(self, groups: Iterable[types_pb2.TrajectoryGroup]) -> broker_pb2.AckStepResponse:
-        """Mark groups trained, as one step of the run, and make room for others.
+        """Mark groups trained, as one step of the run, and let the broker send others.
 
-        For a consumer without policy versions of its own: the step makes the run's next version.
+        For a consumer without its own policy versions: the step makes the run's next version.
 
         Raises:
-            LeaseLostError, StaleError, UnknownSampleError: A group is too old, was dropped, or is not in this
-                consumer's hands; nothing is marked.
+            LeaseLostError, StaleError, UnknownSampleError: A group is too old, was dropped, or is not held by this
+                consumer; nothing is marked.
             PenstockError: See broker.proto.
         """
         request = broker_pb2.AckStepRequest(
@@ -215,7 +215,7 @@ class MicrobatchSession(BackgroundStream):
         try:
             response = packed.StreamMicrobatchesResponse.FromString(data)
         except DecodeError as error:
-            # The broker checked groups when they came.
+            # The broker checked the groups when they were submitted.
             raise InternalError(f"{self._peer}: a response of {len(data)} bytes cannot be read: {error}") from error
         if response.WhichOneof("frame") == "waiting":
             self._reason = response.waiting.reason
@@ -238,7 +238,7 @@ class MicrobatchSession(BackgroundStream):
             )
 
     def _groups(self, microbatch: Any) -> list[types_pb2.TrajectoryGroup]:
-        """The groups that are whole with this message. Raises InternalError where its piece fits nowhere."""
+        """The groups completed by this message. Raises InternalError if its piece does not fit."""
         if not microbatch.HasField("piece"):
             if len(self._assembly):
                 raise InternalError(f"{self._peer}: a group that came in pieces was broken off by another one")

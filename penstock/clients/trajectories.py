@@ -1,18 +1,18 @@
-"""A producer's side of PutTrajectories: finished, scored groups on one stream, each stored exactly once.
+"""Implements a producer's side of PutTrajectories: finished, scored groups on one stream, each stored exactly once.
 
     put / send -> window -> request -> unanswered -> receipt
                               ^            |
-                              +-- resent --+  stream lost, or the run holds as much as it may
+                              +-- resent --+  stream lost, or the run is full
 
 Promises:
 
-- At most `max_unanswered` requests are on the way, of MAX_UNANSWERED_BYTES together or one that is larger by itself;
-  then `send` waits. So a stalled trainer slows its producers down, and memory does not grow anywhere.
+- At most `max_unanswered` requests are in flight, of at most MAX_UNANSWERED_BYTES in total unless a single one is
+  larger; then `send` waits. So a stalled trainer slows down its producers, and memory does not grow anywhere.
 - A request above MAX_BYTES_PER_PUT, which is one large group, goes in parts and is stored like any other.
-- After a lost stream every unanswered request is sent again, as it was and in order; the broker knows it by its put id.
-- A request that the broker had no room for is sent again after the delay the broker asked for. Groups keep the order of
-  the calls if `max_unanswered` is 1; else a later request may pass one that had to wait.
-- Errors that a retry cannot heal end the session and are raised by every call.
+- After a lost stream every unanswered request is sent again, unchanged and in order; the broker recognises its put id.
+- A request refused for lack of capacity is sent again after the delay that the broker states. Groups keep the order of
+  the calls if `max_unanswered` is 1; otherwise a later request may overtake one that had to wait.
+- Errors that a retry cannot fix end the session and are raised by every call.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from penstock.wire.trajectory_groups import complete_group
 
 MAX_GROUPS_PER_PUT = 1024
 MAX_BYTES_PER_PUT = 4 * 1024 * 1024
-"""Of one message; what is larger goes in parts."""
+"""Size limit of one message; larger requests are sent in parts."""
 MAX_UNANSWERED_BYTES = 64 * 1024 * 1024
 DEFAULT_UNANSWERED = 4
-"""More are slower on one machine (their payload leaves the caches), fewer between sites."""
+"""More are slower on one machine (their payload leaves the caches), fewer are slower between sites."""
 MAX_SILENCE_S = 20.0
 """An idle stream is closed after this, and opened again when there is something to send."""
 
@@ -51,16 +51,16 @@ _log = get_logger()
 
 @dataclass(slots=True, kw_only=True)
 class PutReceipt:
-    """What became of the groups of one call."""
+    """Outcome of the groups of one call."""
 
     num_samples: int = 0
-    """Samples added to the run's books; none for groups that the run had already."""
+    """Samples added to the run's counters; none for groups that the run already had."""
     refused: list[types_pb2.ItemError] = field(default_factory=list)
-    """Groups that are not stored and never will be; `index` counts from the first group of the call."""
+    """Groups refused for good; `index` counts from the first group of the call."""
 
 
 class PendingPut:
-    """The receipt to come of one `put`: await it, or leave it to `flush`."""
+    """The future receipt of one `put`: await it, or leave it to `flush`."""
 
     def __init__(self, left: dict[PendingPut, None]) -> None:
         self._left = left
@@ -69,7 +69,7 @@ class PendingPut:
         self._num_groups = 0
 
     def __await__(self) -> Generator[Any, None, PutReceipt]:
-        """What became of the groups; raises PenstockError where the session has failed."""
+        """The outcome of the groups. Raises PenstockError if the session has failed."""
         self._left.pop(self, None)
         return self._whole().__await__()
 
@@ -87,14 +87,14 @@ class PendingPut:
         return whole
 
     def add(self, part: asyncio.Future[PutReceipt], *, num_groups: int) -> None:
-        """A further request of the put."""
+        """Add another request of the put."""
         self._parts.append((self._num_groups, part))
         self._num_groups += num_groups
         self._left[self] = None
         part.add_done_callback(self._note_answer)
 
     def _note_answer(self, _part: asyncio.Future[PutReceipt]) -> None:
-        # A session that is never flushed must not remember all its puts.
+        # A session that is never flushed must not keep all its puts.
         if all(_is_stored(part) for _first, part in self._parts):
             self._left.pop(self, None)
 
@@ -106,7 +106,7 @@ def _is_stored(part: asyncio.Future[PutReceipt]) -> bool:
 @dataclass(slots=True, kw_only=True)
 class _Sent:
     head: broker_pb2.PutTrajectoriesRequest
-    """Without the groups."""
+    """The request without the groups."""
     parts: Sequence[bytes]
     """A serialized TrajectoryGroups, in parts."""
     size_bytes: int
@@ -114,7 +114,7 @@ class _Sent:
     is_written: bool = False
 
     def messages(self) -> Iterator[bytes]:
-        """The serialized request, or each of those that it is cut into."""
+        """The serialized request, or the serialized parts that it is split into."""
         if self.size_bytes <= MAX_BYTES_PER_PUT:
             yield b"".join((self.head.SerializeToString(), field_prefix(_GROUPS, self.size_bytes), *self.parts))
             return
@@ -126,13 +126,13 @@ class _Sent:
 
 
 class TrajectorySession(BackgroundStream):
-    """One producer of one run; an async context manager that sends in the background until it is left.
+    """One producer of one run; an async context manager that sends in the background until exit.
 
     Args:
         broker: Connection to it.
         run_id: Which run.
-        producer_id: Names the producer; stable over reconnects and restarts, 1 to 128 characters.
-        max_unanswered: Requests on the way at once, >= 1.
+        producer_id: Names the producer; stable across reconnects and restarts, 1 to 128 characters.
+        max_unanswered: Most requests in flight, >= 1.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class TrajectorySession(BackgroundStream):
         max_unanswered: int = DEFAULT_UNANSWERED,
     ) -> None:
         super().__init__(broker, run_id=run_id)
-        # Requests go as bytes, made here without a copy of what they carry: see `send`.
+        # Requests are sent as bytes, serialized here without copying their payload: see `send`.
         self._put_trajectories: Any = broker.channel.stream_stream(
             _METHOD, response_deserializer=broker_pb2.PutTrajectoriesResponse.FromString
         )
@@ -160,12 +160,12 @@ class TrajectorySession(BackgroundStream):
         self._get_run = broker_pb2_grpc.BrokerServiceStub(broker.channel).GetRun
         self._groups_per_step = 0
         self._left: dict[PendingPut, None] = {}
-        """Puts whose receipts were not awaited, but those that are stored whole."""
+        """Puts whose receipts were not awaited, except those stored completely."""
         self.num_refusals = 0
-        """Requests the broker had no room for so far; each is sent again."""
+        """Requests that the broker had no capacity for so far; each is sent again."""
 
     async def __aexit__(self, *exception: object) -> None:
-        """`flush`, unless the block was left by an exception: what is unanswered may or may not be stored then."""
+        """`flush`, unless the block raised an exception: unanswered groups may or may not be stored then."""
         try:
             if exception[:1] == (None,):
                 await self.flush()
@@ -180,14 +180,14 @@ class TrajectorySession(BackgroundStream):
         *,
         max_groups: int | None = None,
     ) -> PendingPut:
-        """Hand over groups, any number, in order, in as few requests as fit; waits only for room on the way.
+        """Send any number of groups, in order, in as few requests as possible; waits only for space in the window.
 
-        Waits as long as the broker has no room: bound it with `asyncio.timeout`. Where the receipt is not awaited,
-        `flush` raises what was refused.
+        Waits while the broker has no capacity: bound it with `asyncio.timeout`. If the receipt is not awaited, `flush`
+        raises an error for refused groups.
 
         Args:
-            groups: Scored groups; see broker.proto for their bounds. `complete_group` fills in what they leave out.
-            max_groups: Most groups a request; None means as many as the run takes.
+            groups: Scored groups; see broker.proto for their bounds. `complete_group` fills in unset fields.
+            max_groups: Most groups per request; None means as many as the run accepts.
 
         Raises:
             RunClosedError: The run was closed.
@@ -209,10 +209,10 @@ class TrajectorySession(BackgroundStream):
         return await (await self.put(groups, max_groups=max_groups))
 
     async def flush(self) -> None:
-        """Wait until the broker has answered every group handed over so far.
+        """Wait until the broker has answered every group sent so far.
 
         Raises:
-            RefusedError: It refused some, and the receipts that say so were not awaited.
+            RefusedError: It refused some whose receipts were not awaited.
             PenstockError: As `put` does.
         """
         left, receipts = list(self._left), [sent.receipt for sent in self._unanswered.values()]
@@ -227,7 +227,7 @@ class TrajectorySession(BackgroundStream):
             )
 
     async def _most_groups(self) -> int:
-        """Of one request, as many as a step of the run has."""
+        """Groups of one request: as many as a step of the run has."""
         if not self._groups_per_step:
             request = broker_pb2.GetRunRequest(run_id=self._run_id)
             run = await call_with_retry(self._get_run, request, peer=self._peer, give_up_after_s=None)
@@ -235,10 +235,10 @@ class TrajectorySession(BackgroundStream):
         return self._groups_per_step
 
     async def send(self, groups: Sequence[types_pb2.TrajectoryGroup]) -> asyncio.Future[PutReceipt]:
-        """Hand over one request's worth of groups; waits for room in the window and returns the receipt to come.
+        """Send groups as one request; waits for space in the window and returns the future receipt.
 
         Args:
-            groups: 1 to MAX_GROUPS_PER_PUT groups of at most MAX_GROUP_BYTES; above MAX_BYTES_PER_PUT it goes in parts.
+            groups: 1 to MAX_GROUPS_PER_PUT groups of at most MAX_GROUP_BYTES; in parts above MAX_BYTES_PER_PUT.
 
         Raises:
             ValueError: The groups are too many or too large for one request; `split` them.
@@ -265,7 +265,7 @@ class TrajectorySession(BackgroundStream):
         return receipt
 
     def _has_room(self, size_bytes: int) -> bool:
-        """Whether a request may join those on the way."""
+        """Whether another request fits in the window."""
         if not self._unanswered:
             return True
         has_bytes = self._unanswered_bytes + size_bytes <= MAX_UNANSWERED_BYTES
@@ -281,7 +281,7 @@ class TrajectorySession(BackgroundStream):
         await self._stream.converse(call, self._requests(), self._take, max_silence_s=MAX_SILENCE_S)
 
     def _note_lost(self, error: PenstockError) -> None:
-        # No outage: an idle stream ends, too.
+        # Not an outage: an idle stream ends, too.
         if self._unanswered:
             _log.info("put stream lost", peer=self._peer, error=str(error), num_waiting=len(self._unanswered))
 
@@ -329,7 +329,7 @@ class TrajectorySession(BackgroundStream):
         for sent in self._unanswered.values():
             if not sent.receipt.done():
                 sent.receipt.set_exception(error)
-                # Marked as looked at: a caller that sent several may never await the later ones.
+                # Marked as retrieved: a caller that sent several may never await the later ones.
                 sent.receipt.exception()
         self._unanswered.clear()
         self._unanswered_bytes = 0
@@ -338,9 +338,9 @@ class TrajectorySession(BackgroundStream):
 def split(
     groups: Sequence[types_pb2.TrajectoryGroup], *, max_groups: int = MAX_GROUPS_PER_PUT
 ) -> Iterator[Sequence[types_pb2.TrajectoryGroup]]:
-    """Groups in order, in parts that fit one request each; a group above MAX_BYTES_PER_PUT is a part by itself.
+    """Split groups in order into parts that fit one request each; a group above MAX_BYTES_PER_PUT is a part by itself.
 
-    Raises InvalidFieldError where a single group is larger than MAX_GROUP_BYTES.
+    Raises InvalidFieldError if a single group is larger than MAX_GROUP_BYTES.
     """
     start, num_bytes = 0, 0
     for position, group in enumerate(groups):

@@ -1,7 +1,7 @@
-"""A receiver's side of the weight store: which versions exist, what they must be, and who holds them.
+"""Implements a receiver's side of the weight store: which versions exist, their digests, and which relays have them.
 
-A manifest comes from the network: `check_manifest` holds it against its own digest and the limits below before anything
-in it is used. The content is fetched by `penstock.downloads.downloader`.
+A manifest comes from the network: `check_manifest` verifies its digest and the limits below before anything in it is
+used. The content is fetched by `penstock.downloads.downloader`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_CONTENT_BYTES = 4 * 1024**4
 MAX_URLS = 64
 MAX_FAILURE_CHARACTERS = 1024
 MAX_CHAIN = 64
-"""Deltas in one offer."""
+"""Most deltas in one offer."""
 REPORT_PATIENCE_S = 20.0
 JOIN_TIMEOUT_S = 20.0
 """Longest wait for a broadcast to begin."""
@@ -71,17 +71,17 @@ def tensor_digests(manifest: weights_pb2.WeightsManifest) -> tuple[TensorDigest,
 
 
 def content_id(manifest: weights_pb2.WeightsManifest) -> str:
-    """What names a content everywhere: SHA-256, hex, over its chunks' digests, each followed by a line feed."""
+    """The id of a content: SHA-256, hex, of its chunks' digests, each followed by a line feed."""
     return hashlib.sha256("".join(f"{chunk_digest(chunk)}\n" for chunk in manifest.chunks).encode()).hexdigest()
 
 
 def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
-    """Refuse what cannot be fetched or proved: a full version, an adapter, or a delta with the tensors of its result.
+    """Refuse a manifest that cannot be fetched or verified: of a full version, an adapter, or a delta with its result.
 
     Raises:
         InvalidFieldError: A field is missing, out of bounds, or of another run.
         NotOfferedError: A kind or encoding this client does not know.
-        DigestMismatchError: The tensors do not have the digest the manifest states.
+        DigestMismatchError: The tensors do not have the digest stated in the manifest.
     """
     _check_content(manifest, run_id=run_id)
     if not manifest.tensors:
@@ -98,7 +98,7 @@ def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
 
 
 def check_chain(chain: Sequence[weights_pb2.WeightsManifest], *, run_id: str, held: VersionName) -> None:
-    """Refuse deltas that do not lead from what is held to the last one's result, step by step.
+    """Refuse deltas that do not lead, one after another, from the loaded version to the last one's result.
 
     Raises:
         InvalidFieldError: As `check_manifest`; the ends of two deltas do not meet; more than MAX_CHAIN of them.
@@ -122,7 +122,7 @@ def _check_content(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
     if manifest.run_id != run_id:
         raise InvalidFieldError(f"manifest is of run {manifest.run_id!r}, not {run_id!r}", field="manifest.run_id")
     for field in ("digest", "base_digest"):
-        # A file is named by it.
+        # It is used as a file name.
         if (digest := getattr(manifest, field)) or field == "digest":
             _check_digest(f"manifest.{field}", digest)
     if manifest.policy_version < 0:
@@ -187,7 +187,7 @@ def _check_chunks(manifest: weights_pb2.WeightsManifest) -> None:
 
 
 class WeightsClient(Connection):
-    """A weight store, for one receiver of one run."""
+    """Client of a weight store, for one receiver of one run."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class WeightsClient(Connection):
         """Whether the store waits for this receiver before it broadcasts; set before `watch`."""
 
     async def get_manifest(self, policy_version: int | None = None) -> weights_pb2.WeightsManifest:
-        """The manifest of a version, the newest where None, that needs no other; checked. Raises PenstockError."""
+        """The checked manifest of a version (None: the newest) that needs no other one. Raises PenstockError."""
         request = weights_pb2.GetManifestRequest(run_id=self._run_id, policy_version=policy_version)
         response = await call(self._stub.GetManifest, request, peer=self.peer)
         check_manifest(response.manifest, run_id=self._run_id)
@@ -220,9 +220,9 @@ class WeightsClient(Connection):
     async def get_chain(
         self, policy_version: int | None, *, held: VersionName
     ) -> tuple[weights_pb2.WeightsManifest, ...]:
-        """The deltas that lead from `held` to a version (the newest where None), in order; checked.
+        """The checked deltas that lead from `held` to a version (None: the newest), in order.
 
-        Empty where the store offers none: then the full content is to be taken. Raises PenstockError.
+        Empty if the store offers none: the full content must then be fetched. Raises PenstockError.
         """
         request = weights_pb2.GetManifestRequest(
             run_id=self._run_id,
@@ -240,9 +240,9 @@ class WeightsClient(Connection):
     async def watch(
         self, on_manifest: Callable[[weights_pb2.WeightsManifest], None], on_refused: Callable[[PenstockError], None]
     ) -> None:
-        """Hand every manifest to `on_manifest` as it is published, until cancelled; reconnects by itself.
+        """Pass every manifest to `on_manifest` as it is published, until cancelled; reconnects by itself.
 
-        A manifest that fails its check goes to `on_refused` instead. Raises PenstockError where a retry cannot help.
+        A manifest that fails its check goes to `on_refused` instead. Raises PenstockError if a retry cannot help.
         """
         request = weights_pb2.WatchManifestsRequest(
             run_id=self._run_id,
@@ -267,16 +267,16 @@ class WeightsClient(Connection):
             if error is not None and stream.is_news:
                 _log.info("no word from the weight store yet; trying again", error=str(error))
 
-        # No deadline: nothing is said between two versions. A dead peer is found by the channel's keepalive.
+        # No deadline: nothing is sent between two versions. A dead peer is found by the channel's keepalive.
         await stream.run(lambda: stream.listen(self._stub.WatchManifests(request), take), on_end)
 
     async def find_relays(self, content: str, relay_url: str = "", failed_url: str = "") -> Sequence[str]:
-        """Addresses of a content at relays of the receiver's site, best first; none: it comes from the origin.
+        """Addresses of a content at relays of the receiver's site, best first; if none, it is fetched from the origin.
 
         Args:
             content: As `content_id` names it.
-            relay_url: Where the receiver will serve it to others; empty if it will not.
-            failed_url: An address given before that could not be fetched from.
+            relay_url: Address at which the receiver will serve it to others; empty if it will not.
+            failed_url: An address returned before from which the fetch failed.
         """
         request = weights_pb2.FindSourcesRequest(
             run_id=self._run_id,
@@ -299,11 +299,11 @@ class WeightsClient(Connection):
         return [url for url in response.relay_urls[:MAX_URLS] if _is_url(url)]
 
     async def report_failure(self, url: str, failure: str) -> None:
-        """Report an address that needs an operator to the store; no error if that is away.
+        """Report a faulty address, which an operator must mend, to the store; no error if that is away.
 
         Args:
-            url: What could not be fetched from.
-            failure: What is wrong, for display.
+            url: The address from which the fetch failed.
+            failure: The problem, for display.
         """
         request = weights_pb2.FindSourcesRequest(
             run_id=self._run_id,
@@ -327,7 +327,7 @@ class WeightsClient(Connection):
     async def join_broadcast(
         self, content: str, *, backend: weights_pb2.BroadcastBackend.ValueType, open_group_id: str
     ) -> weights_pb2.JoinBroadcastResponse:
-        """A place in the next broadcast of a content, once that begins; not checked. Raises PenstockError: none.
+        """Wait for a place in the next broadcast of a content; not checked. Raises PenstockError if there is none.
 
         Args:
             content: As `content_id` names it.
@@ -346,7 +346,7 @@ class WeightsClient(Connection):
     async def report_holding(
         self, *, policy_version: int, digest: str, swap_pause_s: float, fetched_bytes: int, origin_bytes: int = 0
     ) -> int:
-        """Report the loaded version; returns the newest one. Raises DigestMismatchError: it must not be served."""
+        """Report the loaded version; returns the newest one. Raises DigestMismatchError if it must not be served."""
         request = weights_pb2.ReportHoldingRequest(
             run_id=self._run_id,
             receiver_id=self._receiver_id,
