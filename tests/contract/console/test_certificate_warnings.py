@@ -27,7 +27,8 @@ from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.broker.storage.memory_store import MemoryStore
 from services.generator.decoding.busy_time import BusyTracker
-from services.generator.decoding.lease_handler import Holder
+from services.generator.decoding.lease_handler import GeneratorLeaseHandler
+from services.generator.decoding.token_rate import TokenRate
 from tests.helpers.brokers.broker import RUN, Generator, error_of, eventually
 from tests.helpers.brokers.broker import serving as serving_broker
 from tests.helpers.certificates import issue, make_authority, make_security
@@ -158,13 +159,14 @@ async def test_status_tells_what_is_wrong_with_a_generators_certificate(capsys: 
     assert "PENSTOCK_TLS_CERT: c.pem expired?forged" in capsys.readouterr().out
 
 
-def test_a_generator_tells_it_with_its_beats() -> None:
+def test_a_generator_reports_it_in_its_heartbeats() -> None:
     stats = SimpleNamespace(num_running=0, num_waiting=0, kv_cache_usage=0.0, tokens_generated=0)
-    holder = Holder(
+    holder = GeneratorLeaseHandler(
         engine=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
         rollouts=SimpleNamespace(lease_ids=[]),  # type: ignore[arg-type]
         held=SimpleNamespace(current=None),  # type: ignore[arg-type]
         busy=BusyTracker(SystemClock()),
+        rate=TokenRate(),
         on_owner=lambda _owner: None,
     )
     assert holder.beat().warning == ""
