@@ -10,7 +10,7 @@ from quickstart.prepare import prepare
 
 
 def main(directory: str, seed: str, answer: str) -> None:
-    """Make the task, and write where its files are into `answer`."""
+    """Make the task, and write the paths of its files into `answer`."""
     prepared = prepare(Path(directory), seed=int(seed), on_progress=lambda text: print(text, flush=True))
     paths = {name: str(getattr(prepared, name)) for name in ("model_dir", "train_path", "eval_path")}
     Path(answer).write_text(json.dumps(paths), encoding="utf-8")

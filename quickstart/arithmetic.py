@@ -1,21 +1,21 @@
-"""Sums with written-out working: the problems that the quick start trains on.
+"""Makes sums with written-out working: the problems that the quick start trains on.
 
-A problem is a sum of small whole numbers, each with a letter before it. Its response adds them one at a time, a line
-each that starts with the letter, and ends with the answer behind `#### `:
+A problem is a sum of small whole numbers, each with a letter before it. Its response adds them one at a time, on a line
+each that starts with the letter, and ends with the answer after `#### `:
 
     prompt    a12 b7 c9=
     response  b7+12=19
               c9+19=28
               #### 28
 
-The letters are there so that the next number is found by what it is, not by counting: a model of a million parameters
-learns the first in a minute and the second in ten.
+The letters let the model find the next number by content, not by counting: a model of a million parameters learns the
+first in a minute and the second in ten.
 
 Invariants:
 - Held-out problems never occur in training data. Which side a problem is on depends on its text alone, not on a seed.
 - Every draw comes from the generator that is passed in: the same seed gives the same problems.
 - The number of terms follows a truncated geometric law, so response lengths have a long tail.
-- A slip forgets a term: the lines that are there are right, the answer is not.
+- A slip omits a term: the written lines are right, the answer is not.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def sample_problem(rng: random.Random, *, held_out: bool, max_terms: int = MAX_T
 
 
 def sample_distinct_problems(rng: random.Random, *, held_out: bool, num_problems: int) -> list[Problem]:
-    """Draw problems from one side of the split, no two alike."""
+    """Draw distinct problems from one side of the split."""
     problems: dict[Problem, None] = {}
     while len(problems) < num_problems:
         problems.setdefault(sample_problem(rng, held_out=held_out))
@@ -88,12 +88,12 @@ def sample_distinct_problems(rng: random.Random, *, held_out: bool, num_problems
 
 
 def write_working(problem: Problem, *, rng: random.Random, slip_probability: float = 0.0) -> str:
-    """Write the response to a problem: a line for each addition, then the number behind `ANSWER_MARKER`.
+    """Write the response to a problem: a line for each addition, then the number after `ANSWER_MARKER`.
 
     Args:
         problem: The sum to work out.
         rng: Decides where slips fall.
-        slip_probability: Chance that a term is forgotten.
+        slip_probability: Chance that a term is omitted.
     """
     lines: list[str] = []
     total = problem.terms[0]
@@ -106,7 +106,7 @@ def write_working(problem: Problem, *, rng: random.Random, slip_probability: flo
 
 
 def extract_answer(response: str) -> str | None:
-    """Return what follows the last `ANSWER_MARKER`, or None when the response has no marker."""
+    """Return what follows the last `ANSWER_MARKER`, or None if the response has no marker."""
     _, marker, answer = response.rpartition(ANSWER_MARKER)
     return answer.strip() if marker else None
 

@@ -31,13 +31,13 @@ from quickstart.tiny_model import build_model, build_tokenizer, save_model
 from quickstart.warm_start import WarmStartResult, WarmStartSettings, warm_start
 
 _MARKER_NAME = "prepared.json"
-# A second thread gains a third on an idle machine and loses a factor of ten where it must share its core.
+# A second thread gains a third on an idle machine and loses a factor of ten if it must share its core.
 _NUM_THREADS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareSettings:
-    """What decides the prepared files, besides the seed."""
+    """Settings that decide the prepared files, besides the seed."""
 
     num_train_problems: int = 8192
     num_eval_problems: int = 384
@@ -46,7 +46,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Where the prepared files are."""
+    """Paths of the prepared files."""
 
     model_dir: Path
     train_path: Path
@@ -60,12 +60,12 @@ def prepare(
     on_progress: Callable[[str], None],
     settings: PrepareSettings | None = None,
 ) -> Prepared:
-    """Return the quick start's files, making them first where they are missing or of other settings.
+    """Return the quick start's files, making them first if they are missing or have other settings.
 
     Args:
-        directory: Cache; created where it does not exist.
+        directory: Cache; created if it does not exist.
         seed: Decides data, initial weights and warm start.
-        on_progress: Called with one line of text now and then.
+        on_progress: Called occasionally with one line of text.
         settings: The defaults unless given; tests use smaller ones.
     """
     settings = settings or PrepareSettings()
@@ -116,7 +116,7 @@ def _move_into_place(built: Path, folder: Path) -> None:
     try:
         built.rename(folder)
     except OSError:
-        # Another process finished the same folder first; its files serve as well as ours.
+        # Another process finished the same folder first; its files are equivalent.
         if not (folder / _MARKER_NAME).is_file():
             raise
 

@@ -1,7 +1,7 @@
-"""A batched sampler for measuring the warm start: rows leave the batch, and the cache, as they end.
+"""Samples in batches to measure the warm start: rows leave the batch, and the cache, as they end.
 
 Invariants:
-- Sampling is at temperature 1 from the full distribution, or greedy; a generator that is passed in decides all draws.
+- Sampling is at temperature 1 from the full distribution, or greedy; the passed generator decides all draws.
 - A response counts only if it ended by itself; one cut off at the limit scores zero.
 """
 
@@ -32,7 +32,7 @@ def sample_responses(
         generator: Source of randomness, or None for greedy decoding.
 
     Returns:
-        One text a prompt, in order; None where the response did not end within the limit.
+        One text per prompt, in order; None if the response did not end within the limit.
     """
     with torch.inference_mode():
         return _decode(model, tokenizer, prompts, generator)
@@ -45,7 +45,7 @@ def measure_accuracy(
     *,
     generator: torch.Generator | None,
 ) -> float:
-    """Share of problems answered exactly, one response each; greedy where `generator` is None."""
+    """Share of problems answered exactly, one response each; greedy if `generator` is None."""
     texts = sample_responses(model, tokenizer, [problem.prompt for problem in problems], generator=generator)
     num_right = sum(
         text is not None and extract_answer(text) == problem.answer

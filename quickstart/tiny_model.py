@@ -1,4 +1,4 @@
-"""The quick start's language model: Qwen2 architecture, about one million parameters, a token a byte.
+"""Builds the quick start's language model: Qwen2 architecture, about one million parameters, one token per byte.
 
 Invariants:
 - A saved model is an ordinary Hugging Face directory: config, safetensors weights, tokenizer, chat template.
@@ -19,9 +19,9 @@ from quickstart.arithmetic import ANSWER_MARKER
 PAD_TOKEN = "<pad>"
 END_TOKEN = "<eos>"
 MAX_CONTEXT_TOKENS = 512
-# Chat messages are their plain contents, so that a chat of one user message equals the same text prompt.
+# Chat messages are rendered as plain contents, so that a chat of one user message equals the same text prompt.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-# Wider than the usual 0.02: at this size the default start spends half of a one-minute warm start near zero.
+# Wider than the usual 0.02: at this size the default initialisation spends half of a one-minute warm start near zero.
 _INITIALIZER_RANGE = 0.08
 
 

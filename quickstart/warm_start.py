@@ -1,7 +1,7 @@
-"""The supervised warm start: a minute of imitation that leaves the model right about one time in three.
+"""Runs the supervised warm start: a minute of imitation that leaves the model right about one time in three.
 
-The worked examples hold deliberate slips. A model that imitates them well is accurate when it takes its likeliest
-tokens and unreliable when it samples: that gap is what reinforcement learning then closes.
+The worked examples contain deliberate slips. A model that imitates them well is accurate in greedy decoding and unreliable
+when it samples: reinforcement learning then closes that gap.
 
 Invariants:
 - Training stops by measured accuracy on held-out problems, never by the clock, so a slow machine gives the same model.
@@ -32,7 +32,7 @@ _FIRST_MAX_TERMS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyBand:
-    """Where the warm start may end, as shares of problems solved."""
+    """Limits between which the warm start may end, as shares of problems solved."""
 
     min_sampled: float = 0.22
     max_sampled: float = 0.40
@@ -42,20 +42,20 @@ class AccuracyBand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartSettings:
-    """What decides the outcome of a warm start, besides the seed."""
+    """Settings that decide the outcome of a warm start, besides the seed."""
 
     slip_probability: float = 0.28
-    """Chance that a worked example forgets a term."""
+    """Chance that a worked example omits a term."""
     matrix_learning_rate: float = 0.02
-    """Muon's rate, for the weight matrices of the layers."""
+    """Muon's learning rate, for the weight matrices of the layers."""
     other_learning_rate: float = 2e-3
-    """AdamW's rate, for the embedding, the head, norms and biases."""
+    """AdamW's learning rate, for the embedding, the head, norms and biases."""
     max_batch_tokens: int = 1024
-    """Padded tokens of one step."""
+    """Padded tokens per step."""
     num_curriculum_steps: int = 150
     """Steps over which the longest sum grows to its full length."""
     num_decay_steps: int = 660
-    """Steps over which the learning rates fall; they stay at their lowest afterwards."""
+    """Steps over which the learning rates decay; they stay at their lowest afterwards."""
     max_steps: int = 1000
     check_every_steps: int = 30
     """Steps between measurements, the first of which falls on `num_decay_steps`."""
@@ -64,13 +64,13 @@ class WarmStartSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartResult:
-    """How a warm start ended."""
+    """Result of a warm start."""
 
     num_steps: int
     sampled_accuracy: float
     greedy_accuracy: float
     is_in_band: bool
-    """False when `max_steps` ran out first."""
+    """False if `max_steps` ran out first."""
 
 
 def warm_start(
@@ -87,10 +87,10 @@ def warm_start(
     Args:
         model: Untrained model.
         tokenizer: The model's tokenizer.
-        held_out: Problems to measure on; none of them is trained on.
+        held_out: Problems to measure on; none is trained on.
         seed: Decides the examples and the measurements' draws.
         settings: Schedule and band.
-        on_progress: Called with one line of text at each measurement and now and then between.
+        on_progress: Called with one line of text at each measurement and occasionally in between.
     """
     batches = _stream_batches(tokenizer, random.Random(seed), settings)
     optimizers = _build_optimizers(model, settings)
@@ -154,7 +154,7 @@ def _train_step(
 
 
 def _build_optimizers(model: Qwen2ForCausalLM, settings: WarmStartSettings) -> list[Optimizer]:
-    """Muon for the layers' matrices: it needs about half of the examples that AdamW alone does."""
+    """Muon for the layers' matrices: it needs about half as many examples as AdamW alone."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
@@ -165,14 +165,14 @@ def _build_optimizers(model: Qwen2ForCausalLM, settings: WarmStartSettings) -> l
 
 
 def _rate_fraction(step: int, num_decay_steps: int) -> float:
-    """Share of the learning rate at a step: linear warm-up times a cosine fall."""
+    """Share of the learning rate at a step: linear warm-up times a cosine decay."""
     progress = min(1.0, step / num_decay_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return min(1.0, step / _NUM_WARM_UP_STEPS) * (_LAST_RATE_FRACTION + (1 - _LAST_RATE_FRACTION) * cosine)
 
 
 def _max_terms(step: int, num_curriculum_steps: int) -> int:
-    """Longest sum at a step; short sums first, or the model is slow to find where to copy from."""
+    """Longest sum at a step; short sums come first, or the model is slow to find where to copy from."""
     progress = min(1.0, step / num_curriculum_steps)
     return int(_FIRST_MAX_TERMS + (MAX_TERMS - _FIRST_MAX_TERMS) * progress**1.5)
 
@@ -180,7 +180,7 @@ def _max_terms(step: int, num_curriculum_steps: int) -> int:
 def _stream_batches(
     tokenizer: Qwen2Tokenizer, rng: random.Random, settings: WarmStartSettings
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield batches without end: inputs and next-token targets, int64 [B, T], of examples of like lengths."""
+    """Yield batches endlessly: inputs and next-token targets, int64 [B, T], of examples of similar lengths."""
     step = 0
     while True:
         max_terms = _max_terms(step, settings.num_curriculum_steps)
@@ -196,7 +196,7 @@ def _stream_batches(
 def _encode_example(
     tokenizer: Qwen2Tokenizer, rng: random.Random, max_terms: int, settings: WarmStartSettings
 ) -> tuple[list[int], int]:
-    """Return an example's token ids and how many of them are the prompt's."""
+    """Return an example's token ids and the number of those in the prompt."""
     problem = sample_problem(rng, held_out=False, max_terms=max_terms)
     working = write_working(problem, rng=rng, slip_probability=settings.slip_probability)
     prompt_ids = tokenizer.encode(problem.prompt)

@@ -20,7 +20,7 @@ ROLES = [role for role in Role.values() if role not in (Role.ACCESS_ROLE_UNSPECI
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
-    """Each call and, in the order of ROLES, whether the role may make it."""
+    """Each call, and whether each role, in the order of ROLES, may make it."""
     for module in MODULES:
         for service in module.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
@@ -29,21 +29,21 @@ def rows() -> Iterator[tuple[str, list[str]]]:
 
 
 def table() -> str:
-    """As Markdown."""
+    """The table as Markdown."""
     head = ["call", "operator", *(role_name(role) for role in ROLES)]
     lines = [head, ["---"] * len(head), *([name, "x", *marks] for name, marks in rows())]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def with_table(page: str) -> str:
-    """The page with the table as it is now."""
+    """The page with the current table."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}{END}{after}"
 
 
 def main() -> int:
-    """Write, or with --check compare; exit code 1 when the page is not current."""
+    """Write, or with --check compare; exit code 1 if the page is not current."""
     if sys.argv[1:] not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2

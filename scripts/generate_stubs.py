@@ -1,6 +1,7 @@
-"""Generate Python stubs, or check that those committed are current.
+"""Generate Python stubs, or check that the committed ones are current.
 
-The contract in `protos/` goes to `penstock/v1`, with services; a service's private records stay beside their proto.
+The contract in `protos/` goes to `penstock/v1`, with services; stubs of a service's private records stay beside their
+proto.
 
 python scripts/generate_stubs.py
 python scripts/generate_stubs.py --check
@@ -33,7 +34,7 @@ def generate(target: Path) -> None:
 
 
 def outdated(fresh: Path) -> list[str]:
-    """Stubs that differ from those in `fresh`, are missing, or have no proto any more."""
+    """Stubs that differ from those in `fresh`, are missing, or no longer have a proto."""
     names: list[str] = []
     for folder in (CONTRACT, RECORDS):
         committed = {path.name for path in (ROOT / folder).glob("*_pb2*")}
@@ -44,7 +45,7 @@ def outdated(fresh: Path) -> list[str]:
 
 
 def main() -> int:
-    """Generate, or with --check compare; exit code 1 when the committed stubs are not current."""
+    """Generate, or with --check compare; exit code 1 if the committed stubs are not current."""
     if sys.argv[1:] not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2

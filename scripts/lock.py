@@ -20,7 +20,7 @@ def compile_lock(name: str, *options: str) -> str:
     command = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python-version", "3.11", *options, f"{name}.in"]
     text = subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, text=True).stdout
-    # The local part names a build; which one fits is the installing machine's to choose.
+    # The local version names a build; the installing machine chooses which one fits.
     return "\n".join(line.split("+cpu")[0] for line in text.splitlines()) + "\n"
 
 

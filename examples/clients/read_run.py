@@ -1,4 +1,4 @@
-"""Reads a run's state, books and trained groups: python read_run.py 127.0.0.1:7301 RUN."""
+"""Reads a run's state, counters and trained groups: python read_run.py 127.0.0.1:7301 RUN."""
 
 import asyncio
 import sys

@@ -3,8 +3,8 @@
     python agent.py http://127.0.0.1:8000/v1 [NUM_TASKS]
 
 Only `attempt` knows of Penstock: each attempt is a session, attempts at one task are a group, and a session ends with
-its reward. What solves the task gets a key of its session and nothing else, as it would in a sandbox; the credential
-that makes keys and gives rewards (PENSTOCK_TOKEN, of the role environment) stays outside.
+its reward. The solver gets only a key for its session, as it would in a sandbox; the credential that makes keys and
+gives rewards (PENSTOCK_TOKEN, of the role environment) stays outside.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add(arguments: str) -> str:
 
 
 async def solve(client: openai.AsyncOpenAI, model: str, question: str) -> str:
-    """Two turns: what to add, then what came out."""
+    """Two turns: the tool call, then the answer from its result."""
     messages: list = [{"role": "user", "content": question}]
     answer = (await client.chat.completions.create(model=model, messages=messages, tools=TOOLS)).choices[0].message
     if not answer.tool_calls:
@@ -68,7 +68,7 @@ async def attempt(client: openai.AsyncOpenAI, model: str, task: str, index: int,
 
 
 async def work(base_url: str, *, num_tasks: int, seed: int = 0) -> list[float]:
-    """Tasks one after the other, some at once, until there are enough or the run is over; their mean rewards."""
+    """Run tasks, several concurrently, until there are enough or the run is over; returns their mean rewards."""
     rng, means = random.Random(seed), []
     room = asyncio.Semaphore(NUM_TASKS_AT_ONCE)
     api_key = os.environ.get("PENSTOCK_TOKEN", "none")

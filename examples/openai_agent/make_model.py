@@ -1,8 +1,8 @@
-"""Makes a model of a million parameters that knows how to call a tool, badly: what the example agent trains.
+"""Makes a model of a million parameters that calls a tool, badly: the one that the example agent trains.
 
     python make_model.py DIRECTORY
 
-It is taught by conversations in which now and then a number is copied wrongly. A minute or two on one CPU core.
+It learns from conversations in which a number is occasionally copied wrongly. A minute or two on one CPU core.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_STEPS = 150
 
 
 def chat_tokenizer():
-    """The quick start's byte tokenizer with the marks of turns and of tool calls."""
+    """The quick start's byte tokenizer with the markers of turns and tool calls."""
     tokenizer = build_tokenizer()
     marks = [AddedToken(mark, special=True, normalized=False) for mark in (START, END)]
     tags = [AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")]
@@ -43,7 +43,7 @@ def chat_tokenizer():
 
 
 def conversation(rng: random.Random) -> list[tuple[str, bool]]:
-    """A whole conversation in parts; those that are true are the assistant's, and learned."""
+    """A whole conversation in parts; those marked true are the assistant's and are learned."""
     a, b = (rng.randint(1, MAX_NUMBER) for _ in range(2))
     said_a, said_b = (_slip(number, rng) for number in (a, b))
     call = f'<tool_call>{{"name": "add", "arguments": {{"a": {said_a}, "b": {said_b}}}}}</tool_call>{END}'
@@ -61,7 +61,7 @@ def _slip(number: int, rng: random.Random) -> int:
 
 
 def batch(tokenizer, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and targets, int64[B, T]; a target of -100 is not learned."""
+    """Token ids and targets, int64[B, T]; targets of -100 are not learned."""
     rows = []
     for _ in range(BATCH_SIZE):
         ids, targets = [], []

@@ -1,10 +1,10 @@
-"""A reward model of your own: right answers count one, and less the more was written.
+"""Implements a custom reward model: right answers earn one, minus a penalty for length.
 
 Serve it:              python brevity.py                      (or: penstock reward serve brevity:brevity)
 See that it conforms:  penstock reward check 127.0.0.1:7310
 Train with it:         penstock run CONFIG.yaml reward=grpc://127.0.0.1:7310
 
-Without a process of its own, in the folder of this file:  penstock run CONFIG.yaml reward=brevity:brevity
+Without a separate process, in the folder of this file:  penstock run CONFIG.yaml reward=brevity:brevity
 """
 
 import sys
@@ -16,7 +16,7 @@ FREE_CHARACTERS = 400
 
 
 def brevity(completion: str, answer: str) -> RewardResult | None:
-    """One for the right final line, minus up to 0.2 for length; no verdict where the data has no answer."""
+    """One for the right final line, minus up to 0.2 for length; no verdict if the data has no answer."""
     if not answer:
         return None
     lines = completion.strip().splitlines() or [""]
