@@ -1,4 +1,4 @@
-"""Processes of a benchmark that start others of their own, which the kernel would not end with it."""
+"""Runs benchmark processes that start others, which the kernel would not end with the benchmark."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 
 async def run_group(module: str, *arguments: str, timeout_s: float) -> None:
-    """Run a module, which calls `end_group_with_parent`, as the leader of a group of its own, to its end.
+    """Run a module that calls `end_group_with_parent`, as the leader of its own group, to its end.
 
     Raises:
-        RuntimeError: It failed; with the last of what it printed.
+        RuntimeError: It failed; includes the end of its output.
         TimeoutError: It took longer than `timeout_s`; the whole group is killed.
     """
     process = await asyncio.create_subprocess_exec(
@@ -25,7 +25,7 @@ async def run_group(module: str, *arguments: str, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             output, _ = await process.communicate()
     except BaseException:
-        # With the processes it started, which would go on without it.
+        # With the processes it started, which would outlive it.
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         raise

@@ -31,7 +31,7 @@ MIN_TERMS = 2
 MAX_TERMS = 20
 MAX_FIRST_TERM = 50
 MAX_TERM = 9
-# Chance that a sum goes on after each term: responses of 10 to about 195 tokens, 46 on average.
+# Chance that a sum continues after each term: responses of 10 to about 195 tokens, 46 on average.
 CONTINUE_PROBABILITY = 0.79
 HELD_OUT_ONE_IN = 4
 _LABELS = string.ascii_lowercase[:MAX_TERMS]

