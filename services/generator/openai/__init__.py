@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint: agents written against any OpenAI client make trajectories of the policy.
+"""Serves the OpenAI-compatible endpoint, by which agents of any OpenAI client produce the policy's trajectories.
 
-The root holds HTTP and the endpoint behind it. Imports run one way: formats <- sessions <- root.
+The root contains the HTTP layer and the endpoint behind it. Imports run one way: formats <- sessions <- root.
 """

@@ -1,4 +1,4 @@
-"""One answer from the engine: tokens as they come, their text, and where a stop string ends it."""
+"""Collects one answer from the engine: its tokens, their text, and its end at a stop string."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from services.generator.openai.sessions.agent_session import Sampled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What can be shown since the last piece."""
+    """What can be shown beyond the last piece."""
 
     text: str
     tokens: list[tuple[int, float]]
-    """Sampled since then, with log-probs in nats."""
+    """Tokens sampled since then, with log-probs in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,28 +29,28 @@ class Answer:
 
     sampled: Sampled
     text: str
-    """Without the end token, up to the stop string."""
+    """Text without the end token, up to the stop string."""
     unsaid: str
-    """Text of sampled tokens that `text` leaves out."""
+    """Text of sampled tokens that `text` omits."""
     num_shown: int
-    """Characters of `text` that were shown already."""
+    """Characters of `text` already shown."""
     shown_tokens: list[tuple[int, float]]
-    """Tokens, with log-probs, but for an end token."""
+    """Tokens with log-probs, except an end token."""
     content: str
-    """`text` without tool calls, where those were looked for."""
+    """`text` without tool calls, if those were parsed."""
     tool_calls: list[ToolCall]
     """Tools to call, in order."""
 
     @property
     def finish_reason(self) -> str:
-        """In OpenAI's words."""
+        """OpenAI's finish reason."""
         if self.sampled.is_truncated:
             return "length"
         return "tool_calls" if self.tool_calls else "stop"
 
 
 class AnswerAbortedError(Exception):
-    """The engine gave the sample up: it stops."""
+    """The engine gave the sample up because it is stopping."""
 
 
 async def take_answer(
@@ -63,16 +63,16 @@ async def take_answer(
     finds_tools: bool,
     run_history: Callable[[], int],
 ) -> Answer:
-    """Follow a sample to its end, or to its first stop string.
+    """Collect a sample up to its end or its first stop string.
 
     Args:
-        spans: From the engine; closed early where a stop string ends the answer, which aborts the sample.
-        request: What was asked of it.
-        tokenizer: Decodes.
+        spans: Output of the engine; closed early if a stop string ends the answer, which aborts the sample.
+        request: The request to the engine.
+        tokenizer: Decodes the tokens.
         stops: Strings that end the answer and are not shown.
-        emit: Told what can be shown, as it comes; what it awaits holds decoding back.
-        finds_tools: Whether calls of tools are looked for; from the first on, nothing is shown before the end.
-        run_history: The history counter of the weights that are held.
+        emit: Called with each piece that can be shown; while it awaits, decoding is held back.
+        finds_tools: Whether to parse tool calls; from the first one on, nothing is shown before the end.
+        run_history: The history counter of the loaded weights.
 
     Raises:
         AnswerAbortedError: The engine stopped before the answer ended.
@@ -137,7 +137,7 @@ class _Draft:
         return Piece(text=text, tokens=self._shown_tokens(told))
 
     def _num_held_back(self) -> int:
-        """Characters at the end that may turn out not to be shown."""
+        """Number of characters at the end that may have to be hidden."""
         for marker in self.markers:
             at = self.text.find(marker)
             if at >= 0:
@@ -150,7 +150,7 @@ class _Draft:
         if self.is_stopped:
             text, unsaid = self.text[: self._cut], self.text[self._cut :]
         else:
-            # What was held back as half a character stays half a one.
+            # Bytes buffered as an incomplete character stay incomplete.
             body = self.token_ids[:-1] if is_ended else self.token_ids
             whole = self.tokenizer.text_of(body)
             text = whole if whole.startswith(self.text) else self.text
@@ -178,6 +178,6 @@ class _Draft:
 
 
 def _overlap(text: str, end: str) -> int:
-    """The most characters at the end of `text` that `end` begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `end`."""
     most = min(len(text), len(end) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(end[:size])), 0)

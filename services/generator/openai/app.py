@@ -1,14 +1,14 @@
-"""The OpenAI-compatible endpoint over HTTP.
+"""Serves the OpenAI-compatible endpoint over HTTP.
 
     POST   /v1/chat/completions, /v1/completions      as OpenAI's, with streams
     GET    /v1/models, /v1/models/{name}
     POST   /v1/sessions/{id}/reward                   ends a session
-    GET    /v1/sessions/{id}                          how it stands
+    GET    /v1/sessions/{id}                          its state
     DELETE /v1/sessions/{id}                          gives it up
     POST   /v1/session_keys                           a key for an agent
     GET    /health                                    without a credential
 
-A client that goes away aborts its sample. Tokens and agents' keys come as OpenAI's clients send an API key.
+A client that disconnects aborts its sample. Tokens and agents' keys are sent as OpenAI's clients send an API key.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class OpenAIRoutes:
     """The handlers.
 
     Args:
-        agents: Answers.
+        agents: Answers requests.
         rewards: Scores sessions that are finished without a reward.
-        metrics: Counts.
-        model_name: What requests call the model.
-        security: Of this process.
-        keys: Makes and reads agents' keys.
-        request_timeout_s: Longest time of a request.
+        metrics: Receives the counts.
+        model_name: The model's name in requests.
+        security: Credentials of this process.
+        keys: Issues and reads agents' keys.
+        request_timeout_s: Time limit of a request.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class OpenAIRoutes:
     async def _answered_once(
         self, request: web.Request, labels: Labels | None, prepare: Callable[[], Awaitable[Prepared]]
     ) -> web.StreamResponse:
-        """A new answer, or the one that the same request got before."""
+        """A new answer, or the kept answer to the same request."""
         header = request.headers.get
         session_id = None if labels is None else labels.session_id
         key = repeat_key(session_id, header(KEY_HEADER), header(RETRY_HEADER), await _body(request))
@@ -159,7 +159,7 @@ class OpenAIRoutes:
         )
 
     async def _respond(self, request: web.Request, prepared: Prepared, form: Form) -> web.StreamResponse:
-        """Sample, unless that was done before, and send all of it."""
+        """Sample, unless an answer is kept, and send it whole."""
         is_whole = False
         try:
             if prepared.body.stream:
@@ -187,7 +187,7 @@ class OpenAIRoutes:
         return await self._all(prepared, lambda index: self._agents.answer(prepared, index=index, emit=ignore))
 
     async def _stream(self, stream: EventStream, prepared: Prepared) -> bool:
-        """Send a stream; whether all of it was sent."""
+        """Send a stream; returns whether all of it was sent."""
         try:
             if prepared.outcomes:
                 told = [await stream.repeat(index, made.answer) for index, made in enumerate(prepared.outcomes)]
@@ -296,7 +296,7 @@ async def _awaited(made: Awaitable[Answer]) -> Answer:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error; one that nobody foresaw is logged, and told as no more than that."""
+    """The response to an error; an unexpected error is logged and reported without details."""
     match error:
         case ApiError():
             return error

@@ -1,12 +1,12 @@
-"""The endpoint without HTTP: from a request to tokens, from an answer to a turn of its session.
+"""Answers requests without HTTP: turns a request into tokens, and its answer into a turn of the session.
 
-    request -> which turn does it go on from? -> exact tokens -> a place at the engine -> answer -> turn of the session
+    request -> which turn does it continue? -> exact tokens -> a slot in the engine -> answer -> turn of the session
 
 Promises:
-- A turn is recorded when its answer is whole, never before: a request that fails or whose client goes away meanwhile
-  leaves its session as it was, so that a repetition goes on from the same tokens. It is recorded before its last part
-  is sent, since the client may go on at once; a client that goes away then leaves a turn that is not trained on.
-- Requests without a session are answered like the others and leave nothing behind.
+- A turn is recorded once its answer is complete, never before: a request that fails, or whose client disconnects
+  meanwhile, leaves its session unchanged, so that a retry continues from the same tokens. It is recorded before its
+  last part is sent, since the client may continue at once; if the client disconnects then, the turn is not trained on.
+- Requests without a session are answered like the others and leave no state.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from services.generator.openai.sessions.session_groups import SessionGroups, Ses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """What a request's headers say of its session."""
+    """The session that a request's headers name."""
 
     session_id: str
     task: str
-    """Empty where siblings are recognised by their first prompt."""
+    """Empty if siblings are recognised by their first prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What became of a request of a session."""
+    """The outcome of a session's request."""
 
     session: Session
     turn: Turn
@@ -65,18 +65,18 @@ class Prepared:
     body: SamplingRequest
     sampling: SamplingSettings
     parent: Turn | None
-    """The turn it goes on from."""
+    """The turn that it continues."""
     given_token_ids: list[int]
-    """What comes behind the parent's tokens."""
+    """The tokens after the parent's."""
     prompt_token_ids: tuple[int, ...]
     """All tokens before the answer."""
     history: History
     """The conversation without the answer."""
     transcript: list[tuple[str, str]]
-    """The same for people and reward models."""
+    """The conversation for display and for reward models."""
     labels: Labels | None
     outcomes: list[Outcome] = field(default_factory=list)
-    """One where its turn was recorded."""
+    """One for each recorded turn."""
 
 
 class Agents:
@@ -84,11 +84,11 @@ class Agents:
 
     Args:
         unleased: Decodes samples without a lease.
-        tokenizer: The model's.
-        putter: Knows the run.
-        config: Limits, and what the run samples with.
-        metrics: Counts.
-        clock: Tells the time.
+        tokenizer: The model's tokenizer.
+        putter: Provides the run's settings.
+        config: Limits, and the run's sampling settings.
+        metrics: Receives the counts.
+        clock: Source of the time.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Agents:
         )
 
     async def groups(self) -> SessionGroups:
-        """The sessions; raises ApiError while the run is not known."""
+        """The sessions; raises ApiError while the run is unknown."""
         if self._groups is None:
             try:
                 shape = await self._putter.shape()
@@ -133,13 +133,13 @@ class Agents:
         return self._groups
 
     async def prepare_chat(self, body: ChatRequest, labels: Labels | None) -> Prepared:
-        """A conversation; raises ApiError."""
+        """Prepare a chat request; raises ApiError."""
         session, history = await self._session(labels), body.history()
         messages = [message.for_template() for message in body.messages]
         parent = session.longest_match(history) if session is not None else None
         given: list[int] | None = None
         if parent is not None:
-            # The history's first item stands for the tools.
+            # The history's first item represents the tools.
             tail = await self.tokenizer.chat_tail(messages, body.usable_tools, num_known=len(parent.history) - 1)
             given = None if tail is None else await self.tokenizer.encode_tail(tail.removeprefix(parent.unsaid))
         if given is None:
@@ -148,7 +148,7 @@ class Agents:
         return await self._prepared(body, labels, parent, given, history, transcript(body.messages), limit)
 
     async def prepare_text(self, body: CompletionRequest, labels: Labels | None) -> Prepared:
-        """A text, or token ids; raises ApiError."""
+        """Prepare a text or token-id request; raises ApiError."""
         session, prompt = await self._session(labels), body.only_prompt
         history: History = prompt if isinstance(prompt, str) else np.asarray(prompt, "<i4").tobytes()
         parent = session.longest_match(history) if session is not None else None
@@ -162,7 +162,7 @@ class Agents:
         return await self._prepared(body, labels, parent, given, history, said, body.max_tokens)
 
     async def answer(self, prepared: Prepared, *, index: int, emit: Callable[[Piece], Awaitable[None]]) -> Answer:
-        """One answer; its turn is recorded where the request has a session.
+        """Sample one answer; its turn is recorded if the request has a session.
 
         Raises ApiError, and what `UnleasedSamples.decode` and `take_answer` raise.
         """
@@ -177,14 +177,14 @@ class Agents:
                 self._groups.leave(session, self.clock.monotonic_s())
 
     async def touch(self, session_id: str) -> bool:
-        """Whether a session is open, which then counts as used; raises ApiError where it is over."""
+        """Whether a session is open, which then counts as used; raises ApiError if it has ended."""
         session = (await self.groups()).find(session_id)
         if session is not None:
             session.last_used_s = self.clock.monotonic_s()
         return session is not None
 
     def note_delivery(self, prepared: Prepared, *, is_whole: bool) -> None:
-        """Whether the client of a request got all of its answer."""
+        """Record whether the client of a request got its whole answer."""
         for outcome in prepared.outcomes:
             if is_whole:
                 outcome.session.undelivered.discard(outcome.turn)
@@ -192,14 +192,14 @@ class Agents:
                 outcome.session.undelivered.add(outcome.turn)
 
     async def finish(self, session_id: str, reward: float, *, components: dict[str, float], model: str) -> bool:
-        """End a session with its reward; whether this was the first time. Raises ApiError."""
+        """End a session with its reward; returns whether this was the first time. Raises ApiError."""
         groups = await self.groups()
         is_first = groups.finish(session_id, reward, self.clock.monotonic_s(), components=components, model=model)
         self._putter.notify()
         return is_first
 
     async def drop(self, session_id: str, reason: str) -> bool:
-        """Give a session up; whether there was one. Raises ApiError."""
+        """Give a session up; returns whether it existed. Raises ApiError."""
         return (await self.groups()).drop(session_id, reason)
 
     async def _session(self, labels: Labels | None) -> Session | None:
@@ -334,7 +334,7 @@ class Agents:
         if isinstance(history, str):
             return history + answer.text, answer.text
         if isinstance(history, bytes):
-            # Token ids were given and, with return_token_ids, taken: what was sampled is what comes back.
+            # Token ids were given and, with return_token_ids, returned: the sampled ids are what the client repeats.
             return history + answer.sampled.token_ids.astype("<i4").tobytes(), answer.text
         calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.tool_calls]
         message = Message.model_validate({"role": "assistant", "content": answer.content, "tool_calls": calls or None})

@@ -1,4 +1,4 @@
-"""A response as server-sent events; its status waits for the first: until then a refusal still has its own."""
+"""Sends a response as server-sent events; until the first event, a refusal can still set the status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.generator.openai.responses import END_OF_STREAM, Form, event
 
 
 class EventStream:
-    """The answers to one request. What a slow client does not read holds its own decoding back, and nobody else's."""
+    """The answers to one request. A slow client holds back only its own decoding."""
 
     def __init__(self, request: web.Request, *, agents: Agents, prepared: Prepared, form: Form) -> None:
         self._request = request
@@ -25,11 +25,11 @@ class EventStream:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the client has its status already."""
+        """Whether the status was already sent."""
         return self.response.prepared
 
     async def answer(self, index: int) -> Answer:
-        """Sample one choice, telling it as it comes."""
+        """Sample one choice, sending it as it is decoded."""
         form, opening = self._form, self._form.first_chunk(index)
 
         async def emit(piece: Piece) -> None:
@@ -44,7 +44,7 @@ class EventStream:
         return made
 
     async def repeat(self, index: int, answer: Answer) -> Answer:
-        """Tell one choice that was sampled before."""
+        """Send one choice that was sampled before."""
         form = self._form
         shown = Piece(text=answer.content[: answer.num_shown], tokens=answer.shown_tokens)
         for chunk in [form.first_chunk(index), form.piece_chunk(index, shown), *form.last_chunks(index, answer)]:
@@ -52,7 +52,7 @@ class EventStream:
         return answer
 
     async def end(self, answers: list[Answer]) -> None:
-        """Everything was told."""
+        """End the stream, after its usage if requested."""
         options = self._prepared.body.stream_options
         if options is not None and options.include_usage:
             await self.write(self._form.usage_chunk(self._prepared, answers))
@@ -60,7 +60,7 @@ class EventStream:
         await self.response.write_eof()
 
     async def write(self, data: dict[str, Any] | None) -> None:
-        """One event; nothing where there is none."""
+        """Send one event, if it is not None."""
         if data is None:
             return
         if not self.response.prepared:

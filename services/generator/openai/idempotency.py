@@ -1,7 +1,7 @@
-"""Answers kept for requests that come again: the same key in the same session gets the same answer, decoded once.
+"""Keeps answers for retried requests: the same key in the same session gets the same answer, decoded once.
 
-A client that lost an answer on its way asks again. With an `Idempotency-Key`, or by the count of retries that OpenAI's
-clients send, the repetition is recognised and answered with what was sampled the first time.
+A client that lost an answer in transit retries. By an `Idempotency-Key`, or the retry count that OpenAI's clients send,
+the retry is recognised and gets the answer sampled the first time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY_HEADER = "Idempotency-Key"
 RETRY_HEADER = "X-Stainless-Retry-Count"
 MAX_KEY_CHARACTERS = 255
 MAX_KEPT_BYTES = 256 * 1024 * 1024
-"""About what kept answers may take in a process; the oldest go first."""
+"""Approximate memory limit of the kept answers of a process; the oldest are evicted first."""
 _BYTES_A_BODY_BYTE = 16
 _SLOT_BYTES = 4096
 
@@ -29,15 +29,15 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatKey:
-    """What makes a request a repetition of another one of its session."""
+    """Identifies retries of a request within its session."""
 
     session_id: str
     key: str
     body_digest: bytes
     num_bytes: int
-    """About what its answer takes of memory, with the request."""
+    """Approximate memory of the answer and the request."""
     is_repetition: bool
-    """Whether an answer that is there may be given again; a first request without a key asks for a new one."""
+    """Whether a kept answer may be reused; a first request without a key gets a new one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +61,9 @@ class KeptAnswers(Generic[_Made]):
 
     @asynccontextmanager
     async def slot(self, key: RepeatKey) -> AsyncIterator[Slot[_Made]]:
-        """The slot of a key, for one request at a time: those with the same key wait until it has been answered.
+        """The slot of a key, for one request at a time: others with the same key wait until it is answered.
 
-        Raises ApiError where the key came with another request before.
+        Raises ApiError if the key was used for a different request.
         """
         name = (key.session_id, key.key)
         slot = self._slots.get(name)
@@ -81,7 +81,7 @@ class KeptAnswers(Generic[_Made]):
 
 
 def repeat_key(session_id: str | None, key: str | None, retry_count: str | None, body: bytes) -> RepeatKey | None:
-    """The key of a request by its headers; None where it is in no session. Raises ApiError."""
+    """The key of a request by its headers; None outside a session. Raises ApiError."""
     if session_id is None:
         return None
     digest = hashlib.blake2b(body, digest_size=16)

@@ -1,6 +1,6 @@
-"""Answers in OpenAI's form: whole, and as chunks of a stream. Pure.
+"""Formats answers in OpenAI's form: whole, and as chunks of a stream. Pure.
 
-Plain mappings: the types of the `openai` package take 2 s and 44 MiB to import, and state every field that is not used.
+Plain mappings: the types of the `openai` package take 2 s and 44 MiB to import, and write out every unused field.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What all parts of one response share."""
+    """Fields shared by all parts of one response."""
 
     response_id: str
     created_s: int
@@ -40,7 +40,7 @@ class Form:
         return isinstance(self.body, ChatRequest)
 
     def whole(self, prepared: Prepared, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The response without a stream."""
+        """The whole response, not streamed."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         oldest = min(int(answer.sampled.versions.min()) for answer in answers)
         made = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
@@ -51,11 +51,11 @@ class Form:
         return made
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
-        """What opens a choice of a stream."""
+        """The first chunk of a choice."""
         return self._chunk(index, {"role": "assistant", "content": ""}) if self.is_chat else None
 
     def piece_chunk(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """What came since the last one; None where there is nothing to tell."""
+        """The next chunk; None if there is nothing to send."""
         logprobs = self._logprobs(piece.tokens)
         if not piece.text and not logprobs:
             return None
@@ -64,7 +64,7 @@ class Form:
         return self._text_chunk(index, piece.text, logprobs=logprobs)
 
     def last_chunks(self, index: int, answer: Answer) -> list[dict[str, Any]]:
-        """What is left of a choice, and why it ended."""
+        """The rest of a choice, and why it ended."""
         rest = answer.content[answer.num_shown :]
         extra = {"token_ids": answer.sampled.token_ids.tolist()} if self.body.return_token_ids else {}
         if not self.is_chat:
@@ -76,7 +76,7 @@ class Form:
         return [*chunks, self._chunk(index, {}, finish_reason=answer.finish_reason, **extra)]
 
     def usage_chunk(self, prepared: Prepared, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The tokens of a stream."""
+        """The token counts of a stream."""
         return self._frame(self._chunk_kind(), []) | {"usage": usage(prepared, answers)}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Form:
 
 
 def usage(prepared: Prepared, answers: Sequence[Answer]) -> dict[str, int]:
-    """Tokens that went in and came out."""
+    """Numbers of input and output tokens."""
     num_prompt = len(prepared.prompt_token_ids)
     num_sampled = sum(len(answer.sampled.token_ids) for answer in answers)
     return {

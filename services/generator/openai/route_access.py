@@ -1,4 +1,4 @@
-"""Who may use which route of the endpoint: the cluster's roles, and agents with keys of their own sessions."""
+"""Decides access to the endpoint's routes: for the cluster's roles, and for agents with keys to their own sessions."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _BEARER = "Bearer "
 
 
 class Doors:
-    """Routes, each with those that it is open to.
+    """Routes, each with the roles and keys that may use it.
 
     Args:
-        security: Of this process.
+        security: Credentials of this process.
         keys: Reads agents' keys.
         now_s: Unix time.
     """
 
     def __init__(self, security: Security, keys: SessionKeys, *, now_s: Callable[[], float]) -> None:
-        # With a secret set agents are meant to come with keys, and nobody without.
+        # With a secret set, agents are expected to have keys: no access without a credential.
         self.access = HttpAccess(security, always_asks=keys.is_lasting)
         self._keys = keys
         self._now_s = now_s
@@ -51,7 +51,7 @@ class Doors:
             self._opened[route] = key
 
     def admit(self, request: web.Request) -> None:
-        """Raises ApiError where a request may not pass."""
+        """Raises ApiError if a request may not pass."""
         given = request.headers.get("Authorization", "").removeprefix(_BEARER)
         try:
             if given.startswith(PREFIX):
@@ -76,7 +76,7 @@ class Doors:
 
 
 def labels_of(request: web.Request) -> Labels | None:
-    """What a request says of its session; with an agent's key it has one always. Raises ApiError."""
+    """The session that a request names; with an agent's key there always is one. Raises ApiError."""
     key = request.get(_KEY)
     session_id, task = request.headers.get(SESSION_HEADER), request.headers.get(GROUP_HEADER, "")
     if task and TASK.fullmatch(task) is None:
@@ -97,7 +97,7 @@ def labels_of(request: web.Request) -> Labels | None:
 
 
 def checked_session(request: web.Request, session_id: str, opens: Opens) -> str:
-    """The id; raises ApiError where it is none, or not open to the request's key."""
+    """The session id; raises ApiError if it is malformed or not open to the request's key."""
     if SESSION_ID.fullmatch(session_id) is None:
         raise invalid(SESSION_HEADER, f"{session_id!r:.80}; 1 to 128 printable ASCII characters without spaces")
     key = request.get(_KEY)
@@ -110,5 +110,5 @@ def checked_session(request: web.Request, session_id: str, opens: Opens) -> str:
 
 
 def forbidden(error: ForbiddenError) -> ApiError:
-    """403: known, but not let in here."""
+    """403: authenticated, but without access."""
     return ApiError(403, str(error), code="forbidden")

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint of a generator process, wired together; imported only where it is asked for."""
+"""Wires up the OpenAI-compatible endpoint of a generator process; imported only if it is enabled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from services.generator.openai.sessions.metrics import OpenAIMetrics
 
 HTTP_SHUTDOWN_S = 2.0
 PUT_AT_STOP_S = 3.0
-"""How long complete groups have to reach the broker when the process stops."""
+"""Time allowed for complete groups to reach the broker when the process stops."""
 
 _log = structlog.get_logger()
 
@@ -35,17 +35,17 @@ class OpenAIEndpoint:
     """Use `serving` as a context manager and `run` as a loop beside it.
 
     Args:
-        config: Of the generator.
-        unleased: Decodes.
+        config: Configuration of the generator.
+        unleased: Decodes samples without a lease.
         security: Credentials of the process.
-        judges: What third parties' reward servers are shown.
-        metrics: Its Prometheus numbers.
-        clock: The machine's; tests have their own.
-        secret: Signs agents' keys; without one they end with the process.
+        judges: Credentials shown to third parties' reward servers.
+        metrics: Its Prometheus metrics.
+        clock: The machine's clock; tests pass their own.
+        secret: Signs agents' keys; without one they expire with the process.
 
     Raises:
-        ConfigError: The secret is short.
-        ValueError: The model has no tokenizer that serves.
+        ConfigError: The secret is too short.
+        ValueError: The model has no usable tokenizer.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class OpenAIEndpoint:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serve; yields the base address that clients are given.
+        """Serve; yields the base address for clients.
 
         Raises:
             PortUnavailableError: The address cannot be listened on.
@@ -106,13 +106,13 @@ class OpenAIEndpoint:
             stack.callback(self._tokenizer.close)
             stack.push_async_callback(self._putter.close)
             stack.push_async_callback(self._rewards.close)
-            # A client that goes away must not hold a place at the engine, nor leave a turn that it never saw.
+            # A client that disconnects must not occupy an engine slot, nor leave a turn that it never saw.
             runner = web.AppRunner(
                 self._routes.application(), access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S, handler_cancellation=True
             )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            # Agents bring keys instead of certificates; who brings neither is refused by the routes.
+            # Agents use keys instead of certificates; requests with neither are refused by the routes.
             ssl_context = server_ssl_context(self._security, requires_certificates=False)
             base = await listen_http(runner, self._listen, setting="openai.listen", ssl_context=ssl_context)
             address = f"{base}/v1"
@@ -121,13 +121,13 @@ class OpenAIEndpoint:
             yield address
 
     async def run(self) -> None:
-        """Put finished groups, until cancelled."""
+        """Put finished groups until cancelled."""
         while True:
             try:
                 groups = await self._agents.groups()
                 break
             except (ApiError, PenstockError):
-                # The run is opened by its trainer, in its own time.
+                # The trainer may open the run later.
                 await asyncio.sleep(RETRY_S)
         await self._putter.run(
             groups,
@@ -137,7 +137,7 @@ class OpenAIEndpoint:
         )
 
     async def stop(self) -> None:
-        """Put what is complete; sessions that are not are lost with the process. Takes seconds at most."""
+        """Put complete groups; incomplete sessions are lost with the process. Takes seconds at most."""
         try:
             groups = await asyncio.wait_for(self._agents.groups(), PUT_AT_STOP_S)
         except (ApiError, TimeoutError):

@@ -1,4 +1,4 @@
-"""How a session gets its reward: the client states it, or the endpoint's reward server is asked."""
+"""Determines a session's reward: stated by the client, or given by the endpoint's reward server."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SessionRewards:
     """Ends sessions.
 
     Args:
-        agents: Holds them.
+        agents: Holds the sessions.
         run_id: The run, for the reward server.
-        target: The reward server, host:port or a third party's grpc://host:port; None where clients state rewards.
+        target: The reward server, host:port or a third party's grpc://host:port; None if clients state rewards.
         security: Credentials of the process.
-        judges: What third parties are shown.
+        judges: Credentials shown to third parties.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SessionRewards:
             await self._channel.close()
 
     async def finish(self, session_id: str, body: RewardRequest) -> dict[str, Any]:
-        """End a session; what the client is told. Raises ApiError."""
+        """End a session; returns the response for the client. Raises ApiError."""
         if body.reward is not None:
             score = types_pb2.Score(status=_OK, value=body.reward, components=body.components, model=CLIENT)
         else:
@@ -57,7 +57,7 @@ class SessionRewards:
             score = await self._score(session, body)
         status = types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_").lower()
         if score.status != _OK:
-            # As for other samples: what could not be judged is dropped and counted, never a zero.
+            # As for other samples: a session that could not be judged is dropped and counted, never scored zero.
             await self._agents.drop(session_id, f"reward_{status}")
         else:
             await self._agents.finish(

@@ -1,4 +1,4 @@
-"""OpenAI's formats: requests, errors, chat templates and tool calls.
+"""Translates OpenAI's formats: requests, errors, chat templates and tool calls.
 
-Pure translation, field by field. No session and no engine.
+Field by field, without sessions or the engine.
 """

@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible endpoint answers when it cannot do what it was asked, in OpenAI's form."""
+"""Defines the OpenAI-compatible endpoint's refusals, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class ApiError(Exception):
     """A refusal; its message names the field, the value and the fix.
 
     Args:
-        status: HTTP status. OpenAI's clients repeat 408, 409, 429 and 5xx by themselves, so these stand only where a
-            repetition may help.
-        message: For people.
-        code: For programs.
+        status: HTTP status. OpenAI's clients retry 408, 409, 429 and 5xx by themselves, so these are used only if a
+            retry may help.
+        message: Readable text.
+        code: Machine-readable code.
         param: The field at fault.
-        retry_after_s: When a repetition may help.
+        retry_after_s: When a retry may help.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Retry-After, in whole seconds, where it is set."""
+        """Retry-After, in whole seconds, if set."""
         return {} if self.retry_after_s is None else {"Retry-After": str(math.ceil(self.retry_after_s))}
 
 

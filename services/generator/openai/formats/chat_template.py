@@ -1,8 +1,8 @@
-"""Between conversations and tokens: the model's own tokenizer and chat template.
+"""Converts conversations to tokens by the model's own tokenizer and chat template.
 
-How a conversation goes on exactly: the template is rendered with a mark in the place of the last answer, and what comes
-behind the mark is tokenised alone and put behind the answer's own tokens. So nothing sampled is tokenised again,
-whatever a template does with answers (strips them, writes tool calls differently, leaves thoughts out).
+To continue a conversation exactly, the template is rendered with a mark in place of the last answer, and the text after
+the mark is tokenised alone and appended to the answer's own tokens. So no sampled token is ever tokenised again,
+whatever a template does with answers (strips them, rewrites tool calls, omits thoughts).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Tools = Sequence[dict[str, Any]] | None
 
 
 class ConversationTokenizer:
-    """One model's tokenizer. Tokenising is done in a thread of its own: one, for tokenizers are not made for several.
+    """One model's tokenizer. Tokenises in one thread of its own, since tokenizers are not thread-safe.
 
-    Raises ValueError where the model's folder has no fast tokenizer.
+    Raises ValueError if the model's folder has no fast tokenizer.
     """
 
     def __init__(self, model_path: Path) -> None:
@@ -46,19 +46,19 @@ class ConversationTokenizer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def encode_text(self, text: str) -> list[int]:
-        """A text prompt's tokens, with what the tokenizer itself puts in front."""
+        """A text prompt's tokens, with the tokenizer's own prefix."""
         return await self._in_thread(lambda: self._encode(text, adds_special=True))
 
     async def encode_tail(self, text: str) -> list[int]:
-        """Tokens of text that goes on behind others."""
+        """Tokens of text that follows other text."""
         return await self._in_thread(lambda: self._encode(text, adds_special=False))
 
     async def encode_chat(self, messages: Messages, tools: Tools) -> list[int]:
-        """Tokens of a conversation with the next answer opened; raises ApiError where the template refuses it."""
+        """Tokens of a conversation with the next answer opened; raises ApiError if the template refuses it."""
 
         def encode() -> list[int]:
             try:
-                # The template writes every special token itself.
+                # The template itself writes every special token.
                 return self._encode(self._render(messages, tools), adds_special=False)
             except (ValueError, TemplateError, TypeError) as error:
                 raise ApiError(
@@ -68,9 +68,9 @@ class ConversationTokenizer:
         return await self._in_thread(encode)
 
     async def chat_tail(self, messages: Messages, tools: Tools, *, num_known: int) -> str | None:
-        """What the template puts behind the answer that ends the first `num_known` messages, to the next answer.
+        """The template's text between the answer that ends the first `num_known` messages and the next answer.
 
-        None where the template does not show the answer once, so that nobody can say.
+        None if the template does not show that answer exactly once, so that this text cannot be determined.
         """
 
         def render() -> str | None:
@@ -85,15 +85,15 @@ class ConversationTokenizer:
         return await self._in_thread(render)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """The text, special tokens left out."""
+        """The text without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def raw_text_of(self, token_ids: Sequence[int]) -> str:
-        """The text, special tokens included."""
+        """The text with special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def stream(self) -> Callable[[int], str]:
-        """Decodes token after token; what makes no whole character yet is held back until it does."""
+        """Decodes token by token; incomplete characters are buffered until complete."""
         backend, decoder = self._tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
 
         def step(token_id: int) -> str:

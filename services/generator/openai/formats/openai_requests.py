@@ -1,7 +1,7 @@
-"""Requests of OpenAI's API as this endpoint takes them, checked field by field.
+"""Checks requests of OpenAI's API field by field.
 
-What would change how tokens are drawn and is not offered is refused, for its log-probs would be wrong; fields that do
-not (`user`, `metadata`, `store` ...) are passed over, as other servers do.
+Unsupported fields that would change sampling are refused, since the log-probs would be wrong; other fields (`user`,
+`metadata`, `store` ...) are ignored, as other servers do.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class _Lenient(BaseModel):
 
 
 class StreamOptions(_Lenient):
-    """What a stream says beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class SamplingRequest(_Lenient):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model: _Name | None = None
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -73,7 +73,7 @@ class SamplingRequest(_Lenient):
     stop: str | list[str] | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     return_token_ids: bool = False
-    """Beside OpenAI's fields, as in vLLM: the answer names `prompt_token_ids` and each choice's `token_ids`."""
+    """Beyond OpenAI's fields, as in vLLM: the answer contains `prompt_token_ids` and each choice's `token_ids`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -100,21 +100,21 @@ class SamplingRequest(_Lenient):
 
 
 class FunctionCall(_Lenient):
-    """What a tool is called with."""
+    """The name and arguments of a tool call."""
 
     name: str = Field(min_length=1, max_length=1024)
     arguments: str | dict[str, Any] = "{}"
 
 
 class ToolCallMessage(_Lenient):
-    """A call of a tool, as the client repeats it."""
+    """A tool call, as the client repeats it."""
 
     id: str | None = Field(default=None, max_length=256)
     function: FunctionCall
 
 
 class TextPart(_Lenient):
-    """Text of a message that consists of parts."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -131,13 +131,13 @@ class Message(_Lenient):
 
     @property
     def text(self) -> str:
-        """What was said."""
+        """The text of the message."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: arguments of calls as objects."""
+        """The message as chat templates read it, with call arguments as objects."""
         made: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
@@ -150,7 +150,7 @@ class Message(_Lenient):
         return made
 
     def digest(self) -> bytes:
-        """Equal for messages that say the same, whatever a client's library did to their form."""
+        """Equal for messages with the same content, however a client's library formats them."""
         calls = [(call.function.name, _canonical_arguments(call.function.arguments)) for call in self.tool_calls or ()]
         said = [self.role, self.text.strip(), calls, self.tool_call_id, self.name]
         return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).digest()
@@ -171,7 +171,7 @@ class ChatRequest(SamplingRequest):
         return None if self.tool_choice == "none" else self.tools or None
 
     def history(self) -> tuple[bytes, ...]:
-        """What the conversation was so far: its tools, then its messages."""
+        """The conversation so far: its tools, then its messages."""
         tools = json.dumps(self.usable_tools, sort_keys=True, default=str).encode()
         return (hashlib.blake2b(tools, digest_size=16).digest(), *(message.digest() for message in self.messages))
 
@@ -181,11 +181,11 @@ class CompletionRequest(SamplingRequest):
 
     prompt: str | list[int] | list[str]
     logprobs: int | None = Field(default=None, ge=0, le=0)
-    """0: the sampled tokens' own; alternatives are not offered."""
+    """0: log-probs of the sampled tokens; alternatives are not supported."""
 
     @property
     def only_prompt(self) -> str | list[int]:
-        """The one prompt; raises ApiError where there are several, or none."""
+        """The one prompt; raises ApiError if there are several, or none."""
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and all(isinstance(item, str) for item in prompt):
             if len(prompt) > 1:
@@ -207,13 +207,13 @@ class RewardRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     reward: float | None = None
-    """The score; the endpoint's reward service is asked where it is unset."""
+    """The score; when unset, the endpoint's reward service is asked."""
     components: dict[_Name, float] = Field(default_factory=dict, max_length=32)
     """Named parts of the score, for reports."""
     answer: str = Field(default="", max_length=64 * 1024)
     """For the reward service: the reference answer."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """For the reward service: whatever else it reads."""
+    """For the reward service: other data that it reads."""
 
 
 class SessionKeyRequest(BaseModel):
@@ -222,20 +222,20 @@ class SessionKeyRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     session: str = Field(pattern=f"^{SESSION_ID.pattern}$")
-    """The key opens the session of this id; with "*" at its end all whose ids begin with what is before it."""
+    """The key opens the session with this id; with "*" at its end, all sessions with the prefix before it."""
     group: str = Field(default="", pattern=f"^({TASK.pattern})?$")
-    """The task that they belong to; empty leaves it to the agent, within the same names."""
+    """The task that they belong to; if empty, the agent chooses one, under the same names."""
     valid_s: float = Field(default=3600.0, ge=1, le=MAX_VALID_S)
-    """How long, s."""
+    """Lifetime of the key, in seconds."""
     opens: tuple[Opens, ...] = Field(default=(Opens.COMPLETE,), min_length=1, max_length=len(Opens))
-    """What it may do."""
+    """Actions that the key allows."""
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read(model: type[_Model], body: bytes) -> _Model:
-    """The body as that model; raises ApiError naming the field, the value and what it should be."""
+    """The body parsed as that model; raises ApiError naming the field, the value and the fix."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

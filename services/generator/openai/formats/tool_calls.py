@@ -1,10 +1,10 @@
-"""Tool calls in a model's text, as Hermes and Qwen models write them. Pure.
+"""Parses tool calls in a model's text, as Hermes and Qwen models write them. Pure.
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
     </tool_call>
 
-What is not such a block, or holds no such object, stays content: nothing of what a model wrote is lost.
+Anything else, malformed blocks included, stays content: none of the model's text is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str
-    """A JSON object, as the model wrote it where that is possible."""
+    """A JSON object, as the model wrote it if possible."""
 
     def as_json(self) -> dict[str, object]:
         """OpenAI's form."""

@@ -1,4 +1,4 @@
-"""Sessions of agents: their turns, their groups, and their way to the broker as trajectories.
+"""Tracks agents' sessions: their turns, their groups, and their delivery to the broker as trajectories.
 
-Exact tokens and bookkeeping. No HTTP and no decoding.
+Exact tokens and bookkeeping, without HTTP or decoding.
 """

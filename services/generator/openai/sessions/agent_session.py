@@ -1,17 +1,17 @@
-"""An agent's session: every turn with the exact tokens that went in and came out. Pure.
+"""Records an agent's session: every turn with its exact input and output tokens. Pure.
 
     turn = given tokens (the prompt, a tool's output) + sampled tokens
-    turn <- turn <- turn          the client repeated the conversation and went on: the same tokens, extended
-         <- turn                  it went on from an earlier point: a second branch
-    turn                          it wrote the history anew: a tree of its own
-    turn, turn                    it asked the same again: the answer it went on from counts, or else the newest one
+    turn <- turn <- turn          the client repeated the conversation and continued: the same tokens, extended
+         <- turn                  it continued from an earlier point: a second branch
+    turn                          it rewrote the history: a separate tree
+    turn, turn                    it repeated a request: the answer it continued from counts, or else the newest one
 
 Promises:
-- Sampled tokens are never tokenised again: a turn's prompt is its parent's tokens, as they were sampled, and what came
+- Sampled tokens are never tokenised again: a turn's prompt is its parent's tokens, as sampled, and the tokens given
   since.
 - Every sampled token is trained on exactly once: where branches share turns, only the first branch counts them.
 - Given tokens are never trained on.
-- Nor is an answer that nobody took: its client went away before it had all of it, or asked the same again.
+- Nor is an unused answer: one whose client disconnected before getting all of it, or repeated the request.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy as np
 from penstock.wire.codec import Float32, Int32, Int64, UInt8
 
 History = tuple[bytes, ...] | str | bytes
-"""What a client repeats: digests of chat messages; a text; token ids as int32 bytes. Kinds never match each other."""
+"""The repeated history: digests of chat messages; a text; token ids as int32 bytes. Different kinds never match."""
 _TOKEN_BYTES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
-    """What the engine sampled in one turn, [n] tokens."""
+    """The output of one turn, [n] tokens."""
 
     token_ids: Int32
     """[n]."""
@@ -39,33 +39,33 @@ class Sampled:
     versions: Int64
     """[n], the policy version that sampled each token."""
     is_truncated: bool
-    """Whether it ended by a limit on its length."""
+    """Whether a length limit ended it."""
     run_history: int = 0
-    """The run's history counter when it began; after a rewind, what was sampled under a lower one is void."""
+    """The run's history counter when it began; after a rewind, turns under a lower one are void."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """One answer and what it answers."""
+    """One answer and its prompt."""
 
     parent: Turn | None
-    """The turn it goes on from."""
+    """The turn that it continues."""
     given_token_ids: Int32
-    """What was put behind the parent's tokens: the whole prompt where there is no parent."""
+    """The tokens appended to the parent's: the whole prompt if there is no parent."""
     sampled: Sampled
     """The answer."""
     history: History
     """The conversation, this answer included, as the client will repeat it."""
     unsaid: str
-    """Text of sampled tokens that the answer does not show: the end token, the stop string."""
+    """Text of sampled tokens that the answer omits: the end token, the stop string."""
 
     @property
     def request(self) -> tuple[int, bytes]:
-        """What was asked, equal where the same was asked again."""
+        """Identifies the request; equal for repeated requests."""
         return id(self.parent), self.given_token_ids.tobytes()
 
     def path(self) -> list[Turn]:
-        """From the first turn to this one."""
+        """The path from the first turn to this one."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -81,19 +81,19 @@ class Branch:
     prompt_token_ids: Int32
     """[P], the first turn's prompt."""
     token_ids: Int32
-    """[C], answers and what was given between them."""
+    """[C], answers and the tokens given between them."""
     logprobs: Float32
-    """[C], nats; 0 where given."""
+    """[C], nats; 0 for given tokens."""
     versions: Int64
     """[C]; a given token has the version of the token before it."""
     loss_mask: UInt8
-    """[C], 1 where sampled and not counted in another branch."""
+    """[C], 1 for sampled tokens not counted in another branch."""
     is_truncated: bool
     """Whether its last answer was cut off."""
 
 
 def token_ids_of(turn: Turn | None) -> list[int]:
-    """All tokens up to the end of a turn; none where there is no turn."""
+    """All tokens up to the end of a turn; empty without a turn."""
     token_ids: list[int] = []
     for part in turn.path() if turn is not None else ():
         token_ids += part.given_token_ids.tolist()
@@ -108,21 +108,21 @@ class Session:
     session_id: str
     """Chosen by the client."""
     task: str
-    """Names what its siblings attempt as well."""
+    """The task, shared with its siblings."""
     started_s: float
-    """When its first request came, by a monotonic clock: no clock that is set ends a session."""
+    """When its first request came, by a monotonic clock, so that setting the system clock ends no session."""
     last_used_s: float
     """When its last request came or was answered."""
     num_active: int = 0
     """Requests being answered."""
     turns: list[Turn] = field(default_factory=list)
-    """In the order in which they were answered."""
+    """Turns in the order in which they were answered."""
     num_bytes: int = 0
-    """About what it takes of memory."""
+    """Approximate memory use."""
     undelivered: set[Turn] = field(default_factory=set)
-    """Turns whose client went away before it had the whole answer."""
+    """Turns whose client disconnected before getting the whole answer."""
     _transcripts: dict[Turn, list[tuple[str, str]]] = field(default_factory=dict)
-    """Conversations of the newest turn, and of the latest one before it that was taken."""
+    """Conversations of the newest turn, and of the latest accepted one before it."""
 
     @property
     def run_history(self) -> int | None:
@@ -141,7 +141,7 @@ class Session:
 
     @property
     def latest(self) -> Turn | None:
-        """The newest turn that was taken."""
+        """The newest accepted turn."""
         left_out = self.not_taken()
         return next((turn for turn in reversed(self.turns) if turn not in left_out), None)
 
@@ -152,7 +152,7 @@ class Session:
         return self._transcripts.get(latest, []) if latest is not None else []
 
     def add(self, turn: Turn, transcript: list[tuple[str, str]]) -> None:
-        """A turn was answered."""
+        """Record an answered turn."""
         latest = self.latest
         self.num_bytes += _size_bytes(turn) - _text_bytes(self._transcripts)
         self._transcripts = {kept: said for kept, said in self._transcripts.items() if kept is latest}
@@ -161,7 +161,7 @@ class Session:
         self.turns.append(turn)
 
     def not_taken(self) -> set[Turn]:
-        """Turns that the client neither went on from nor kept: it did not get them whole, or asked the same again."""
+        """Turns that the client neither continued nor kept: it did not get them whole, or repeated the request."""
         continued = {turn.parent for turn in self.turns}
         settled = {turn.request for turn in self.turns if turn in continued}
         left_out: set[Turn] = set()
@@ -175,7 +175,7 @@ class Session:
         return left_out
 
     def branches(self) -> list[Branch]:
-        """Every branch whose end was taken, in the order in which their last turns were answered."""
+        """Every branch with an accepted end, in the order in which their last turns were answered."""
         left_out = self.not_taken()
         kept = [turn for turn in self.turns if turn not in left_out]
         parents = {turn.parent for turn in kept}

@@ -1,4 +1,4 @@
-"""Finished groups of sessions to the broker, each once; what is left out on the way is counted by reason."""
+"""Sends finished groups of sessions to the broker, each once; branches left out are counted by reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.generator.openai.sessions.session_groups import SessionGroup, Sess
 from services.generator.openai.sessions.session_trajectories import GroupNames, RunShape, to_group
 
 POLL_S = 0.5
-"""How often idle sessions and groups whose time is up are looked for."""
+"""Interval of the search for idle sessions and expired groups."""
 PATIENCE_S = 5.0
 RETRY_S = 1.0
 
@@ -28,15 +28,15 @@ _log = structlog.get_logger()
 
 
 class GroupPutter:
-    """Knows what the run takes, and puts it there.
+    """Reads the run's limits, and puts groups into the run.
 
     Args:
-        broker: host:port, several as a list.
-        run_id: The run.
-        generator_id: This process.
-        temperature: At which sessions are sampled.
+        broker: host:port, or a list of several.
+        run_id: Id of the run.
+        generator_id: Id of this process.
+        temperature: Sampling temperature of sessions.
         security: Credentials of the process.
-        metrics: Counts.
+        metrics: Receives the counts.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class GroupPutter:
         self._shape: RunShape | None = None
         self._instance = uuid.uuid4().hex[:8]
         self.transit = Transit()
-        """Groups on their way to the books."""
+        """Groups in transit to the broker."""
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
 
     async def shape(self) -> RunShape:
-        """What the run takes; asked once. Raises PenstockError while the broker does not know."""
+        """The run's limits; requested once. Raises PenstockError while the broker does not know the run."""
         if self._shape is None:
             limits = (await self.get_run()).limits
             self._shape = RunShape(
@@ -73,11 +73,11 @@ class GroupPutter:
         return self._shape
 
     async def get_run(self) -> broker_pb2.GetRunResponse:
-        """The run's limits and books; raises PenstockError."""
+        """The run's limits and counters; raises PenstockError."""
         return await self._client.get_run(self._run_id)
 
     def notify(self) -> None:
-        """A session was finished: look now."""
+        """Wake the sender: a session has finished."""
         self._idle.clear()
         self._news.set()
 
@@ -89,7 +89,7 @@ class GroupPutter:
         run_history: Callable[[], int | None],
         clock: Clock,
     ) -> None:
-        """Put groups as they get ready, until cancelled."""
+        """Put groups as they become ready, until cancelled."""
         while True:
             try:
                 async with TrajectorySession(
@@ -114,7 +114,7 @@ class GroupPutter:
             await asyncio.sleep(RETRY_S)
 
     async def wait_until_idle(self, *, timeout_s: float) -> bool:
-        """Whether all that was ready is stored, within `timeout_s` seconds."""
+        """Put all ready groups; returns whether all were stored within `timeout_s` seconds."""
         self.notify()
         try:
             async with asyncio.timeout(timeout_s):
@@ -148,7 +148,7 @@ class GroupPutter:
             try:
                 await self._send(session, made, len(group.finished))
             except PenstockError as error:
-                # Nothing can be done with it later either: the run is closed, or does not take it.
+                # A retry would not help: the run is closed, or does not accept the group.
                 metrics.drop_sessions(error.reason.lower(), len(group.finished))
                 if not isinstance(error, InvalidFieldError):
                     raise

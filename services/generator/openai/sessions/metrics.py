@@ -1,4 +1,4 @@
-"""Prometheus numbers of the OpenAI-compatible endpoint."""
+"""Defines the Prometheus metrics of the OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PREFIX = "penstock_generator_openai"
 
 
 class OpenAIMetrics:
-    """Made once a process; tests pass a registry of their own."""
+    """Created once per process; tests pass their own registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.requests = Counter(
@@ -45,22 +45,22 @@ class OpenAIMetrics:
         """Branches left out, by reason."""
 
     def put(self, *, num_sessions: int, num_trajectories: int) -> None:
-        """A group is stored."""
+        """Count a stored group."""
         self._end_sessions("put", num_sessions)
         self._trajectories.inc(num_trajectories)
 
     def drop_sessions(self, reason: str, num_sessions: int) -> None:
-        """Sessions with a reward that are not trained on."""
+        """Count sessions with a reward that are not trained on."""
         self._end_sessions(reason, num_sessions)
 
     def drop_branches(self, reason: str, num_branches: int) -> None:
-        """Branches that are left out of their group."""
+        """Count branches that are left out of their group."""
         if num_branches:
             self._branches.labels(reason).inc(num_branches)
             self.dropped_branches[reason] += num_branches
 
     def follow(self, groups: SessionGroups) -> None:
-        """Take over what the groups counts."""
+        """Copy the counts of the groups."""
         for reason, number in groups.dropped.items():
             self._end_sessions(reason, number - self._seen[reason])
             self._seen[reason] = number

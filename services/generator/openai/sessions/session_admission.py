@@ -1,4 +1,4 @@
-"""When agents may begin another group: no earlier than the trainer will have use for it.
+"""Decides when agents may begin another group: no earlier than the trainer can use it.
 
 The broker's own rule, that of the run's StalenessPolicy (`penstock.staleness`), applied where a group begins: a slow
 trainer holds agents back, instead of samples growing too old in the queue. Advice only: the broker decides when the
@@ -16,35 +16,35 @@ from penstock.staleness.registry import DEFAULT, POLICIES
 from penstock.v1 import broker_pb2
 
 POLL_S = 0.25
-"""How often the broker is asked while a group waits."""
+"""Interval of broker queries while a group waits."""
 
 
 def has_room(run: broker_pb2.GetRunResponse, *, version: int, num_begun: int) -> bool:
-    """Whether a generator at `version` may begin another group where `num_begun` have; dropped ones do not count."""
+    """Whether a generator at `version` may begin another group after `num_begun`; dropped ones do not count."""
     policy = POLICIES.get(run.policy.stale, DEFAULT)
-    # The broker has no prompt of an agent's group.
+    # The broker does not have the prompt of an agent's group.
     counted = policy.start_version(trainer=run.policy_version, generator=version, can_restart=False)
     return num_begun < max_begun(run.limits, counted)
 
 
 @dataclass(slots=True)
 class Transit:
-    """Groups between this process and the books."""
+    """Groups between this process and the broker's counters."""
 
     num_taken: int = 0
     """Groups taken from the sessions so far, to be put."""
     num_settled: int = 0
-    """Those of which the broker has answered."""
+    """Those that the broker has answered for."""
 
 
 class SessionAdmission:
     """Lets groups begin.
 
     Args:
-        get_run: Asks the broker.
-        version: The version that this generator holds; None before the first.
+        get_run: Queries the broker.
+        version: The version loaded by this generator; None before the first.
         transit: Kept up to date by the sender of groups.
-        monotonic_s: The time.
+        monotonic_s: The monotonic time.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class SessionAdmission:
         self._view: _View | None = None
 
     async def wait(self, *, num_held: Callable[[], int], is_needed: Callable[[], bool]) -> None:
-        """Returns when another group may begin, or none is needed any more; the caller sets the deadline.
+        """Returns when another group may begin, or is no longer needed; the caller sets the deadline.
 
-        The caller begins it at once, without awaiting anything, so that every other waiter counts it.
+        The caller must begin it at once, without awaiting, so that every other waiter counts it.
 
         Args:
             num_held: Groups that have members here.
             is_needed: False once a sibling has begun the group.
 
-        Raises PenstockError where the broker does not answer.
+        Raises PenstockError if the broker does not answer.
         """
         while is_needed():
             view = await self._current()
@@ -99,10 +99,10 @@ class SessionAdmission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What the broker answered."""
+    """The broker's answer."""
 
     run: broker_pb2.GetRunResponse
     num_begun: int
     num_settled: int
-    """Groups that were settled when it was asked for: later ones may not be in it."""
+    """Groups settled when the query was sent: the answer may not include later ones."""
     asked_s: float

@@ -1,12 +1,12 @@
-"""Sessions on their way to the trainer: open, finished, waiting for their siblings. Pure: takes no clock of its own.
+"""Tracks sessions until they are put: open, finished, waiting for their siblings. Pure: callers pass the time.
 
     request -> open -> finished (has a reward) -> its group is complete, or its time is up -> taken, to be put
                  |                                    |
                  +--> dropped: idle, abandoned,       +--> dropped: group_incomplete
                       reward_*
 
-Sessions of one task make a group, in the order in which they began; one beyond its size begins another.
-Promises: a session is in one group; what is held is bounded in number and bytes; what is dropped is counted by reason.
+Sessions of one task make a group, in the order in which they began; one beyond the group's size begins another.
+Promises: a session is in one group; sessions are bounded in number and bytes; drops are counted by reason.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from services.generator.openai.sessions.agent_session import Session
 MAX_SESSION_BYTES = 16 * 1024 * 1024
 MAX_HELD_BYTES = 512 * 1024 * 1024
 MAX_TURNS = 512
-"""Of one session."""
+"""Maximum number of turns of one session."""
 MAX_REMEMBERED = 10_000
-"""Finished sessions of which it is known that they are finished."""
+"""Number of finished sessions that are remembered as finished."""
 RETRY_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What is held, and for how long."""
+    """Limits on the number and age of sessions."""
 
     group_size: int
     """Sessions that make a group."""
@@ -49,9 +49,9 @@ class Finished:
     components: dict[str, float]
     """Named parts of the reward."""
     model: str
-    """Who gave it."""
+    """Source of the reward."""
     finish_s: float
-    """By the clock of the session's other times."""
+    """Time of the end, by the clock of the session's other times."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,15 +60,15 @@ class SessionGroup:
 
     task: str
     number: int
-    """Counts the groups of this process."""
+    """Serial number of the group in this process."""
     open_ids: set[str] = field(default_factory=set)
-    """Members that still go on."""
+    """Members still open."""
     finished: list[Finished] = field(default_factory=list)
-    """Members that are done."""
+    """Finished members."""
 
     @property
     def size(self) -> int:
-        """Members."""
+        """Number of members."""
         return len(self.open_ids) + len(self.finished)
 
 
@@ -81,10 +81,10 @@ class SessionGroups:
         """Sessions dropped, by reason."""
         self._open: dict[str, Session] = {}
         self._groups: dict[str, SessionGroup] = {}
-        """The group of each open session, and the newest one of each task."""
+        """The group of each open session, and the newest group of each task."""
         self._newest: dict[str, SessionGroup] = {}
         self._waiting: list[SessionGroup] = []
-        """Groups with a finished member, in the order in which they got it."""
+        """Groups with a finished member, in the order of their first one."""
         self._ready: deque[SessionGroup] = deque()
         self._over: OrderedDict[str, float | None] = OrderedDict()
         self._num_groups = 0
@@ -92,12 +92,12 @@ class SessionGroups:
 
     @property
     def num_open(self) -> int:
-        """Sessions that go on."""
+        """Number of open sessions."""
         return len(self._open)
 
     @property
     def num_held(self) -> int:
-        """Sessions that go on, wait for their siblings, or wait to be taken."""
+        """Number of sessions that are open, wait for their siblings, or wait to be put."""
         return len(self._open) + sum(len(group.finished) for group in (*self._waiting, *self._ready))
 
     @property
@@ -111,7 +111,7 @@ class SessionGroups:
         return session_id not in self._open and (newest is None or newest.size >= self.limits.group_size)
 
     def find(self, session_id: str) -> Session | None:
-        """An open session; None for one that is new. Raises ApiError for one that is over, and once all are."""
+        """An open session; None for a new one. Raises ApiError for one that has ended, and after shutdown."""
         if self._is_closed:
             raise unavailable("the generator shuts down; sessions that were open are over")
         if session_id in self._over:
@@ -119,7 +119,7 @@ class SessionGroups:
         return self._open.get(session_id)
 
     def enter(self, session_id: str, task: str, now_s: float) -> Session:
-        """The session, begun here where it is new, with one request more; raises ApiError where there is no room."""
+        """The session, started if new, with one more request; raises ApiError if there is no capacity."""
         session = self.find(session_id)
         if session is None:
             session = self._begin(session_id, task, now_s)
@@ -135,12 +135,12 @@ class SessionGroups:
         return session
 
     def leave(self, session: Session, now_s: float) -> None:
-        """A request was answered, or failed."""
+        """Record that a request was answered, or failed."""
         session.num_active -= 1
         session.last_used_s = now_s
 
     def finish(self, session_id: str, reward: float, now_s: float, *, components: dict[str, float], model: str) -> bool:
-        """Give a session its reward, which ends it; whether this was the first time. Raises ApiError."""
+        """Give a session its reward, which ends it; returns whether this was the first time. Raises ApiError."""
         if session_id in self._over and self._over[session_id] == reward:
             return False
         session = self.finishable(session_id)
@@ -173,7 +173,7 @@ class SessionGroups:
         return session
 
     def drop(self, session_id: str, reason: str) -> bool:
-        """Give an open session up; whether there was one."""
+        """Give an open session up; returns whether it existed."""
         group = self._groups.pop(session_id, None)
         if group is None:
             return False
@@ -185,7 +185,7 @@ class SessionGroups:
         return True
 
     def expire(self, now_s: float) -> None:
-        """Drop idle sessions, and end the waiting of groups whose time is up."""
+        """Drop idle sessions, and close groups that have waited too long."""
         idle = [
             s for s in self._open.values() if not s.num_active and now_s - s.last_used_s > self.limits.session_idle_s
         ]
@@ -196,7 +196,7 @@ class SessionGroups:
                 self._close(group)
 
     def close_all(self) -> None:
-        """Nothing more comes: what is complete enough is ready to be taken, the rest is dropped."""
+        """Accept no more requests: groups that are complete enough become ready to put, the rest is dropped."""
         self._is_closed = True
         for session_id in list(self._open):
             self.drop(session_id, "shutdown")
@@ -204,7 +204,7 @@ class SessionGroups:
             self._close(group)
 
     def take(self) -> SessionGroup | None:
-        """The next group to be put."""
+        """Take the next group to put."""
         return self._ready.popleft() if self._ready else None
 
     def _begin(self, session_id: str, task: str, now_s: float) -> Session:
@@ -223,7 +223,7 @@ class SessionGroups:
         return session
 
     def held_bytes(self) -> int:
-        """About what all sessions take of memory."""
+        """Approximate memory of all sessions."""
         waiting = (done.session for group in (*self._waiting, *self._ready) for done in group.finished)
         return sum(session.num_bytes for session in (*self._open.values(), *waiting))
 
@@ -236,14 +236,14 @@ class SessionGroups:
         self._groups[session.session_id] = group
 
     def _close(self, group: SessionGroup) -> None:
-        """A group gets no more members; those that still go on begin another."""
+        """Close a group to new members; those still open begin another."""
         self._waiting.remove(group)
         if self._newest.get(group.task) is group:
             del self._newest[group.task]
         for session_id in sorted(group.open_ids):
             self._join(self._open[session_id])
         group.open_ids.clear()
-        # One sample has nothing to be compared with.
+        # A single sample has nothing to be compared with.
         if len(group.finished) >= min(2, self.limits.group_size):
             self._ready.append(group)
         else:

@@ -1,6 +1,6 @@
-"""Finished sessions as the group that the broker takes: one prompt, and for every branch what followed it. Pure.
+"""Converts finished sessions to the broker's group: one prompt, and a completion for every branch. Pure.
 
-The prompt is what all branches begin with. What a branch was given beyond that comes first in its completion, masked:
+The prompt is the common prefix of all branches. The rest of a branch's own prompt starts its completion, masked:
 siblings may differ in their first prompts (another time of day, another tool) and are still compared with each other.
 """
 
@@ -20,42 +20,42 @@ from services.generator.openai.sessions.agent_session import Branch
 from services.generator.openai.sessions.session_groups import Finished, SessionGroup
 
 MAX_TEXT_CHARACTERS = 256 * 1024
-"""Of an exported completion; it is at most 1 MiB as UTF-8."""
+"""Character limit of an exported completion; at most 1 MiB as UTF-8."""
 MAX_GROUP_TEXT_CHARACTERS = 8 * 1024 * 1024
 """All exported completions of a group, in equal shares: a group must fit `penstock.wire.pieces.MAX_GROUP_BYTES`."""
 
 OnDropped = Callable[[str, int], None]
-"""Hears a reason and how many branches were left out for it; often 0."""
+"""Called with a reason and the number of branches left out for it; often 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """What the run takes, and how its sessions are sampled."""
+    """The run's limits, and how its sessions are sampled."""
 
     group_size: int
-    """Most trajectories of a group."""
+    """Maximum number of trajectories in a group."""
     max_completion_tokens: int
-    """Most tokens of a trajectory beyond the prompt."""
+    """Maximum number of tokens of a trajectory after the prompt."""
     temperature: float = 1.0
-    """At which sessions are sampled."""
+    """Sampling temperature of sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNames:
-    """How a group is named, and who made it."""
+    """The name and origin of a group."""
 
     group_id: str
     generator_id: str
     text_of: Callable[[Sequence[int]], str]
     """Decodes a completion."""
     epoch_s: float
-    """The Unix time at which the clock of the sessions' times stood at zero."""
+    """The Unix time at zero of the sessions' clock."""
 
 
 def to_group(
     group: SessionGroup, *, shape: RunShape, names: GroupNames, on_dropped: OnDropped
 ) -> types_pb2.TrajectoryGroup | None:
-    """The group to put; None where nothing of it can be. `on_dropped` hears of branches left out."""
+    """The group to put; None if nothing is left. `on_dropped` is called for branches left out."""
     parts = [(done, branch) for done in group.finished for branch in done.session.branches()]
     on_dropped("not_taken", sum(len(done.session.not_taken()) for done in group.finished))
     parts = _that_share_a_beginning(parts, on_dropped)
@@ -80,7 +80,7 @@ def to_group(
 def _that_share_a_beginning(
     parts: list[tuple[Finished, Branch]], on_dropped: OnDropped
 ) -> list[tuple[Finished, Branch]]:
-    """Those that begin with the same token as the first one; a prompt has at least one."""
+    """Branches that begin with the same token as the first; a prompt has at least one token."""
     first = parts[0][1].prompt_token_ids[0]
     alike = [part for part in parts if part[1].prompt_token_ids[0] == first]
     on_dropped("no_common_prompt", len(parts) - len(alike))
@@ -88,7 +88,7 @@ def _that_share_a_beginning(
 
 
 def _num_shared(prompts: Sequence[Int32]) -> int:
-    """How many tokens all prompts begin with, >= 1."""
+    """Length of the common prefix of all prompts, >= 1."""
     num_shared = min(map(len, prompts))
     for prompt in prompts:
         differs = np.flatnonzero(prompt[:num_shared] != prompts[0][:num_shared])
@@ -101,7 +101,7 @@ def _num_completion_tokens(branch: Branch, num_shared: int) -> int:
 
 
 def _newest_first(parts: list[tuple[Finished, Branch]]) -> list[tuple[Finished, Branch]]:
-    """The last branch of every session before the last but one of any."""
+    """Every session's last branch, then every session's last but one, and so on."""
     behind: Counter[str] = Counter()
     ranks = []
     for done, _ in reversed(parts):
