@@ -1,5 +1,6 @@
-"""Dispatch: which waiting samples a generator that asks for work gets, and which it leaves to others.
+"""Dispatch chooses which waiting samples a generator that asks for work gets, and which are left to others.
 
-One file per policy; `situation` is what a policy sees and answers, `latency` how long a generator takes, `policies` the
-list by name. Pure: no run state and no store. Admission is not decided here. The simulator runs this code too.
+One file per policy; `situation` defines a policy's inputs and answers, `latency` models generators' speed,
+`policies` lists policies by name. Pure: no run state and no store. Admission is not decided here. The simulator runs
+this code too.
 """

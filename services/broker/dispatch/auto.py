@@ -1,14 +1,14 @@
 """Picks among the other policies by looking ahead with each. Pure.
 
-- Nothing known, neither lengths nor speeds: `fifo`.
-- Speeds known, lengths not: `least_loaded`; looking ahead tells nothing where all samples are alike.
-- One generator, lengths forecast: `lpt`; there is nobody to choose.
-- Lengths forecast: every candidate is played to the end by the latency model (`virtual`), in several draws of how long
-  samples may turn out, given how wrong forecasts were so far; the one that is done first on average is taken, and
-  where steps overlap it also counts when the samples are done on average. Before the first look, `lpt`.
+- Neither lengths nor speeds known: `fifo`.
+- Speeds known, lengths not: `least_loaded`; looking ahead shows nothing if all samples are alike.
+- One generator, lengths forecast: `lpt`; there is no choice of generator.
+- Lengths forecast: every candidate is played to the end by the latency model (`lookahead`), on several draws of
+  possible lengths, given the errors of forecasts so far; the one that finishes first on average is picked, and if
+  steps overlap the samples' average finish time counts too. Before the first look-ahead, `lpt`.
 
-Hysteresis: the present one stays while it is within MIN_GAIN of the best. It looks again when the queue or the fleet
-has changed, and while more is queued than under way: what decided most of a step then also ends it.
+Hysteresis: the current policy stays while it is within MIN_GAIN of the best. It looks again when the queue or the
+fleet has changed, and while more is queued than under way: the policy that decided most of a step also ends it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from services.broker.dispatch.situation import Decision, DispatchPolicy, Order, 
 from services.broker.dispatch.streamrl import StreamRl
 
 MIN_GAIN = 0.005
-"""Of the best policy's time: the present one is kept if it is no worse than that."""
+"""Fraction of the best policy's time by which the current one may be worse and is still kept."""
 MIN_CHANGE = 0.5
-"""Of the queue: after a smaller change of it the last answer still holds."""
+"""Fraction of the queue: after a smaller change the last answer still holds."""
 MAX_DRAWS = 16
-"""Of true lengths, in each of which every policy is tried that may still be the best."""
+"""Draws of true lengths; each tries every policy that may still be the best."""
 MIN_DRAWS = 6
-"""Before anything is said of how differences between policies are spread."""
+"""Draws before the spread of differences between policies is estimated."""
 SURE = 2.5
-"""Standard errors by which a policy must be worse than the best one to be given up."""
+"""Standard errors by which a policy must be worse than the best one to be eliminated."""
 HOPELESS = 0.1
-"""A policy this much worse than the best one is given up at once."""
+"""A policy this much worse than the best one is eliminated at once."""
 MIN_SPREAD = 1.1
-"""The slowest generator's time for a token over the fastest one's, from which on caution matters."""
+"""Ratio of the slowest generator's time per token to the fastest one's from which caution matters."""
 
 Candidates = Mapping[str, Callable[[], DispatchPolicy]]
-"""By name; the first of those that are as good as each other is taken."""
+"""Candidates by name; the first of equally good ones is picked."""
 
 ALIKE: Candidates = {
     "lpt": LongestFirst,
@@ -56,7 +56,7 @@ UNLIKE: Candidates = {
     "wary lpt": partial(LongestFirst, risk=4.0),
     "bold lpt": partial(LongestFirst, risk=1.0),
 }
-"""Where generators differ: how much longer than forecast a sample may turn out is also tried."""
+"""Candidates if generators differ: also tries how much longer than forecast a sample may be."""
 
 
 class Auto:
@@ -67,19 +67,19 @@ class Auto:
 
     def __init__(self) -> None:
         self.picked: DispatchPolicy | None = None
-        """None before anything was asked."""
+        """None before the first request."""
         self._candidate = ""
-        """What `picked` is called among the candidates; empty where it was not chosen from them."""
+        """The name of `picked` among the candidates; empty if it was not chosen from them."""
         self._looked_at: tuple[frozenset[str], int] | None = None
-        """The fleet and the length of the queue at the last look ahead."""
+        """The fleet and the length of the queue at the last look-ahead."""
 
     @property
     def order(self) -> Order:
-        """Of the policy that gave the last answer."""
+        """Name of the policy that gave the last answer."""
         return self.picked.order if self.picked else Order.ARRIVAL
 
     def review(self, situation: Situation) -> None:
-        """Look ahead and pick, where enough is queued and has changed."""
+        """Look ahead and pick, if enough is queued and has changed."""
         if not situation.has_forecasts or len(situation.loads) == 1:
             self.picked, self._candidate, self._looked_at = usual_policy(situation), "", None
             return
@@ -116,10 +116,10 @@ class Auto:
 
 
 def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float]:
-    """What each policy costs (`cost_s`), on average over the draws, in seconds; without those given up.
+    """Mean cost of each policy (`cost_s`) over the draws, in seconds; eliminated ones are left out.
 
-    A race: the draws are the same for all, so that a difference between two is known far better than either's time. A
-    policy leaves when it is worse than the best one for sure; the race ends when what is left is as good.
+    A race: all policies share the draws, so that a difference between two is known far better than either's time. A
+    policy is eliminated when it is surely worse than the best one; the race ends when the rest are equally good.
     """
     situation = scaled_down(situation)
     draws = Draws(situation)
@@ -140,7 +140,7 @@ def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float
 
 
 def _twins(times_s: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """Policies that did as an earlier one in every draw, and which."""
+    """Policies that equalled an earlier one in every draw, with that one."""
     first: dict[tuple[float, ...], str] = {}
     found: dict[str, str] = {}
     for name, times in times_s.items():
@@ -160,7 +160,7 @@ def _still_good(times_s: Mapping[str, list[float]]) -> dict[str, list[float]]:
 
 
 def _are_as_good(times_s: Mapping[str, Sequence[float]]) -> bool:
-    """Whether none can turn out better than the best one by enough to matter."""
+    """Whether none can be better than the best one by enough to matter."""
     best = min(times_s.values(), key=fmean)
     if len(best) < MIN_DRAWS:
         return False
@@ -168,7 +168,7 @@ def _are_as_good(times_s: Mapping[str, Sequence[float]]) -> bool:
 
 
 def _least_difference(times_s: Sequence[float], best_s: Sequence[float]) -> float:
-    """By how much a policy is worse than the best one at the least, in seconds; negative where it may be better."""
+    """Lower bound, in seconds, on how much worse a policy is than the best one; negative if it may be better."""
     if math.inf in times_s:
         return math.inf
     differences = [one - other for one, other in zip(times_s, best_s, strict=True)]
@@ -181,7 +181,7 @@ def _spread(situation: Situation) -> float:
 
 
 def usual_policy(situation: Situation) -> DispatchPolicy:
-    """What to do without looking ahead."""
+    """The policy used without looking ahead."""
     if situation.has_forecasts:
         return LongestFirst()
     return LeastLoaded() if situation.has_speeds else Fifo()

@@ -1,10 +1,10 @@
-"""How true lengths follow from forecasts, learned from prompts whose samples have ended. Pure.
+"""Learns how true lengths follow from forecasts, from prompts whose samples have ended. Pure.
 
     log(length) = offset + slope * log(forecast) + what the samples of a prompt share + what is each one's own
 
-A forecaster that is off by a factor shows in the offset. One that exaggerates shows in the slope: where forecasts are
-noisy the longest of them are long by luck too, and their samples turn out shorter (regression to the mean). What a
-prompt's samples share is spread as it was among the prompts seen with forecasts like this one, for its spread is
+A forecaster that is off by a factor shows in the offset. One that exaggerates shows in the slope: if forecasts are
+noisy the longest of them are long by luck too, and their samples turn out shorter (regression to the mean). The part
+that a prompt's samples share is distributed as among the seen prompts with similar forecasts, as its distribution is
 seldom normal and seldom the same for all: no sample is as long as the longest forecast that is far too long.
 """
 
@@ -18,22 +18,22 @@ from itertools import accumulate
 from statistics import NormalDist, fmean, linear_regression, pstdev, pvariance
 
 MIN_PROMPTS = 8
-"""With fewer a slope is a guess: it is then taken to be 1."""
+"""With fewer prompts a slope is a guess, and 1 is assumed."""
 MAX_SLOPE = 2.0
 _FAR = 20.0
-"""Deviations beyond which the tail is taken for its asymptote; the error function is 0 from 38."""
+"""Deviations beyond which the tail's asymptote is used; the error function is 0 from 38."""
 MIN_OWN_ERROR = 0.05
-"""Samples of a prompt that never differed yet may."""
+"""Floor of the deviation within a prompt: samples that never differed yet may."""
 MIN_BANDWIDTH = 0.05
 """Forecasts that differ by 5 % are alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """How long the samples of one prompt usually turn out: what they share, and how likely that is."""
+    """Usual length of one prompt's samples: the part they share, and its likelihood."""
 
     medians: Sequence[float]
-    """Logarithms of tokens, rising."""
+    """Logarithms of tokens, ascending."""
     sums: Sequence[float]
     """Sums of weights up to each median."""
 
@@ -49,19 +49,19 @@ class Calibration:
     offset: float = 0.0
     slope: float = 1.0
     shared: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
-    """Of prompts seen, the logarithm of the forecast and what their samples shared, rising in the latter."""
+    """For each seen prompt, the logarithm of the forecast and its samples' shared part, ascending in the latter."""
     bandwidth: float = math.inf
-    """Standard deviation of the kernel over logarithms of forecasts: which are like each other."""
+    """Standard deviation of the kernel over logarithms of forecasts, which decides which are similar."""
     own_error: float = 0.0
-    """Standard deviation of what is each sample's own."""
+    """Standard deviation of each sample's own part."""
 
     def outlook(self, forecast: float, *, ended: Sequence[int] = (), running: Sequence[int] = ()) -> Outlook:
-        """Of a prompt with this forecast, by Bayes' rule.
+        """The usual length for a prompt with this forecast, by Bayes' rule.
 
         Args:
             forecast: More than 0.
             ended: Tokens of its samples that have ended.
-            running: Tokens so far of those that have not.
+            running: Tokens so far of the others.
         """
         place = math.log(forecast)
         medians = [self.offset + self.slope * place + deviation for _, deviation in self.shared]
@@ -76,19 +76,19 @@ class Calibration:
                 log + _log_survival((math.log(tokens) - median) / spread)
                 for log, median in zip(logs, medians, strict=True)
             ]
-        # Relative to the likeliest: of what is far from all seen, none would have any weight.
+        # Relative to the likeliest: otherwise nothing would have any weight far from all seen prompts.
         most = max(logs)
         return Outlook(medians, list(accumulate(math.exp(log - most) for log in logs)))
 
 
 def normal(*, shared_error: float, own_error: float) -> Calibration:
-    """Forecasts that are right on average, with normal errors."""
+    """The calibration of forecasts that are right on average, with normal errors."""
     deviations = NormalDist().quantiles(n=20)
     return Calibration(shared=tuple((0.0, shared_error * deviation) for deviation in deviations), own_error=own_error)
 
 
 def calibrated(prompts: Iterable[tuple[float, Sequence[float]]]) -> Calibration:
-    """Least squares over prompts: the forecast, more than 0, and the lengths of at least one sample, more than 0.
+    """Fit by least squares over prompts: the forecast and the lengths of at least one sample, both above 0.
 
     Source: bandwidth by Scott (1992), Multivariate Density Estimation, section 6.3: 1.06 times the standard deviation
     times the number to the power of -1/5.
@@ -124,7 +124,7 @@ def calibrated(prompts: Iterable[tuple[float, Sequence[float]]]) -> Calibration:
 
 
 def _log_survival(deviations: float) -> float:
-    """Logarithm of the chance that a normal variable is more than so many deviations above its mean."""
+    """Logarithm of the probability that a normal variable is more than this many deviations above its mean."""
     if deviations > _FAR:
         return -(deviations**2) / 2 - math.log(deviations * math.sqrt(2 * math.pi))
     return math.log(math.erfc(deviations / math.sqrt(2)) / 2)
@@ -137,6 +137,6 @@ def _slope(places: Sequence[float], means: Sequence[float]) -> float:
 
 
 def _own_variance(logs: Sequence[Sequence[float]]) -> float:
-    """Variance inside the prompts (one-way analysis of variance)."""
+    """Variance within prompts (one-way analysis of variance)."""
     num_free = sum(len(group) for group in logs) - len(logs)
     return sum(len(group) * pvariance(group) for group in logs) / num_free if num_free else 0.0

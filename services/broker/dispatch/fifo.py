@@ -1,4 +1,4 @@
-"""First come, first served: the generator that asks gets what waits longest, as much as it can hold. Pure."""
+"""Dispatches first come, first served: a generator gets the longest-waiting work, as much as it can hold. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.broker.dispatch.situation import Order, Situation, Work
 
 
 class TakeAll:
-    """A `Decision`: everything."""
+    """A `Decision` that gives everything."""
 
     is_done = False
 
@@ -23,8 +23,8 @@ class Fifo:
     needs_situation = False
 
     def review(self, situation: Situation) -> None:
-        """Nothing to think about."""
+        """Nothing to review."""
 
     def decide(self, situation: Situation) -> TakeAll:
-        """Everything, to whoever asks."""
+        """Give everything to any generator that asks."""
         return TakeAll()

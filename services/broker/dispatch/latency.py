@@ -1,4 +1,4 @@
-"""How long generators take: the model behind every policy but `fifo`. Pure.
+"""Models how long generators take, for every policy but `fifo`. Pure.
 
 A decode step of n samples that hold k KV tokens together takes
 
@@ -33,18 +33,18 @@ UNKNOWN_MAX_SAMPLES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel(LinearSteps):
-    """One generator's speed and how much it holds."""
+    """One generator's speed and capacity."""
 
     base_s: float = DEFAULT_BASE_S
     per_sample_s: float = DEFAULT_PER_SAMPLE_S
     max_samples: int = UNKNOWN_MAX_SAMPLES
     """Most samples decoded at once."""
     kv_capacity_tokens: int | None = None
-    """None when the KV cache does not bound it, or is unknown."""
+    """None if the KV cache is unbounded or unknown."""
 
     @classmethod
     def from_profile(cls, profile: broker_pb2.GeneratorProfile) -> LatencyModel:
-        """What a generator says of itself; the default curve where it says nothing."""
+        """A generator's stated profile; the default curve if it states none."""
         knows_step = profile.step_base_s > 0 or profile.step_per_sample_s > 0
         return cls(
             base_s=profile.step_base_s if knows_step else DEFAULT_BASE_S,
@@ -64,29 +64,29 @@ class LatencyModel(LinearSteps):
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """What a generator holds, as the sums of the model."""
+    """A generator's load, as the sums of the model."""
 
     model: LatencyModel
     max_samples: int
-    """Most samples it should hold: slots and KV room."""
+    """Most samples it should hold: slots and KV headroom."""
     max_leases: int
-    """Leases it may be given now."""
+    """Number of leases it may get now."""
     max_context_tokens: float = float("inf")
     num_samples: int = 0
     longest_tokens: float = 0.0
     shortest_tokens: float = 0.0
-    """Tokens the next sample to end has to go; 0 when it holds none."""
+    """Remaining tokens of the next sample to end; 0 if it holds none."""
     sum_tokens: float = 0.0
     sum_kv_tokens: float = 0.0
-    """Sum over the samples of KV tokens read in all the steps to come."""
+    """Sum over the samples of KV tokens read in all remaining steps."""
 
     @property
     def room(self) -> int:
-        """Samples it may be given now."""
+        """Number of samples it may get now."""
         return max(0, min(self.max_leases, self.max_samples - self.num_samples))
 
     def copy(self) -> Load:
-        """A load of its own, to try placements on."""
+        """A copy, to try placements on."""
         # Not `replace`, which takes four times as long; every decision copies every load.
         return Load(
             model=self.model,
@@ -110,9 +110,9 @@ class Load:
         self.sum_kv_tokens += count * kv_reads(remaining_tokens, context_tokens)
 
     def finish_s(self, remaining_tokens: float = 0.0, context_tokens: float = 0.0, *, risk: float = 1.0) -> float:
-        """When everything it holds, and one more sample if given, is done: seconds from now.
+        """When everything it holds, and one more sample if given, will be done: seconds from now.
 
-        `risk` is how many times longer than forecast the added sample may well be; it may then outlast the others.
+        `risk` is the factor by which the added sample may exceed its forecast; it may then outlast the others.
         """
         model = self.model
         sum_tokens = self.sum_tokens + remaining_tokens
@@ -123,7 +123,7 @@ class Load:
         return finish_s
 
     def sample_s(self, remaining_tokens: float, context_tokens: float) -> float:
-        """When one more sample, begun now beside what it holds, is done at the latest."""
+        """Latest finish of one more sample, begun now beside its other samples."""
         mean_kv = self.sum_kv_tokens / self.sum_tokens * self.num_samples if self.sum_tokens else 0.0
         kv_tokens = mean_kv + context_tokens + remaining_tokens / 2
         step_s = self.model.step_s(min(self.num_samples + 1, self.max_samples), kv_tokens)
@@ -143,14 +143,14 @@ class Load:
 
 
 def kv_reads(remaining_tokens: float, context_tokens: float) -> float:
-    """KV tokens a sample makes a generator read until it is done."""
+    """KV tokens that a generator reads for a sample until it is done."""
     return remaining_tokens * (context_tokens + remaining_tokens / 2)
 
 
 def level_s(loads: Iterable[Load], num_tokens: float) -> float:
-    """When these generators would have done what they hold and `num_tokens` more, shared so that all end together.
+    """When these generators would finish their load and `num_tokens` more, shared so that all end together.
 
-    Infinite when there are none.
+    Infinite if there are none.
     """
     slopes = sorted((load.finish_s(), load.tokens_per_second) for load in loads)
     if not slopes:
@@ -165,5 +165,5 @@ def level_s(loads: Iterable[Load], num_tokens: float) -> float:
 
 
 def token_s(load: Load) -> float:
-    """Time of a token in a small batch, to compare generators by."""
+    """Time per token in a small batch, to compare generators by."""
     return load.model.step_s(min(8, load.max_samples))

@@ -1,4 +1,4 @@
-"""Work shared by load relative to speed, in order of arrival. Pure.
+"""Shares work by load relative to speed, in order of arrival. Pure.
 
 Each sample goes to the generator that is done first with it (`placing`), so that a slow generator does not take what a
 faster one would have finished sooner.
@@ -18,8 +18,8 @@ class LeastLoaded:
     needs_situation = True
 
     def review(self, situation: Situation) -> None:
-        """Nothing to think about."""
+        """Nothing to review."""
 
     def decide(self, situation: Situation) -> EarliestFinish:
-        """Place everything in turn."""
+        """Place everything in order."""
         return EarliestFinish.over_fleet(situation)

@@ -1,8 +1,8 @@
-"""What a look ahead plays: the queue at hand, scaled down, and draws of how long its samples may turn out. Pure.
+"""Prepares look-aheads: the current queue, scaled down, and draws of its samples' possible lengths. Pure.
 
 Lengths are drawn from the forecasts as true ones followed from them so far (`calibration`), the same for every policy
-that is compared, so that a policy is not preferred for trusting its forecasts too much. What the samples of a prompt
-share is drawn once a prompt: they turn out long together.
+compared, so that a policy is not preferred for trusting its forecasts too much. The part that the samples of a prompt
+share is drawn once per prompt: they turn out long together.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from services.broker.dispatch.latency import Load
 from services.broker.dispatch.situation import Prompt, Situation
 
 MAX_ROUNDS = 8
-"""A longer queue is shortened in proportion to this many fillings of the fleet: its end is too far to plan for."""
+"""A longer queue is cut to this many fillings of the fleet: its end is too far away to plan for."""
 MAX_ITEMS = 256
-"""Of a longer queue one sample stands for several."""
+"""In a longer queue one sample stands for several."""
 _NORMAL = NormalDist()
 _LAST = 1 - 1e-9
-"""Of the samples, those that end before one that is as long as any."""
+"""Share of samples that end before one that counts as the longest."""
 
 
 class Item(NamedTuple):
     """A sample."""
 
     predicted: float
-    """0 where there is no forecast."""
+    """0 without a forecast."""
     expected: float
     tokens: float
-    """As long as it turns out."""
+    """Its drawn length."""
     num_done: float = 0.0
-    """Tokens that it has when a generator begins it."""
+    """Tokens that it has when a generator starts it."""
     moved_s: float = -math.inf
-    """When it moved last."""
+    """When it was last moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,10 @@ class QueuedPrompt:
 
 
 def scaled_down(situation: Situation) -> Situation:
-    """The situation with at most MAX_ITEMS samples queued, and a fleet that is as fast with them.
+    """The situation with at most MAX_ITEMS samples queued, and a fleet of equivalent speed.
 
-    Of a queue longer than MAX_ROUNDS fillings of the fleet, the first. Then one sample stands for several: each
-    generator has so many times fewer slots, and a sample takes so many times longer beside others.
+    A queue longer than MAX_ROUNDS fillings of the fleet is cut to the first ones. Then one sample stands for several:
+    slots shrink, and the time of a sample beside others grows, by the same factor.
     """
     num_queued = sum(prompt.num_queued for prompt in situation.prompts)
     capacity = sum(load.max_samples for load in situation.loads.values())
@@ -74,18 +74,18 @@ def scaled_down(situation: Situation) -> Situation:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One way in which things may turn out."""
+    """One possible outcome."""
 
     queued: Sequence[QueuedPrompt]
     """In order of arrival."""
     under_way: Sequence[tuple[str, Item]] = ()
-    """With the generator that holds it."""
+    """Each with the generator that holds it."""
 
 
 class Draws:
-    """Draws of how long the samples of a situation turn out.
+    """Draws lengths for the samples of a situation.
 
-    What is under way is drawn given how long it is already and how long its siblings are.
+    Samples under way are drawn given their tokens so far and their siblings' lengths.
     """
 
     def __init__(self, situation: Situation) -> None:
@@ -94,7 +94,7 @@ class Draws:
         self._num_queued = sum(prompt.num_queued for prompt in situation.prompts)
 
     def draw(self, seed: int) -> Draw:
-        """The same for the same seed."""
+        """Draw; the same for the same seed."""
         rng = random.Random(seed)
         shared = _even_shares(rng, len(self._outlooks))
         own = iter(_even_shares(rng, self._num_queued))
@@ -110,7 +110,7 @@ class Draws:
         return Draw(queued, under_way)
 
     def _item(self, prompt: Prompt, median: float, share: float, num_done: int = 0) -> Item:
-        """A sample that turns out longer than `share` of those that have so many tokens."""
+        """A sample longer than `share` of those with this many tokens."""
         situation, error = self._situation, self._situation.calibration.own_error
         if num_done and error:
             passed = _NORMAL.cdf((math.log(num_done) - median) / error)
@@ -133,14 +133,14 @@ def _outlook(situation: Situation, prompt: Prompt) -> Outlook:
 
 
 def _even_shares(rng: random.Random, count: int) -> list[float]:
-    """Numbers between 0 and 1, in no order, spread so evenly that what is made of them varies little between draws."""
+    """Numbers between 0 and 1, shuffled, spread so evenly that results vary little between draws."""
     found = [(index + rng.random()) / count for index in range(count)]
     rng.shuffle(found)
     return found
 
 
 def _scaled_load(load: Load, size: int) -> Load:
-    """The load where one sample stands for `size`."""
+    """The load if one sample stands for `size`."""
     model = replace(
         load.model,
         per_sample_s=load.model.per_sample_s * size,
@@ -151,7 +151,7 @@ def _scaled_load(load: Load, size: int) -> Load:
 
 
 def _one_for_several(prompts: Sequence[Prompt], size: int, max_queued: int) -> list[Prompt]:
-    """Every so many-th sample of the queue, as far as so many, and of what each generator holds."""
+    """Every n-th sample of the queue, up to a limit, and of each generator's load."""
     num_seen: Counter[str] = Counter()
     num_queued, found = 0, list[Prompt]()
     for prompt in prompts:

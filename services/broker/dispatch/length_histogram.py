@@ -1,4 +1,4 @@
-"""How many samples of which length: a histogram over buckets of constant ratio. Pure."""
+"""Counts samples by length: a histogram over buckets of constant ratio. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ OUTLIVED_SHARE = 0.25
 
 
 class LengthCounts:
-    """Counts by length, kept up in constant time a change; sums over it take as many steps as it has buckets."""
+    """Counts by length, updated in constant time; sums take as many steps as it has buckets."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self.num_samples = 0
 
     def add(self, num_tokens: float, count: int = 1) -> None:
-        """Count samples in; a negative count takes them out again."""
+        """Add samples; a negative count removes them."""
         if count == 0:
             return
         bucket = _bucket(num_tokens)
@@ -40,7 +40,7 @@ class LengthCounts:
         return sum((length or unknown_tokens) * count for length, count in self.items())
 
     def merged(self, other: LengthCounts) -> LengthCounts:
-        """Both together."""
+        """The sum of both."""
         both = LengthCounts()
         for counts in (self, other):
             for bucket, count in counts._counts.items():
@@ -56,7 +56,7 @@ class LengthCounts:
         return long, rest
 
     def threshold(self, share: float) -> float:
-        """The length that at most `share` of the samples exceed, between two buckets; 0 when there are none."""
+        """The length that at most `share` of the samples exceed, between two buckets; 0 if there are none."""
         most = share * self.num_samples
         num_longer = 0
         for bucket in sorted(self._counts, reverse=True):
@@ -67,9 +67,9 @@ class LengthCounts:
 
 
 def remaining_tokens(expected_tokens: float, num_decoded: float) -> float:
-    """Tokens a sample is expected to decode still; one that outlived its forecast, a share of what it has.
+    """Expected remaining tokens of a sample; if it exceeded its forecast, a share of its tokens so far.
 
-    Lengths have heavy tails: the longer a sample is already, the more is to come.
+    Lengths have heavy tails: the longer a sample is already, the more tokens remain.
     """
     return max(expected_tokens - num_decoded, OUTLIVED_SHARE * num_decoded, 1.0)
 

@@ -1,7 +1,8 @@
-"""A look ahead: when a policy would be done with the situation at hand, by the latency model, on a virtual clock. Pure.
+"""Looks ahead: when a policy would finish the current situation, by the latency model on a virtual clock. Pure.
 
-Plays a draw of true lengths (`draws`). The policy under test sees forecasts only and answers through `decide` and
-`review` as it does for real generators; idle generators take work over by the rule of real ones (`moving`).
+Plays a draw of true lengths (`length_draws`). The policy under test sees forecasts only and answers through `decide`
+and `review` as it does for real generators; idle generators steal work by the same rule as real ones
+(`stealing_rule`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from services.broker.dispatch.situation import DispatchPolicy, Order, Situation,
 from services.broker.dispatch.stealing_rule import MAX_MOVES, MIN_STAY_S, MOVE_COST_S, is_worth_moving, late_generators
 
 MAX_TICKS = 64
-"""Times in a look ahead at which the policy is reviewed and idle generators look for work to take over."""
+"""Ticks of a look-ahead, at which the policy is reviewed and idle generators look for work to steal."""
 MAX_LOAD_AGE = 0.25
-"""Of the time between ticks: so old the lengths in a load may be, and so long a generator is left that got no work."""
+"""Fraction of the tick interval: the largest age of a load's lengths, and the delay of a generator that got no work."""
 
 
 @dataclass(slots=True)
@@ -27,18 +28,18 @@ class _Group:
     """The queued samples of a prompt."""
 
     waiting: list[Item]
-    """In the order in which they are taken, from the end; the same forecast for all."""
+    """Taken from the end; all have the same forecast."""
     step: int
     is_begun: bool
 
     @property
     def predicted(self) -> float:
-        """Forecast of each sample; 0 when there is none."""
+        """Forecast of each sample; 0 if unknown."""
         return self.waiting[-1].predicted
 
     @property
     def work(self) -> Work:
-        """As a policy sees it."""
+        """The prompt's work as a policy sees it."""
         return Work(
             num_samples=len(self.waiting),
             context_tokens=0.0,
@@ -48,30 +49,30 @@ class _Group:
 
 
 class _Generator(BatchedEngine[Item]):
-    """One generator on the virtual clock. It is brought up to now only when it is looked at."""
+    """One generator on the virtual clock. Its state is advanced only when it is read."""
 
     def __init__(self, load: Load) -> None:
         super().__init__(load.model.step_s)
         self.load = load
-        """Model and room; the batch is what it holds."""
+        """Model and capacity; the batch is its load."""
         self.ask_again_s = 0.0
-        """After it was left without work."""
+        """When it may ask again after it was left without work."""
         self._seen, self._seen_s = self._measured(), -math.inf
         self._longest: tuple[tuple[float, int, int], Running[Item] | None] | None = None
-        """When it was found, and with which batch: every generator that may take asks for it."""
+        """When it was computed, and for which batch: every generator that may steal asks for it."""
 
     def take(self, item: Item, now_s: float, *, delay_s: float = 0.0) -> None:
-        """Begin an item, which holds on average half of its KV tokens."""
+        """Start an item, which holds on average half of its KV tokens."""
         if self.clock_s != now_s:
             self.advance(now_s)
         self.begin(item, length=item.tokens, position=item.num_done, kv_tokens=item.tokens / 2, delay_s=delay_s)
 
     def to_go(self, running: Running[Item]) -> float:
-        """Tokens an item is expected to decode still."""
+        """Expected remaining tokens of an item."""
         return remaining_tokens(running.item.expected, self.position(running))
 
     def longest(self, now_s: float, *, moved_before_s: float) -> Running[Item] | None:
-        """The item with most to go among those that did not move since then."""
+        """The item with the most remaining tokens among those not moved since then."""
         key = (now_s, self.num_begun, self.num_running)
         if self._longest is None or self._longest[0] != key:
             self.advance(now_s)
@@ -81,7 +82,7 @@ class _Generator(BatchedEngine[Item]):
         return self._longest[1]
 
     def seen(self, now_s: float, max_age_s: float = 0.0) -> Load:
-        """Its load by the forecasts; lengths may be older, numbers not, as `Fleet` has it."""
+        """Its load by the forecasts; lengths may be outdated, counts not, as in `Fleet`."""
         if self._seen.num_samples != self.num_running or now_s - self._seen_s > max_age_s:
             self.advance(now_s)
             self._seen, self._seen_s = self._measured(), now_s
@@ -100,21 +101,21 @@ class _Generator(BatchedEngine[Item]):
 
 
 def finish_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
-    """When everything queued and under way would be done under a policy: seconds from now.
+    """When a policy would finish everything queued and under way: seconds from now.
 
     Args:
         policy: A fresh one; it is reviewed.
-        situation: Now, scaled down.
-        draw: How long its samples turn out.
+        situation: The current one, scaled down.
+        draw: The lengths of its samples.
     """
     return _Run(policy, situation, draw).finish_s()
 
 
 def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
-    """What policies are compared by, in seconds; arguments as of `finish_s`.
+    """The cost by which policies are compared, in seconds; arguments as for `finish_s`.
 
-    When everything is done; where steps overlap, plus when a sample is done on average. The next step then begins
-    while this one ends: a policy that is last by 2 % but done with most samples in half the time is done with three
+    The finish time of everything; if steps overlap, plus a sample's average finish time. The next step then begins
+    while this one ends: a policy that ends 2 % later but finishes most samples in half the time finishes three
     steps sooner.
     """
     run = _Run(policy, situation, draw)
@@ -123,7 +124,7 @@ def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
 
 
 class _Run:
-    """One look ahead."""
+    """One look-ahead."""
 
     def __init__(self, policy: DispatchPolicy, situation: Situation, draw: Draw) -> None:
         self._policy = policy
@@ -156,7 +157,7 @@ class _Run:
                 self._lease()
                 end_s = min(generator.next_end_s for generator in generators)
             if end_s == math.inf:
-                # Nothing is under way. What is left, if anything, nobody takes.
+                # Nothing is under way. No generator takes any remaining work.
                 return math.inf if self._queue else self._now_s
             self._now_s = min(end_s, next_tick_s)
             for generator in generators:
@@ -172,11 +173,11 @@ class _Run:
 
     @property
     def mean_end_s(self) -> float:
-        """Of what has ended."""
+        """Of the ended samples."""
         return self._sum_ends_s / max(1, self._num_ended)
 
     def _least_s(self) -> float:
-        """The least time that everything queued can take."""
+        """Lower bound on the time of everything queued."""
         loads = [generator.load for generator in self._generators.values()]
         items = [item for group in self._queue for item in group.waiting]
         longest = max((item.tokens for item in items), default=1.0)
@@ -224,7 +225,7 @@ class _Run:
             self._put_in_order()
 
     def _put_in_order(self) -> None:
-        """What was begun first, as the broker has it; then as the policy wants it. Stable."""
+        """Started prompts first, as in the broker; then in the policy's order. Stable."""
         if self._policy.order is Order.LENGTH:
             self._queue.sort(key=lambda group: (not group.is_begun, group.step, -group.predicted))
         else:
@@ -242,7 +243,7 @@ class _Run:
         return replace(self._situation, asking=asking, loads=loads, queue=self._lengths, under_way=self._under_way)
 
     def _take_over(self, name: str, loads: dict[str, Load]) -> bool:
-        """Move one item that may be done last to a generator that has room, if that is sooner; see `moves`."""
+        """Move one item that may end last to a generator with free capacity, if that is sooner; see `stealing_rule`."""
         here = loads[name]
         if not here.room:
             return False

@@ -1,8 +1,8 @@
-"""Longest predicted first, each sample to the generator that is done with it first. Pure.
+"""Dispatches the longest predicted first, each sample to the generator that finishes it first. Pure.
 
 Source: Graham (1969), longest processing time first, within 4/3 of the best makespan on equal machines; the order that
-StreamRL (Zhong et al. 2025), section 5.4, uses inside an instance. Differences: over the whole fleet and unlike
-generators, and only among one step's groups, so that short prompts are never put off for good.
+StreamRL (Zhong et al. 2025), section 5.4, uses inside an instance. Differences: over the whole fleet of unequal
+generators, and only among one step's groups, so that short prompts are never postponed for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LongestFirst:
         self._risk = risk
 
     def review(self, situation: Situation) -> None:
-        """Nothing to think about."""
+        """Nothing to review."""
 
     def decide(self, situation: Situation) -> EarliestFinish:
         """Place everything, longest first."""

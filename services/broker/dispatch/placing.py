@@ -1,8 +1,8 @@
-"""Each sample to the generator that is done with it first: what `least_loaded`, `lpt` and `streamrl` share. Pure.
+"""Places each sample on the generator that finishes it first, for `least_loaded`, `lpt` and `streamrl`. Pure.
 
-The generator that asks gets a sample when no other one with room would end up earlier with it, and when the faster
-generators, full now or not, could not have done the whole queue before this one had decoded the sample. Only faster
-ones, so somebody always takes what is queued.
+The generator that asks gets a sample if no other one with free capacity would finish it earlier, and if the faster
+generators, full or not, could not finish the whole queue before this one has decoded the sample. Only faster
+ones are compared, so some generator always takes queued work.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from services.broker.dispatch.situation import Situation, Work
 USUAL_RISK = 2.0
 """Standard deviations: with a hundred samples a few are that much longer than forecast."""
 MIN_SPEED_UP = 0.1
-"""Generators that differ by less are taken for alike."""
+"""Generators that differ by less count as equal."""
 MIN_GAIN = 0.05
-"""A sample is left to a busy generator only if that is sooner by this part: the model is not better than that."""
+"""A sample is left to a busy generator only if that is sooner by this fraction: the model is no more accurate."""
 
 
 class EarliestFinish:
-    """A `Decision`: places the samples it is shown, in their order, on the generators that have room.
+    """A `Decision` that places the samples it is shown, in order, on the generators with free capacity.
 
     Args:
         asking: The load of the generator that asks.
-        others: The loads of the rest. Both are filled up.
+        others: The loads of the rest. Both are modified.
         queued_tokens: Tokens of everything that is queued.
         length_error: Standard deviation of the logarithm of true length over forecast.
-        risk: Samples are placed as if they were that many standard deviations longer than forecast: one that turns out
-            long must not do so on a slow generator.
+        risk: Samples are placed as if they were this many standard deviations longer than forecast, so that none turns
+            out long on a slow generator.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EarliestFinish:
 
     @classmethod
     def over_fleet(cls, situation: Situation, *, risk: float = USUAL_RISK) -> EarliestFinish:
-        """Over every generator and the whole queue; uses the situation's loads up."""
+        """A decision over every generator and the whole queue; modifies the situation's loads."""
         asking = situation.loads[situation.asking]
         others = [load for load in situation.loads.values() if load is not asking]
         return cls(
@@ -85,7 +85,7 @@ class EarliestFinish:
         return num_taken
 
     def _best(self, work: Work) -> Load | None:
-        """Where the next sample goes; None where it waits for a generator that is full now."""
+        """The generator for the next sample; None if it waits for one that is full now."""
         remaining, context = work.remaining_tokens, work.context_tokens
         best, best_s = self._asking, self._asking.finish_s(remaining, context, risk=self._risk)
         for load in self._open:

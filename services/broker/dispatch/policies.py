@@ -1,4 +1,4 @@
-"""The dispatch policies by the name that RunPolicy.dispatch gives. Pure."""
+"""Lists the dispatch policies by their names in RunPolicy.dispatch. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.broker.dispatch.streamrl import StreamRl
 
 
 def make_policy(name: str) -> DispatchPolicy:
-    """A fresh policy of that name. Raises ValueError when there is none."""
+    """A new policy of this name. Raises ValueError if there is none."""
     match name:
         case "fifo":
             return Fifo()

@@ -1,4 +1,4 @@
-"""What a dispatch policy sees, and what it answers. Pure."""
+"""Defines the inputs and answers of dispatch policies. Pure."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from services.broker.dispatch.latency import Load
 from services.broker.dispatch.length_histogram import LengthCounts
 
 EXACT = Calibration()
-"""Forecasts that are right."""
+"""The calibration of exact forecasts."""
 NEW_RANK = 2
-"""First number of a group's rank of which nothing was begun, and that is no evaluation."""
+"""First number of the rank of a training group that has not started."""
 Rank = tuple[int, ...]
-"""Place of a group in a queue: smaller goes first, the last number is its sequence."""
+"""Rank of a group in a queue: smaller goes first, the last number is its sequence."""
 
 
 class Order(StrEnum):
-    """In which order the queued groups are shown to a policy."""
+    """The order in which a policy sees the queued groups."""
 
     ARRIVAL = "arrival"
-    """As they were submitted."""
+    """In order of submission."""
     LENGTH = "length"
-    """Longest forecast first among `groups_per_step` consecutive submissions: nobody is overtaken by a later step."""
+    """Longest forecast first among `groups_per_step` consecutive submissions: no group is overtaken by a later step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedGroup:
-    """What places a group in the queues."""
+    """The properties that place a group in the queues."""
 
     sequence: int
     """Order of submission, from 1."""
     is_evaluation: bool
     is_started: bool
-    """Some of its samples are under way, done, or came back from a lost lease."""
+    """Whether any of its samples is under way, done, or returned from a lost lease."""
     predicted_tokens: float
-    """Forecast of a completion's length; 0 when there is none."""
+    """Forecast of a completion's length; 0 if unknown."""
 
     @property
     def rank_by_arrival(self) -> Rank:
-        """Evaluation first (somebody waits for it), then what was begun (its siblings wait for it), then in turn."""
+        """Evaluation first (its caller waits), then started groups (their siblings wait), then by submission."""
         return (self._class, self.sequence)
 
     def rank_by_length(self, groups_per_step: int) -> Rank:
@@ -65,31 +65,31 @@ class Work:
     context_tokens: float
     """Tokens each holds before it decodes its next one: prompt and prefix."""
     length_tokens: float
-    """Forecast of each one's whole completion; 0 when there is none."""
+    """Forecast of each one's whole completion; 0 if unknown."""
     remaining_tokens: float
-    """Tokens each is expected to decode still; from the run's mean where there is no forecast."""
+    """Expected remaining tokens of each; from the run's mean without a forecast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt with samples queued or under way, as a look ahead sees it."""
+    """A prompt with samples queued or under way, as a look-ahead sees it."""
 
     predicted_tokens: float
-    """Forecast of a completion's length; 0 when there is none."""
+    """Forecast of a completion's length; 0 if unknown."""
     num_queued: int
     step: int = 0
-    """Number of the window of `groups_per_step` submissions that it is in: the longest first inside one."""
+    """Number of its window of `groups_per_step` submissions: the longest first inside one."""
     is_begun: bool = False
     """Whether it goes before others."""
     ended: Sequence[int] = ()
     """Tokens of its samples that have ended."""
     running: Sequence[tuple[str, int]] = ()
-    """Of the leased ones, the generator and the tokens decoded so far."""
+    """For each leased sample, the generator and the tokens decoded so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The fleet and the queue when a generator asks. A policy may fill `loads` up: they are its own copy."""
+    """The fleet and the queue when a generator asks. A policy may modify `loads`: they are its own copy."""
 
     asking: str
     """Id of the generator that asks; its load is among `loads`."""
@@ -100,13 +100,13 @@ class Situation:
     under_way: LengthCounts
     """Lengths of everything leased, as forecast when it was leased."""
     prompts: Sequence[Prompt] = ()
-    """What is queued, in order of arrival and as far as a look ahead needs it, and what is under way; for reviews."""
+    """Queued samples in order of arrival, as many as a look-ahead needs, and those under way; for reviews."""
     mean_tokens: float
-    """What a completion without a forecast is expected to have."""
+    """Expected tokens of a completion without a forecast."""
     has_forecasts: bool
     """Whether lengths are forecast, so that their order means something."""
     has_speeds: bool
-    """Whether anything is known of how fast the generators are."""
+    """Whether any generator's speed is known."""
     max_tokens: float = float("inf")
     """No completion is longer."""
     length_error: float = 0.0
@@ -114,12 +114,12 @@ class Situation:
     calibration: Calibration = EXACT
     """How true lengths follow from forecasts, as seen so far."""
     steps_overlap: bool = False
-    """Whether the next step's prompts come before this one's samples have all ended: `max_staleness` is above 0."""
+    """Whether the next step's prompts arrive before this one's samples have all ended: `max_staleness` is above 0."""
     look_s: float = 1.0
-    """How often policies are reviewed, and idle generators look for work to take over."""
+    """Interval at which policies are reviewed and idle generators look for work to steal."""
 
     def copy(self) -> Situation:
-        """One that nobody else changes."""
+        """A private copy."""
         return replace(
             self,
             loads={name: load.copy() for name, load in self.loads.items()},
@@ -132,7 +132,7 @@ class Decision(Protocol):
     """One answer to one generator that asks; it is shown the queue in the policy's order, one group after the other."""
 
     def take(self, work: Work, most: int) -> int:
-        """How many of the group's samples it gets, at most `most` and `work.num_samples`."""
+        """Number of the group's samples it gets, at most `most` and `work.num_samples`."""
         ...
 
     @property
@@ -142,7 +142,7 @@ class Decision(Protocol):
 
 
 class DispatchPolicy(Protocol):
-    """One run's policy in one broker process; what it remembers is a hint and may be lost at any time."""
+    """One run's policy in one broker process; its memory is a hint and may be lost at any time."""
 
     @property
     def name(self) -> str:
@@ -151,16 +151,16 @@ class DispatchPolicy(Protocol):
 
     @property
     def order(self) -> Order:
-        """The order in which `decide`'s answer wants to see the queue."""
+        """The order in which `decide`'s answer reads the queue."""
         ...
 
     @property
     def needs_situation(self) -> bool:
-        """False where `decide` looks at nothing but who asks: the caller may then pass an empty situation."""
+        """False if `decide` uses only the asking generator: the caller may then pass an empty situation."""
         ...
 
     def review(self, situation: Situation) -> None:
-        """Think again about what holds for longer than one answer; called about once a second."""
+        """Reconsider the choices that outlast one answer; called about once a second."""
         ...
 
     def decide(self, situation: Situation) -> Decision:

@@ -1,6 +1,6 @@
-"""Which samples are worth moving to another generator, by the latency model. Pure.
+"""Decides which samples are worth moving to another generator, by the latency model. Pure.
 
-Used on real leases (`services.broker.fleet.work_stealing`) and in looks ahead (`virtual`).
+Used on real leases (`services.broker.fleet.work_stealing`) and in look-aheads (`lookahead`).
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from services.broker.dispatch.latency import Load
 
 MIN_GAIN_S = 1.0
 MIN_GAIN = 0.2
-"""Of the time the sample would still take where it is."""
+"""Fraction of the sample's remaining time at its current generator."""
 MOVE_COST_S = 0.3
-"""Hand-over and the tokens thrown away."""
+"""Cost of the hand-over and of the discarded tokens."""
 MIN_STAY_S = 10.0
-"""A sample that moved stays so long."""
+"""A moved sample stays for this long."""
 MAX_MOVES = 8
-"""To one generator at once; the loads are guesses, and the next look is a second away."""
+"""Moves to one generator at once; the loads are guesses, and the next look is a second away."""
 RISK = 2.0
-"""Standard deviations that a sample may well be longer than forecast."""
+"""Standard deviations by which a sample may well exceed its forecast."""
 
 
 def late_generators(asking: Load, donors: Mapping[str, Load], *, length_error: float) -> list[str]:
-    """The generators whose longest sample may well be the last of all to end, the latest first.
+    """The generators whose longest sample may end last of all, the latest first.
 
-    Only such a sample shortens the step where it moves. Which one is the last is a guess while they run, so each one's
-    longest counts as if it turned out RISK standard deviations longer than forecast.
+    Only moving such a sample shortens the step. Which one ends last is a guess while they run, so each generator's
+    longest counts as RISK standard deviations longer than forecast.
 
     Args:
-        asking: The generator that could take a sample over.
+        asking: The generator that could steal a sample.
         donors: The others, by id.
         length_error: Standard deviation of the logarithm of true length over forecast.
     """
@@ -42,6 +42,6 @@ def late_generators(asking: Load, donors: Mapping[str, Load], *, length_error: f
 
 
 def is_worth_moving(here: Load, remaining_tokens: float, context_tokens: float, *, there_s: float) -> bool:
-    """Whether a sample that is done in `there_s` where it is would be done on `here` sooner by enough."""
+    """Whether a sample that takes `there_s` at its current generator would end soon enough before that on `here`."""
     here_s = MOVE_COST_S + here.sample_s(remaining_tokens, context_tokens)
     return there_s - here_s >= max(MIN_GAIN_S, MIN_GAIN * there_s)

@@ -1,13 +1,13 @@
-"""The predicted longest fifth apart from the rest, each part on generators of its own. Pure.
+"""Separates the predicted longest fifth from the rest, each part on its own generators. Pure.
 
 The generators are ordered by how fast they decode one sample alone; the first of them become long-tail instances, as
 many as make the later of the two parts end earliest. They hold few samples, so each of their steps is short. Inside a
-part samples go longest first to whoever is done first. A generator whose part has nothing queued helps the other one,
-as far as it is done sooner than that part's own generators.
+part samples go longest first to the generator that finishes first. A generator whose part has nothing queued helps
+the other one, as far as it finishes sooner than that part's own generators.
 
 Source: StreamRL (Zhong et al. 2025), section 5.3, Algorithm 2, and 5.4. Differences: the split minimises the maximum of
 the two times (they pass side by side), not their sum; the times come from the forecasts at hand rather than from P90
-and P50 of past lengths; generators may differ; nobody stands idle beside a queue.
+and P50 of past lengths; generators may differ; no generator stays idle beside a queue.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class StreamRl:
 
     def __init__(self) -> None:
         self.threshold = 0.0
-        """A longer forecast is of the long tail."""
+        """A longer forecast belongs to the long tail."""
         self.long_tail_ids: frozenset[str] = frozenset()
-        """The generators that decode the long tail now; empty when nothing is apart."""
+        """The generators that currently decode the long tail; empty if nothing is separated."""
         self._split_for: frozenset[str] | None = None
 
     def review(self, situation: Situation) -> None:
-        """Set the threshold, and split the generators anew."""
+        """Set the threshold, and split the generators again."""
         lengths = situation.queue.merged(situation.under_way)
         self.threshold = lengths.threshold(LONG_TAIL_SHARE)
         long, regular = situation.queue.parted(self.threshold)
@@ -47,7 +47,7 @@ class StreamRl:
         self._split_for = frozenset(situation.loads)
 
     def decide(self, situation: Situation) -> Decision:
-        """Place the asking generator's part of the queue; everything when that part is done."""
+        """Place the asking generator's part of the queue; everything once that part is done."""
         if self._split_for != frozenset(situation.loads):
             self.review(situation)
         is_long_tail = situation.asking in self.long_tail_ids
@@ -68,7 +68,7 @@ class StreamRl:
 
 
 class _OnePart:
-    """A `Decision` that passes over the samples of the other part."""
+    """A `Decision` that skips the samples of the other part."""
 
     def __init__(self, placing: EarliestFinish, *, threshold: float, is_long_tail: bool) -> None:
         self._placing = placing
@@ -90,9 +90,9 @@ class _OnePart:
 def long_tail_instances(
     loads: Mapping[str, Load], long: LengthCounts, regular: LengthCounts, mean_tokens: float
 ) -> frozenset[str]:
-    """The generators to set apart: those fastest alone, as many as make the later part end earliest.
+    """The generators to separate: those fastest alone, as many as make the later part end earliest.
 
-    One part's time falls and the other's rises with their number, so the best number is found by halving.
+    One part's time falls and the other's rises with their number, so bisection finds the best number.
     """
     by_speed = sorted(loads, key=lambda generator_id: (loads[generator_id].model.step_s(1), generator_id))
     if len(by_speed) < 2 or not long.num_samples or not regular.num_samples:
@@ -112,7 +112,7 @@ def long_tail_instances(
 
 
 def part_s(loads: Sequence[Load], lengths: LengthCounts, mean_tokens: float) -> float:
-    """When these generators have done what they hold and samples of these lengths, every one of them ending together.
+    """When these generators finish their load and samples of these lengths, all ending together.
 
     By bisection: what a generator can do by a given time follows from `Load.finish_s`.
     """
@@ -131,7 +131,7 @@ def part_s(loads: Sequence[Load], lengths: LengthCounts, mean_tokens: float) -> 
 
 
 def _tokens_by(load: Load, by_s: float, longest: float) -> float:
-    """Tokens more that a generator can have decoded by then when one of its samples is the longest."""
+    """Additional tokens that a generator can decode by then if one of its samples is the longest."""
     model = load.model
     left_s = by_s - model.base_s * max(load.longest_tokens, longest) - model.per_kv_token_s * load.sum_kv_tokens
     if left_s < 0:

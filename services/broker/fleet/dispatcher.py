@@ -1,7 +1,7 @@
-"""Dispatch of one run in one broker process: which policy, over which picture of the fleet.
+"""Dispatches one run in one broker process: applies its policy to a snapshot of the fleet.
 
-Everything here is a hint that may be lost: what was decided rests in the run's records. No wait without an end: a
-generator that is left without work for MAX_LEFT_S although some is queued and it may take it, takes it.
+Everything here is a hint that may be lost: decisions are kept in the run's records. Every wait ends: a generator that
+is left without work for MAX_LEFT_S although some is queued and it may take it, gets it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from services.broker.state.run_state import RunState
 MAX_LEFT_S = 30.0
 REVIEW_EVERY_S = 1.0
 MAX_REVIEW_SHARE = 0.05
-"""Of a core that reviews may take; a large fleet is reviewed less often."""
+"""Fraction of a core that reviews may use; a large fleet is reviewed less often."""
 MAX_BEAT_AGE_S = 6.0
-"""A generator that beat longer ago (they beat at least every 5 s) is not counted on to take anything."""
+"""A generator with an older last heartbeat (they come at least every 5 s) is not expected to take work."""
 
 
 class Dispatcher:
@@ -53,16 +53,16 @@ class Dispatcher:
         return Choice(order=policy.order, decision=decision, mean_tokens=situation.mean_tokens)
 
     def note(self, generator_id: str, *, is_left: bool, now_s: float) -> None:
-        """What came of it: whether the generator was left without work that it may take."""
+        """Report the outcome: whether the generator was left without work that it may take."""
         if not is_left:
             self._left_since_s.pop(generator_id, None)
         else:
             self._left_since_s.setdefault(generator_id, now_s)
 
     async def review(self, state: RunState, now_s: float) -> None:
-        """Think again about what holds for longer than one answer; called by the caretaker.
+        """Reconsider the choices that outlast one answer; called by the caretaker.
 
-        In a thread, on a copy of the picture: a look ahead takes tens of milliseconds, and streams must not wait.
+        In a thread, on a copy of the snapshot: a look-ahead takes tens of milliseconds, and streams must not wait.
         """
         policy = self._policy_of(state)
         if not policy.needs_situation or now_s < self._review_s:
@@ -80,8 +80,8 @@ class Dispatcher:
     def take_over(
         self, state: RunState, generator: GeneratorFacts, max_leases: int, now_s: float, make_suffix: Callable[[], str]
     ) -> list[Grant]:
-        """Move work of other generators to one that finds nothing to lease; see `moves`."""
-        # Of all: near the end of a step nobody may start anything, and it is then that work moves.
+        """Move work of other generators to one that finds nothing to lease; see `work_stealing`."""
+        # All generators: near the end of a step none may start anything, and that is when work moves.
         statuses = _statuses(self._live(), generator, max_leases)
         situation = self._fleet.situation(state, statuses, generator.generator_id, now_s)
         num_waiting = {view.hello.generator_id: view.beat.num_waiting for view in self._live()}
@@ -90,7 +90,7 @@ class Dispatcher:
         )
 
     def describe(self, state: RunState, forecasts: str) -> str:
-        """How dispatch decides now, for people; `forecasts` says where lengths come from."""
+        """How dispatch decides now, for display; `forecasts` says where lengths come from."""
         policy = self._policy_of(state)
         if isinstance(policy, Auto) and policy.picked is not None:
             return f"auto, now {policy.picked.name}: {forecasts}"
@@ -107,8 +107,8 @@ class Dispatcher:
     def _starting(self, state: RunState, asking: str = "") -> list[broker_pb2.GeneratorView]:
         """The generators that may start new work now, and the one that asks, whether it may or not.
 
-        What it is must be known in any case: it may go on with what others began, and the version of the beat that is
-        known of it here may be an older one than that with which it asks.
+            Its load is needed in any case: it may continue samples that others began, and the version of its last known
+        heartbeat may be older than the one with which it asks.
         """
         admission = state.admission()
         return [
@@ -127,7 +127,7 @@ class Dispatcher:
 def _statuses(
     views: Sequence[broker_pb2.GeneratorView], asking: GeneratorFacts | None, max_leases: int
 ) -> dict[str, GeneratorStatus]:
-    """What dispatch knows of these generators, and of the one that asks."""
+    """The dispatch view of these generators and of the one that asks."""
     factors = [view.measured_step_factor for view in views if view.measured_step_factor]
     usual_factor = sum(factors) / len(factors) if factors else 1.0
     statuses = {view.hello.generator_id: _status(view, usual_factor) for view in views}
@@ -146,7 +146,7 @@ def _statuses(
 def _status(view: broker_pb2.GeneratorView, usual_factor: float) -> GeneratorStatus:
     profile = view.hello.profile
     is_stated = profile.step_base_s > 0 or profile.step_per_sample_s > 0
-    # Where nothing was measured a stated profile is believed, and a silent generator is as fast as the others.
+    # Without measurements a stated profile is used; a generator without one counts as fast as the others.
     factor = view.measured_step_factor or (1.0 if is_stated else usual_factor)
     return GeneratorStatus(
         generator_id=view.hello.generator_id,

@@ -1,4 +1,4 @@
-"""The fleet and the queue as dispatch sees them, from a run's records and what is known of its generators. Pure."""
+"""Derives dispatch's view of the fleet and queue from a run's records and its generators' reports. Pure."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from services.broker.records_pb2 import GroupRecord
 from services.broker.state.run_state import RunState
 
 REFRESH_S = 0.25
-"""How old the lengths in a generator's load may be; the number of its samples is always of now."""
+"""How old the lengths in a generator's load may be; the number of its samples is always current."""
 MAX_GROUPS_MEASURED = 128
 MAX_GROUPS_SHOWN = 1024
-"""Of the queue, to a policy that is reviewed; a look ahead goes no further."""
+"""Queued samples shown to a policy that is reviewed; a look-ahead goes no further."""
 UNSEEN_FORECAST_ERROR = 0.35
-"""Error of forecasts while none was tested; StreamRL's ranker is about as good."""
+"""Assumed error of untested forecasts; StreamRL's ranker is about as good."""
 UNSEEN_LENGTH_ERROR = 0.8
-"""Spread of lengths that are not forecast, while none was seen."""
+"""Assumed spread of lengths without forecasts, before any was seen."""
 UNSEEN_CALIBRATION = normal(shared_error=0.25, own_error=0.25)
-"""While none was tested: the same error, half of its square shared by the samples of a prompt."""
+"""Calibration of untested forecasts: the same error, half of its variance shared by the samples of a prompt."""
 UNSEEN_SHARE = 0.25
-"""Part of the most tokens allowed that a completion counts as while none was seen."""
+"""Assumed length of a completion before any was seen, as a fraction of the most tokens allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +37,20 @@ class GeneratorStatus:
 
     generator_id: str
     model: LatencyModel
-    """Corrected by its measured rate."""
+    """The profile, corrected by its measured rate."""
     num_free: int
-    """Leases it could be given."""
+    """Number of leases it could get."""
     max_context_tokens: int
     is_speed_known: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenLengths:
-    """What finished samples tell about lengths."""
+    """Length statistics of finished samples."""
 
     mean_tokens: float
     error: float
-    """Standard deviation of the logarithm of true length over forecast, of the length itself where there is none."""
+    """Standard deviation of the logarithm of true length over forecast, of the length itself without a forecast."""
     calibration: Calibration
     """From samples with a forecast."""
 
@@ -59,7 +59,7 @@ class Fleet:
     """Keeps the loads between one lease decision and the next; a hint that the records can rebuild at any time.
 
     Args:
-        seen: What is known of lengths before anything has ended.
+        seen: Length statistics to assume before any sample has ended.
         look_s: See `Situation`.
     """
 
@@ -71,11 +71,11 @@ class Fleet:
         self._seen = seen
 
     def mean_tokens(self, state: RunState) -> float:
-        """What a completion without a forecast is expected to have."""
+        """Expected tokens of a completion without a forecast."""
         return self._seen.mean_tokens if self._seen else UNSEEN_SHARE * state.limits.max_completion_tokens
 
     def measure(self, state: RunState) -> None:
-        """Learn from the newest trained step; before the first from what is ready, which favours short samples."""
+        """Learn from the newest trained step; before the first from ready groups, which favours short samples."""
         index = state.index
         if trained := [name for name in index.trained.get(max(index.trained, default=0), ()) if not index.is_put(name)]:
             self._seen = seen_lengths(state, trained) or self._seen
@@ -86,9 +86,9 @@ class Fleet:
     def situation(
         self, state: RunState, statuses: Mapping[str, GeneratorStatus], asking: str, now_s: float
     ) -> Situation:
-        """The picture for the generator that asks, which must be among `statuses`.
+        """The situation for the generator that asks, which must be among `statuses`.
 
-        Its load is kept, and so remembers what it is given; the others' are copies.
+        Its load is kept, and so includes the samples it gets; the others' are copies.
         """
         mean_tokens = self.mean_tokens(state)
         if now_s - self._refreshed_s >= REFRESH_S or self._loads.keys() != statuses.keys():
@@ -118,12 +118,12 @@ class Fleet:
         )
 
     def look(self, state: RunState, statuses: Mapping[str, GeneratorStatus], now_s: float) -> Situation:
-        """The picture for a review: with what is queued and under way, prompt by prompt."""
+        """The situation for a review, with queued and leased samples prompt by prompt."""
         return replace(self.situation(state, statuses, min(statuses), now_s), prompts=prompts_of(state))
 
 
 def prompts_of(state: RunState) -> list[Prompt]:
-    """The front of the queue, and what generators hold, with the siblings that have ended."""
+    """The front of the queue and the generators' samples, with the siblings that have ended."""
     running: dict[str, list[tuple[str, int]]] = {}
     for name, held in state.generation_leases.items():
         for group_id, index in held.values():
@@ -158,7 +158,7 @@ def leased_lengths(state: RunState) -> LengthCounts:
 
 
 def load_of(state: RunState, status: GeneratorStatus, mean_tokens: float) -> Load:
-    """What a generator holds, by the forecasts."""
+    """A generator's load, by the forecasts."""
     held = state.generation_leases.get(status.generator_id, {})
     lengths = list(_held_lengths(state, held.values(), mean_tokens))
     mean_final = sum(sum(item) for item in lengths) / len(lengths) if lengths else mean_tokens
@@ -177,7 +177,7 @@ def load_of(state: RunState, status: GeneratorStatus, mean_tokens: float) -> Loa
 def _held_lengths(
     state: RunState, held: Iterable[tuple[str, int]], mean_tokens: float
 ) -> Iterable[tuple[float, float]]:
-    """Tokens to go and tokens of context of each leased sample."""
+    """Remaining tokens and context tokens of each leased sample."""
     for group_id, index in held:
         group = state.groups[group_id]
         sample = group.samples[index]
@@ -186,7 +186,7 @@ def _held_lengths(
 
 
 def seen_lengths(state: RunState, group_ids: Iterable[str]) -> SeenLengths | None:
-    """Lengths among these groups, a bounded number of them; None when there are none."""
+    """Length statistics of a bounded number of these groups; None if there are none."""
     prompts: list[tuple[float, Sequence[float]]] = []
     for group_id in islice(group_ids, MAX_GROUPS_MEASURED):
         group = state.groups[group_id]
@@ -205,7 +205,7 @@ def _ended(group: GroupRecord) -> list[int]:
 
 
 def lengths_seen(prompts: Sequence[tuple[float, Sequence[float]]]) -> SeenLengths:
-    """What these lengths tell, by prompt; a forecast of 0 is none. At least one prompt, with at least one length."""
+    """Statistics of these lengths by prompt; a forecast of 0 means none. Needs at least one prompt with one length."""
     everything = [length for _, lengths in prompts for length in lengths]
     return SeenLengths(
         mean_tokens=sum(everything) / len(everything),

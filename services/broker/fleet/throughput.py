@@ -1,4 +1,4 @@
-"""How fast generators turn out to be, against what their profiles say. Pure."""
+"""Measures generators' speed relative to their profiles. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import LatencyModel
 
 WEIGHT = 0.2
-"""Of the newest beat in the moving average: a change of speed is believed after about five beats, ten seconds."""
+"""Weight of the newest heartbeat in the moving average: it follows a change of speed in about five, ten seconds."""
 MAX_FACTOR = 1000.0
 
 
 @dataclass(slots=True)
 class Speed:
-    """Moving averages over a generator's beats."""
+    """Moving averages over a generator's heartbeats."""
 
     step_factor: float
-    """Time of its decode steps over what its profile says."""
+    """Ratio of its decode steps' time to its profile's."""
     tokens_per_second: float
 
 
@@ -29,11 +29,11 @@ class Speeds:
         self._speeds: dict[str, Speed] = {}
 
     def get(self, generator_id: str) -> Speed | None:
-        """What was measured; None before it decoded anything."""
+        """The measurements; None before it decoded anything."""
         return self._speeds.get(generator_id)
 
     def observe(self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat) -> Speed | None:
-        """Learn from a beat; one of an idle generator teaches nothing."""
+        """Learn from a heartbeat; that of an idle generator is ignored."""
         speed = self._speeds.get(hello.generator_id)
         if not (beat.num_running and beat.tokens_per_second > 0):
             return speed
@@ -50,5 +50,5 @@ class Speeds:
         return speed
 
     def forget(self, generator_id: str) -> None:
-        """It is gone."""
+        """Forget a generator that is gone."""
         self._speeds.pop(generator_id, None)

@@ -1,15 +1,15 @@
-"""Work that moves to an idle generator. Pure operations on a RunState.
+"""Moves work to an idle generator. Pure operations on a RunState.
 
-A generator that finds nothing to lease looks at what the others hold: first leases that were never begun, then
-samples that may well be done last of all. One is taken over when the latency model says that it is done sooner here by
-a stated gain, prefill of its prompt and prefix included.
+A generator that finds nothing to lease looks at the others' leases: first those never started, then samples that may
+end last of all. It steals one if by the latency model the sample ends sooner here by a stated gain, prefill of its
+prompt and prefix included.
 
-Fencing: the old lease ends in the same commit in which the new one is given, at the last stored chunk. What the old
-generator decoded beyond it is refused with LEASE_LOST and thrown away (less than its flush interval, usually 0.2 s), so
-no token is stored twice and none that was stored is lost. The old generator is told by a revocation, or by the refusal.
+Fencing: the old lease ends in the commit that grants the new one, at the last stored chunk. Tokens that the old
+generator decoded beyond it are refused with LEASE_LOST and discarded (less than its flush interval, usually 0.2 s), so
+no token is stored twice and no stored one is lost. The old generator learns of it from a revocation or the refusal.
 
-Hysteresis: a sample moves at most once in MIN_STAY_S, and only for the gain that `dispatch.moving` asks for. Moves
-do not count against `max_leases_per_sample`: nothing went wrong with the sample.
+Hysteresis: a sample moves at most once in MIN_STAY_S, and only for the gain that `dispatch.stealing_rule` demands.
+Moves do not count against `max_leases_per_sample`: nothing went wrong with the sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.broker.records_pb2 import SampleRecord
 from services.broker.state.run_state import RunState
 
 MIN_WAIT_S = 1.0
-"""A lease without tokens counts as never begun after this long: its first chunk may be on its way."""
+"""A lease without tokens counts as never started after this long: its first chunk may be on its way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,9 @@ def take_over(
         state: The run.
         generator: The idle one; its load is `situation.loads[situation.asking]`.
         situation: The fleet; the loads are used up.
-        num_waiting: Samples that wait inside each other generator, as its last beat says.
-        now_s: Now.
-        make_suffix: See `generation.lease`.
+        num_waiting: Samples that wait inside each other generator, by its last heartbeat.
+        now_s: Unix seconds.
+        make_suffix: See `leasing.lease`.
     """
     taker = _Taker(state, generator, situation, num_waiting, now_s)
     grants: list[Grant] = []
@@ -70,7 +70,7 @@ def take_over(
 
 
 class _Taker:
-    """Finds one sample after the other that is better moved."""
+    """Finds samples worth moving, one after the other."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class _Taker:
         self._held: dict[str, list[_Held]] = {}
 
     def next(self) -> SampleId | None:
-        """The next sample to move, noted in the loads as moved; None when none is worth it."""
+        """The next sample to move, recorded in the loads as moved; None if none is worth it."""
         if not self._asking.room:
             return None
         found = self._never_begun() or self._last_to_end()
@@ -116,7 +116,7 @@ class _Taker:
         return None
 
     def _last_to_end(self) -> tuple[str, _Held] | None:
-        """The longest sample of a generator that may well be done last: only such a one shortens the step."""
+        """The longest sample of a generator that may end last: only moving such a one shortens the step."""
         if not self._has_speeds:
             return None
         for name in late_generators(self._asking, self._donors, length_error=self._length_error):
@@ -132,11 +132,11 @@ class _Taker:
         return self._held[name]
 
     def _gains(self, there_s: float, item: _Held) -> bool:
-        """Whether the sample is done here sooner by enough."""
+        """Whether the sample ends sooner here by enough."""
         return is_worth_moving(self._asking, item.remaining, item.context, there_s=there_s)
 
     def _shift(self, name: str, item: _Held) -> None:
-        """Note a move in the loads."""
+        """Record a move in the loads."""
         donor = self._donors[name]
         self._asking.add(item.remaining, item.context)
         donor.num_samples -= 1
@@ -148,7 +148,7 @@ class _Taker:
 def _movable(
     state: RunState, generator: GeneratorFacts, holder: str, mean_tokens: float, now_s: float
 ) -> Iterable[_Held]:
-    """What another generator holds that this one may take."""
+    """The samples of another generator that this one may take."""
     for group_id, index in state.generation_leases.get(holder, {}).values():
         group = state.groups[group_id]
         sample = group.samples[index]
@@ -166,7 +166,7 @@ def _movable(
 
 
 def _is_begun(sample: SampleRecord) -> bool:
-    """Whether tokens came under its current lease."""
+    """Whether tokens arrived under its current lease."""
     return sample.last_chunk_s >= sample.lease_s
 
 

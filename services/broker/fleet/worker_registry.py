@@ -1,7 +1,7 @@
-"""Generators and reward workers as they were last seen, by any broker process.
+"""Tracks generators and reward workers as last seen by any broker process.
 
-Hints: nothing is decided by them alone but whether a prompt is too long for every generator, and to which one dispatch
-gives work.
+Hints: they alone decide only whether a prompt is too long for every generator, and which generator gets work from
+dispatch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from services.broker.records_pb2 import WorkerView
 from services.broker.stalls.causes import Present
 
 PEER_TIMEOUT_S = 60.0
-"""A generator not heard of for this long counts as gone."""
+"""A generator not seen for this long counts as gone."""
 WORKER_TIMEOUT_S = 10.0
-"""The same for a reward worker: it is heard of every few seconds while its stream is open."""
+"""The same for a reward worker, which is seen every few seconds while its stream is open."""
 KEPT_S = 3600.0
-"""What is known of a peer is forgotten when it was not heard of for this long: ids may change with every start."""
+"""A peer not seen for this long is forgotten: ids may change with every start."""
 CONTEXT_GRACE_S = 5.0
-"""After the first generator connects, time for one with a longer context before long prompts are given up."""
+"""Time after the first generator connects for one with a longer context, before long prompts are dropped."""
 WRITE_EVERY_S = 1.0
 REFRESH_EVERY_S = 2.0
 MAX_BUFFERED_SPANS = 4096
@@ -51,14 +51,14 @@ class Peers:
         """Generators whose stream to this process ended."""
 
     def longest_context_tokens(self) -> int | None:
-        """The most any generator holds; None until others had time to connect."""
+        """Capacity of the largest generator; None until others had time to connect."""
         if self._first_seen_s is None or self._clock.monotonic_s() - self._first_seen_s < CONTEXT_GRACE_S:
             return None
         live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view)]
         return max(live, default=None)
 
     def generators(self, *, max_age_s: float) -> list[broker_pb2.GeneratorView]:
-        """The generators that beat lately, at any broker process."""
+        """The generators with a recent heartbeat at any broker process."""
         return [
             view
             for generator_id, view in self._generators.items()
@@ -68,12 +68,12 @@ class Peers:
         ]
 
     def sample_speed(self, generator_id: str) -> float | None:
-        """Tokens per second of each sample that it decodes; None where that was not measured."""
+        """Tokens per second of each sample that it decodes; None if not measured."""
         view = self._generators.get(generator_id)
         return None if view is None else sample_speed(view)
 
     def note_free(self, generator_id: str, num_free: int) -> None:
-        """How many leases a generator could be given now."""
+        """Number of leases a generator could get now."""
         view = self._generators.get(generator_id)
         if view is not None:
             view.num_free_leases = num_free
@@ -81,7 +81,7 @@ class Peers:
     async def see_generator(
         self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None, *, num_free: int = 0
     ) -> None:
-        """Note a hello or a beat, and how many leases it could be given; written to the store at most once a second."""
+        """Record a hello or a heartbeat, and the leases it could get; written to the store at most once a second."""
         at_s = self._clock.monotonic_s()
         self._first_seen_s = at_s if self._first_seen_s is None else self._first_seen_s
         view = broker_pb2.GeneratorView(hello=hello, beat_time=timestamp(self._clock.now_s()))
@@ -102,14 +102,14 @@ class Peers:
 
     def _add_speed(self, view: broker_pb2.GeneratorView) -> None:
         if not view.hello.profile.max_concurrent_samples:
-            # Not stated: what it can hold is what it holds and asks for.
+            # Not stated: its capacity is what it holds and asks for.
             view.hello.profile.max_concurrent_samples = len(view.beat.active_lease_ids) + view.num_free_leases
         speed = self._speeds.observe(view.hello, view.beat)
         if speed is not None:
             view.measured_step_factor, view.measured_tokens_per_second = speed.step_factor, speed.tokens_per_second
 
     async def leave(self, generator_id: str) -> None:
-        """A generator's stream ended: until it is back, here or elsewhere, nothing is left to it."""
+        """Record the end of a generator's stream: until it is back anywhere, no work is left to it."""
         self._gone.add(generator_id)
         view = self._generators.get(generator_id)
         if view is not None:
@@ -117,7 +117,7 @@ class Peers:
             await self.flush(generator_id)
 
     async def flush(self, generator_id: str) -> None:
-        """Write what is known of a generator."""
+        """Write a generator's view to the store."""
         view = self._generators.get(generator_id)
         if view is not None:
             self._written_s[_GENERATOR + generator_id] = self._clock.monotonic_s()
@@ -127,7 +127,7 @@ class Peers:
     async def see_worker(
         self, worker_id: str, *, holding_reason: str | None = None, warning: str | None = None
     ) -> None:
-        """Note a sign of life of a reward worker, and what it says of itself if it does; written once a second."""
+        """Record a sign of life of a reward worker, and any status it reports; written once a second."""
         at_s, now_s = self._clock.monotonic_s(), self._clock.now_s()
         view = self._workers.setdefault(worker_id, WorkerView())
         view.seen_s = now_s
@@ -158,7 +158,7 @@ class Peers:
                     self._gone.discard(view.hello.generator_id)
 
     async def _forget(self, stored: dict[str, bytes]) -> None:
-        """Let go of peers that are long gone, here, in the store and in `stored`."""
+        """Forget peers that are long gone, here, in the store and in `stored`."""
         seen_s = {_WORKER + worker_id: view.seen_s for worker_id, view in self._workers.items()}
         for view in [*self._generators.values(), *self.generators_in(stored)]:
             peer_id = _GENERATOR + view.hello.generator_id
@@ -182,7 +182,7 @@ class Peers:
             await self._store.forget_peers(self._run_id, gone)
 
     async def views(self, busy_since_s: float | None) -> tuple[list[broker_pb2.GeneratorView], list[str]]:
-        """Generators, with spans that end after `busy_since_s` if given, and ids of reward workers seen lately."""
+        """Generators, with spans that end after `busy_since_s` if given, and ids of reward workers seen recently."""
         stored = await self._store.peers(self._run_id)
         views: list[broker_pb2.GeneratorView] = []
         for stored_view in self.generators_in(stored):
@@ -201,14 +201,14 @@ class Peers:
         return views, self._live_workers()
 
     def present(self) -> Present:
-        """Who is connected, as of the last refresh; asks nobody."""
+        """Connected peers as of the last refresh; does not ask the store."""
         generators = [view for view in self._generators.values() if self._is_live(view)]
         workers = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
         holding = {worker_id: view for worker_id, view in workers.items() if view.holding_reason}
         return Present(generators=generators, worker_ids=workers, holding=holding)
 
     def reward_warnings(self) -> dict[str, str]:
-        """What reward workers that were seen lately found wrong with samples."""
+        """Problems with samples reported by recently seen reward workers."""
         views = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
         return {worker_id: view.warning for worker_id, view in views.items() if view.warning}
 
@@ -243,7 +243,7 @@ def _beat_s(view: broker_pb2.GeneratorView) -> float:
 
 
 def _by_run_clock(beat: broker_pb2.GeneratorBeat, now_s: float) -> Iterable[types_pb2.TimeSpan]:
-    """Its busy spans, as old by the run's clock as they are by its own; as they are where it does not show that."""
+    """Its busy spans, moved to the run's clock by their age on its own; unchanged if it does not report its clock."""
     if not beat.HasField("now_time"):
         yield from beat.busy_spans
         return
