@@ -63,7 +63,7 @@ class TrainerConfig(MeasuredConfig):
     broadcast_gather_s: float = Field(default=2.0, gt=0, le=15)
     """Longest wait of a broadcast for generators that are expected."""
     broadcast_stall_s: float = Field(default=10.0, gt=0, le=600)
-    """A broadcast that makes no progress for so long is given up; what is missing is fetched over HTTP."""
+    """A broadcast without progress for this long is given up; missing parts are fetched over HTTP."""
     trusts_network: bool = False
     """Let processes that torchrun started on several machines talk to each other, and weights be broadcast to other
     machines, though torch.distributed neither encrypts nor authenticates and TLS protects everything else."""
@@ -154,7 +154,7 @@ class DataConfig(StrictModel):
     train: Path | None
     """Training rows; null for a run whose groups others put: agents, a replay."""
     eval: Path | None = None
-    """Held-out rows; nothing is measured without."""
+    """Held-out rows; when unset, nothing is measured."""
     shuffle: bool = True
     """Whether each pass over the data is in a new order."""
     max_prompt_tokens: int = Field(default=512, ge=1)
@@ -167,7 +167,7 @@ class SamplingConfig(StrictModel):
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=10)
     """Softmax temperature."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Most completion tokens."""
+    """Maximum number of completion tokens."""
 
     @model_validator(mode="before")
     @classmethod
@@ -226,7 +226,7 @@ class ComputeConfig(StrictModel):
     tokens_per_pack: int = Field(default=1024, ge=16)
     """Token budget of one packed forward pass; a longer sample gets a pack of its own."""
     max_groups_per_microbatch: int = Field(default=8, ge=1)
-    """Most groups taken from the broker at once."""
+    """Maximum number of groups taken from the broker at once."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
     processes: Annotated[int, Field(ge=1, le=1024)] | Annotated[tuple[Share, ...], Field(min_length=1)] = 1
@@ -265,7 +265,7 @@ class TrainingConfig(StrictModel):
     sampling: SamplingConfig = SamplingConfig()
     """Sampling for training."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is optimised."""
+    """The training objective."""
     policy: SamplePolicyConfig = SamplePolicyConfig()
     """How samples are treated."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -56,7 +56,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self.stopping = asyncio.Event()
         """Set when the server drains; replaced by the event of the server that is built."""
         self.warnings: Callable[[], Sequence[str]] = lambda: ()
-        """What needs an operator; set by the server."""
+        """The problems that need an operator; set by the server."""
         self._make_run = make_run
         self._weights_url = weights_url
         self._kept = kept or KeptRun()
@@ -101,7 +101,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
 
     @property
     def broker_outage(self) -> Outage | None:
-        """Whether the broker of the run under way is away; None where there is no run, or none that asked it yet."""
+        """Whether the broker of the run under way is away; None without a run, or before its first call."""
         return self._run.broker.outage if self._run is not None and not self._run.events.is_finished else None
 
     def resume_kept(self) -> None:
@@ -181,7 +181,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetTrainer(
         self, request: trainer_pb2.GetTrainerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.GetTrainerResponse:
-        """What this trainer does."""
+        """The state of this trainer."""
         if self._run is None:
             return trainer_pb2.GetTrainerResponse(
                 state=trainer_pb2.TRAINER_STATE_IDLE, weights_url=self._weights_url, warnings=self.warnings()
@@ -218,7 +218,7 @@ def _resumed(spec: RunSpec, kept: Kept) -> RunSpec:
 
 
 def _known_epoch(spec: RunSpec) -> int:
-    """The newest epoch that the run's folder knows; 0 where it knows none."""
+    """The newest epoch in the run's folder; 0 if there is none."""
     try:
         instance = read_instance(spec.run_dir) if spec.resume else None
     except CheckpointFormatError:

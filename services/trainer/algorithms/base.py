@@ -1,4 +1,4 @@
-"""What makes an algorithm: its advantages, what a token contributes to the loss, and what the sum is divided by.
+"""Defines an algorithm: its advantages, each token's contribution to the loss, and the normalisation.
 
 Axes: G samples of a group, B samples of a step, N loss tokens of a pack, S samples (segments) of a pack.
 """
@@ -21,7 +21,7 @@ Advantages = npt.NDArray[np.float32]
 
 
 class Normalization(StrEnum):
-    """What the sum over tokens is divided by: known per sample or per step, so microbatches may be split in any way."""
+    """Divisor of the sum over tokens: known per sample or per step, so microbatches may be split in any way."""
 
     TOKENS = "tokens"
     """All tokens of the step: long samples weigh more (DAPO)."""
@@ -35,7 +35,7 @@ class Normalization(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTerms:
-    """What a surrogate reads of one pack; each [N]."""
+    """Inputs of a surrogate for one pack; each [N]."""
 
     logprobs: Tensor
     """Under the weights being trained, nats; carries the gradient."""
@@ -67,12 +67,12 @@ class Clip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """What the tokens of a pack contribute, before importance weights and normalisation."""
+    """Contribution of a pack's tokens, before importance weights and normalisation."""
 
     losses: Tensor
     """[N], with gradient; smaller is better."""
     is_clipped: Tensor | None = None
-    """bool[N], tokens whose ratio went too far to count; None where no ratio can."""
+    """bool[N], tokens whose ratio is too far off to count; None if no ratio can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Algorithm:
     normalization: Normalization
     """Its usual one; a run may set another."""
     group_advantages: Callable[[Rewards], Advantages] | None = None
-    """From the rewards float64[G] of one group to float32[G]; None where `step_advantages` is set."""
+    """From the rewards float64[G] of one group to float32[G]; None if `step_advantages` is set."""
     step_advantages: Callable[[Rewards], Advantages] | None = None
     """From the rewards float64[B] of the whole step to float32[B]. The step's forward passes then begin when its last
     group has come, because the advantage of a sample depends on all."""
@@ -111,7 +111,7 @@ class Algorithm:
 
 
 def divisor(normalization: Normalization, *, num_tokens: int, num_samples: int) -> int:
-    """What the gradient of a whole step is divided by.
+    """Divisor of the gradient of a whole step.
 
     Args:
         normalization: The run's.

@@ -69,7 +69,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutputs:
-    """What a loss returns for one pack."""
+    """The loss of one pack."""
 
     loss: Tensor
     """Scalar: the sum over the pack, normalised but for the step's `divisor`."""

@@ -1,4 +1,4 @@
-"""PPO with a critic: every token's advantage is what its completion brought beyond what the critic expected there."""
+"""PPO with a critic: a token's advantage is its completion's return beyond the critic's expectation there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VALUE_CLIP = 0.2
-"""How far a value may move from what it was when the batch came."""
+"""Largest change of a value from the one at the start of the batch."""
 
 
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = VALUE_CLIP) -> Tensor:
@@ -22,7 +22,7 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: f
     Args:
         values: [N], the critic's, with gradient.
         old_values: [N], its values when the batch came.
-        returns: [N], what it is to learn.
+        returns: [N], the critic's targets.
         clip: How far a value may move.
 
     Source: Schulman et al.'s PPO2 (OpenAI baselines); Huang et al. (2022), detail 9.

@@ -1,4 +1,4 @@
-"""The algorithms by the names that a configuration uses. None of them imports torch, nor does this."""
+"""Maps configuration names to algorithms, without importing torch."""
 
 from __future__ import annotations
 

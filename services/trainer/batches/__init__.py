@@ -1,4 +1,4 @@
-"""Samples on their way into the model: decoding, packing, partition between ranks, replay.
+"""Prepares samples for the model: decoding, packing, partition between ranks, replay.
 
 Data only: nothing here runs a model or calls the broker.
 """

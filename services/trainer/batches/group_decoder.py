@@ -1,4 +1,4 @@
-"""Scored groups as the broker sends them, to samples as the training step takes them; everything is checked."""
+"""Decodes the broker's scored groups into samples for the training step, checking every field."""
 
 from __future__ import annotations
 

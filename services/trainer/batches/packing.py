@@ -1,4 +1,4 @@
-"""Trajectories to padding-free packs: what one forward pass of the trainer reads.
+"""Packs trajectories without padding, for one forward pass of the trainer each.
 
 A pack is one row of T tokens: whole trajectories (segments) one after the other, position ids starting again at 0 in
 each. Attention is causal inside a segment and absent between segments; the backend derives that from
@@ -42,9 +42,9 @@ class Trajectory:
     advantages: npt.NDArray[np.float32]
     """float32[T]; unread where the mask is false."""
     values: npt.NDArray[np.float32] | None = None
-    """float32[T], what a critic thought each token's state was worth; likewise. None without a critic."""
+    """float32[T], a critic's value of each token's state; likewise. None without a critic."""
     returns: npt.NDArray[np.float32] | None = None
-    """float32[T], what it is to think; likewise."""
+    """float32[T], the critic's targets; likewise."""
     proximal_logprobs: npt.NDArray[np.float32] | None = None
     """float32[T], nats, of each token under the weights before the batch's first optimiser step; likewise. None where
     those are the weights that are being trained."""
@@ -52,9 +52,9 @@ class Trajectory:
     """float32[T], nats, of each token under the reference; likewise. None where the backend finds them itself, or where
     the loss has no term of them."""
     temperature: float = 1.0
-    """At which the loss tokens were sampled, > 0: log-probs are of logits / temperature."""
+    """Sampling temperature of the loss tokens, > 0: log-probs are of logits / temperature."""
     group_id: str = ""
-    """Of the sample group; read only to name the group whose numbers are not finite."""
+    """Id of the sample group; read only to name the group whose numbers are not finite."""
 
     def __post_init__(self) -> None:
         """Refuses arrays that do not line up.
@@ -109,7 +109,7 @@ class Pack:
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """float32[N], likewise."""
     temperatures: npt.NDArray[np.float32] | None = None
-    """float32[N], at which each loss token was sampled; None where all are 1."""
+    """float32[N], sampling temperature of each loss token; None if all are 1."""
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +174,7 @@ def full_enough(items: Sequence[_Item], *, lengths: Sequence[int], capacity: int
 
 
 def first_fit_decreasing(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Assigns items to bins: longest first, each to the first bin with room.
+    """Assigns items to bins: longest first, each to the first bin with space.
 
     Returns:
         Indices into `lengths` by bin, in order of placement. An item longer than `capacity` is alone in its bin.

@@ -46,7 +46,7 @@ class ReplayBuffer:
         self._groups: dict[str, _Held] = {}
 
     def __len__(self) -> int:
-        """Groups held."""
+        """Number of buffered groups."""
         return len(self._groups)
 
     def add(self, group_id: str, samples: Sequence[TrainingSample], *, policy_version: int) -> None:

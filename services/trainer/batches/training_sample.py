@@ -29,9 +29,9 @@ class TrainingSample:
     reward: float | None
     """The group-comparable score; None when it could not be scored."""
     temperature: float = 1.0
-    """At which its tokens were sampled, > 0."""
+    """Sampling temperature of its tokens, > 0."""
     loss_mask: npt.NDArray[np.bool_] | None = None
-    """bool[C], true where trained on; None trains on all."""
+    """bool[C], true for trained tokens; None for all."""
     advantages: npt.NDArray[np.float32] | None = None
     """float32[C], when the sender of the sample computed them; None computes them from the group's rewards."""
 

@@ -48,11 +48,11 @@ class ResumeState:
     data_position: int = 0
     """Rows of this pass already submitted."""
     broker_cursor: str = ""
-    """What the broker needs to agree on what was consumed; opaque here."""
+    """The broker's cursor over consumed groups; opaque here."""
     trained_group_ids: tuple[str, ...] = ()
     """Groups of the last step, to recognise those that are delivered again because their ack was lost."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """Whatever else the service keeps, as text by name."""
+    """The service's other state, as text by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 class CheckpointExistsError(Exception):
-    """A complete checkpoint of this step is there already."""
+    """A complete checkpoint of this step already exists."""
 
 
 class CheckpointFormatError(Exception):
@@ -107,7 +107,7 @@ class Saving:
 
 
 def begin(root: Path, *, backend: Backend, state: ResumeState) -> Saving:
-    """Begins `root/step_<num_steps>`: on return training may go on; `finish` makes it count.
+    """Begins `root/step_<num_steps>`: on return training may continue; `finish` makes it valid.
 
     Args:
         root: The run's checkpoint folder; made if missing. One process writes to it, one checkpoint at a time.
@@ -158,7 +158,7 @@ def list_complete(root: Path) -> list[Path]:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether the marker is there and every file it names has its stated size."""
+    """Whether the marker exists and every file it names has the stated size."""
     marker = directory / COMPLETE_MARKER
     if not marker.is_file() or marker.stat().st_size > MAX_JSON_BYTES:
         return False
@@ -185,11 +185,11 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
 
 
 def _delete(path: Path) -> None:
-    """A folder and what is in it; of a link to one only the link."""
+    """Delete a folder and its content; of a link, only the link itself."""
     if path.is_symlink():
         path.unlink()
         return
-    # First, so that what is left of it where deleting ends early does not count.
+    # First, so that a partly deleted checkpoint does not count.
     (path / COMPLETE_MARKER).unlink(missing_ok=True)
     shutil.rmtree(path)
 

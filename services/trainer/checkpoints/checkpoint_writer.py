@@ -28,7 +28,7 @@ class Checkpoints:
         root: Its checkpoint folder.
         keep_last: How many are kept.
         compute: The thread in which the backend works.
-        on_written: Hears of the policy version and the folder of each that is complete.
+        on_written: Called with the policy version and folder of each complete checkpoint.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Checkpoints:
         self._failed = asyncio.Event()
 
     async def load_latest(self, backend: Backend) -> ResumeState | None:
-        """Load the newest complete checkpoint; None where there is none. Raises CheckpointFormatError."""
+        """Load the newest complete checkpoint, or None. Raises CheckpointFormatError."""
         return await self._compute.run(checkpoint.load_latest, self.root, backend=backend)
 
     async def begin(self, backend: Backend, state: ResumeState) -> None:
@@ -62,7 +62,7 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._write(saving))
 
     async def finish(self) -> None:
-        """Wait until nothing is being written; raises OSError, once, where the disk refused."""
+        """Wait until nothing is being written; raises OSError, once, if a write failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await uninterrupted(_result(writing))

@@ -28,7 +28,7 @@ MAX_SAMPLING_SEED = 2**48
 
 
 class Tokenizer(Protocol):
-    """What is needed of a Hugging Face tokenizer."""
+    """The parts of a Hugging Face tokenizer used here."""
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without adding what a chat template would."""
@@ -126,7 +126,7 @@ def training_group_id(position: int) -> str:
 
 
 def training_position(group_id: str) -> int:
-    """The position a training group's name stands for."""
+    """The position that a training group's name encodes."""
     return int(group_id.removeprefix("t"))
 
 

@@ -1,4 +1,4 @@
-"""The prompts of a run: training and held-out rows of the files that its configuration names."""
+"""Loads a run's prompts: training and held-out rows of the files that its configuration names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_
     """Read and tokenise what a run needs, for a model of that context.
 
     Raises:
-        ConfigError: A file cannot be used, or completions leave no room for a prompt.
+        ConfigError: A file cannot be used, or completions leave no space for a prompt.
     """
     longest = max_sequence_length - config.sampling.max_new_tokens
     if longest < 1:

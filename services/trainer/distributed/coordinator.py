@@ -1,4 +1,4 @@
-"""Process 0 of a run with several: brings the others together and returns the backend that tells them what to do."""
+"""Runs process 0 of a multi-process run: starts the others and returns the backend that drives them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lead(
     Args:
         config: Of the run.
         build: Makes one process' part.
-        torchrun: Where torchrun started the others; None starts them here.
+        torchrun: The launch by torchrun, if it started the others; None starts them here.
         on_lost: See `ShardedBackend`.
 
     Raises:

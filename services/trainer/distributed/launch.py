@@ -1,4 +1,4 @@
-"""Where the processes of one trainer come from: started by its first one on this machine, or by torchrun on many.
+"""Launches the processes of one trainer: from its first one on this machine, or by torchrun on many.
 
 Alone (no torchrun), process 0 starts the others when a run asks for them, and they end with the run, or with it. Under
 torchrun every process runs `penstock serve trainer`: process 0 serves, the others wait for its runs. Either way a
@@ -57,7 +57,7 @@ class Place:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place | None:
-        """None where torchrun did not start this process, or started it alone."""
+        """None if torchrun did not start this process, or started it alone."""
         if "TORCHELASTIC_RUN_ID" not in environ or environ.get("WORLD_SIZE", "1") == "1":
             return None
         return cls(
@@ -98,7 +98,7 @@ class TorchrunRuns:
                 return _below(name, store) if store.get(name) == b"begins" else None
 
     def end(self) -> None:
-        """In the coordinator: it takes no more runs."""
+        """In the coordinator: end the others, since no more runs follow."""
         store, name = self._next()
         store.set(name, "ends")
 

@@ -66,7 +66,7 @@ class RankGroup:
         fully_shard(network, mesh=self._mesh, reshard_after_forward=True)
         for module in network.modules():
             if isinstance(module, FSDPModule):
-                # Losses are sums, so are gradients; gloo knows no other way to scale them.
+                # Losses are sums, and so are gradients; gloo has no other way to scale them.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 

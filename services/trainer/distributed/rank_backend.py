@@ -108,7 +108,7 @@ class RankBackend:
 
     @property
     def adapter(self) -> AdapterSpec | None:
-        """Of the LoRA adapter that is trained, if one is."""
+        """Settings of the LoRA adapter, if one is trained."""
         return self._trained.adapter
 
     @property
@@ -118,7 +118,7 @@ class RankBackend:
 
     @property
     def max_sequence_length(self) -> int:
-        """What the model's configuration states."""
+        """The limit in the model's configuration."""
         return int(self._model.config.get_text_config().max_position_embeddings)
 
     def forward_backward(self, *packs: Pack | None) -> LossTotals:

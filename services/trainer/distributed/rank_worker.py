@@ -32,7 +32,7 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
         build: Makes this process' part of the backend from a run's configuration as JSON.
 
     Raises:
-        Exception: This process failed, or the coordinator is gone.
+        Exception: This process failed, or the coordinator has ended.
     """
     backend: Backend | None = None
     while True:
@@ -79,7 +79,7 @@ def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> tuple[dict[
 
 
 def scores(backend: Backend, op: str, pack: Pack | None, *, with_log_ratios: bool = False) -> Arrays:
-    """What a call without gradients computes for a pack's loss tokens."""
+    """The results of a call without gradients, for a pack's loss tokens."""
     if pack is None:
         raise ValueError(f"{op} came without a pack")
     if op == "forward_logprobs":

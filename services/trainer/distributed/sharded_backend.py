@@ -1,4 +1,4 @@
-"""The backend of a run whose model is sharded over several processes: process 0 tells the others what it does itself.
+"""The backend of a run whose model is sharded over several processes: process 0 makes the others repeat its calls.
 
 - Every call is made in all processes, in the same order: sent, done here, answered by all.
 - A process that ends or fails otherwise than with a BackendError breaks the group for good: no call can be made any
@@ -127,7 +127,7 @@ class ShardedBackend:
         return self._everywhere("gather", self._local.state_tensors)[0]
 
     def save(self, directory: Path) -> Future[None]:
-        """Every process writes what it holds."""
+        """Every process writes its own part."""
         return self._everywhere("save", lambda: self._local.save(directory), directory=str(directory))[0]
 
     def load(self, directory: Path) -> None:

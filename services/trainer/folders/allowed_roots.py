@@ -43,7 +43,7 @@ class Roots:
             )
 
     def make_run_dir(self, path: Path) -> None:
-        """Make a run's folder where it is not there yet.
+        """Make a run's folder if it does not exist.
 
         Raises:
             InvalidFieldError: It is outside the roots, something in it is, or it cannot be a folder.

@@ -1,4 +1,4 @@
-"""The run that a trainer was given, kept on disk so that a trainer that is started again goes on with it by itself.
+"""Keeps a trainer's run on disk, so that a restarted trainer continues it by itself.
 
 Promises:
 
@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What StartRun asked for, and how its attempts ended."""
+    """A StartRun request, and how its attempts ended."""
 
     run_id: str
     """Names the run."""
@@ -65,7 +65,7 @@ class KeptRun:
         return self._path is not None
 
     def read(self) -> Kept | None:
-        """What is kept; None when nothing is, or nothing that can be read."""
+        """The kept run; None if there is none, or it cannot be read."""
         if self._path is None or not self._path.exists():
             return None
         try:
@@ -83,7 +83,7 @@ class KeptRun:
 
     @property
     def present(self) -> Kept:
-        """What was read or written last, and not cleared since; there must be one."""
+        """The run last read or written and not cleared since; there must be one."""
         assert self._kept is not None
         return self._kept
 
@@ -92,7 +92,7 @@ class KeptRun:
         self.write(replace(self.present, **changes))
 
     def write(self, kept: Kept) -> None:
-        """Keep a run; where the disk refuses, the run goes on but is not kept."""
+        """Keep a run; if writing fails, the run continues but is not kept."""
         self._kept = kept
         if self._path is None:
             return
@@ -110,14 +110,14 @@ class KeptRun:
             self._path.unlink(missing_ok=True)
 
     def delay_s(self, num_begins: int) -> float:
-        """How long to wait before a run is begun again, by how often it was since its last step; 0 for none."""
+        """Delay before a restart of a run, by the number of restarts since its last step; 0 for none."""
         if num_begins <= 0:
             return 0.0
         return float(min(MOST_RETRY_S, self._first_retry_s * 2 ** min(num_begins - 1, 32)))
 
 
 def kept_path(state_dir: Path | None, listen: str) -> Path | None:
-    """The file of the trainer that listens there; None where nothing is to be kept.
+    """The file of the trainer that listens there; None if nothing is to be kept.
 
     A port that the system chooses is another one after a restart, so what such a trainer kept would never be found.
     """

@@ -3,7 +3,7 @@
 Promises:
 - A run's instance is on disk before the broker hears of it, so a trainer that dies before its first checkpoint and
   starts again is recognised as the same run.
-- The folder also knows the newest epoch under which a trainer of this folder took the run over.
+- The folder also records the newest epoch under which a trainer of this folder took the run over.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def new_owner_id() -> str:
 
 
 def read_instance(run_dir: Path) -> RunInstance | None:
-    """What the folder says; None where it says nothing. Raises CheckpointFormatError."""
+    """The folder's record, or None. Raises CheckpointFormatError."""
     path = run_dir / INSTANCE_FILE
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -57,5 +57,5 @@ def read_instance(run_dir: Path) -> RunInstance | None:
 
 
 def write_instance(run_dir: Path, instance: RunInstance) -> None:
-    """Replaces what the folder says; on return it is on the disk. Raises OSError."""
+    """Replaces the folder's record; on return it is synced to disk. Raises OSError."""
     replace_file(run_dir / INSTANCE_FILE, json.dumps(asdict(instance)))

@@ -28,7 +28,7 @@ class AuxiliaryModels:
     """Those of one policy.
 
     Args:
-        critic: None where there is none.
+        critic: The critic, or None.
         trained: The policy, which keeps the reference.
         ranks: The processes over which all of them are sharded.
     """
@@ -45,7 +45,7 @@ class AuxiliaryModels:
         self._is_reference_refreshed = True
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is saved, by name; live views, or gathered as `Ranks.whole` does."""
+        """The saved tensors by name; live views, or gathered as `Ranks.whole` does."""
         critic = {} if self.critic is None else self.critic.saved_tensors()
         reference = self._trained.reference_tensors() if self._is_reference_refreshed else {}
         tensors = placed(critic, "critic") | placed(reference, "reference")
@@ -71,7 +71,7 @@ class AuxiliaryModels:
 
 
 def write_auxiliary_models(tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes them below a checkpoint's directory; nothing where there are none. Raises OSError."""
+    """Writes them, if any, below a checkpoint's directory. Raises OSError."""
     if not tensors:
         return
     (directory / FOLDER).mkdir()
@@ -82,7 +82,7 @@ def write_auxiliary_models(tensors: Mapping[str, Tensor], directory: Path) -> No
 
 
 def read_auxiliary_models(directory: Path) -> dict[str, Tensor]:
-    """What `write_auxiliary_models` wrote; empty where it wrote nothing. Raises CheckpointMismatchError."""
+    """The tensors that `write_auxiliary_models` wrote; empty if none. Raises CheckpointMismatchError."""
     path = directory / FOLDER / _FILE
     if not path.is_file():
         return {}

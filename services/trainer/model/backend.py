@@ -1,4 +1,4 @@
-"""What the training step needs of whatever holds the model: the `Backend` protocol, its values and its errors.
+"""Defines the training step's interface to the model: the `Backend` protocol, its values and its errors.
 
 BackendError
 +-- UnsupportedModelError      the model cannot be trained on packed rows
@@ -32,7 +32,7 @@ MAX_NAMED_GROUPS = 8
 
 
 class BackendError(Exception):
-    """Base of what a backend raises."""
+    """Base of a backend's errors."""
 
 
 class UnsupportedModelError(BackendError):
@@ -56,7 +56,7 @@ class NonFiniteError(BackendError):
     """
 
     reason: ClassVar[str]
-    """For the broker's books and for counters."""
+    """Reason that the broker's counters and the metrics record."""
 
     def __init__(self, message: str, group_ids: Iterable[str] = ()) -> None:
         self.group_ids = tuple(dict.fromkeys(group_ids))
@@ -80,7 +80,7 @@ class NonFiniteGradientError(NonFiniteError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTotals:
-    """What a loss reported, added up over packs."""
+    """The values that a loss reported, summed over packs."""
 
     num_tokens: int = 0
     """Loss tokens."""
@@ -109,7 +109,7 @@ class LossTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What advantages need beyond rewards, for the loss tokens of a pack."""
+    """Inputs of advantages beyond rewards, for the loss tokens of a pack."""
 
     values: npt.NDArray[np.float32] | None
     """float32[N], the critic's, of the state in which each token was sampled; None without a critic."""
@@ -147,7 +147,7 @@ class Backend(Protocol):
 
     @property
     def max_sequence_length(self) -> int:
-        """Most tokens of one trajectory."""
+        """Maximum number of tokens in one trajectory."""
 
     @property
     def adapter(self) -> AdapterSpec | None:
@@ -161,7 +161,7 @@ class Backend(Protocol):
         """Adds the gradient of the summed loss of one pack for each process, in the order of `shares`.
 
         Raises:
-            NonFiniteLossError: nothing was added; discard the gradients or go on without these packs.
+            NonFiniteLossError: nothing was added; discard the gradients or continue without these packs.
         """
 
     def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
@@ -198,10 +198,10 @@ class Backend(Protocol):
         """
 
     def discard_gradients(self) -> None:
-        """Forgets what was accumulated."""
+        """Discards the accumulated gradient."""
 
     def close(self) -> None:
-        """Lets go of other processes, which end; the last call."""
+        """Releases other processes, which end; the last call."""
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The trained weights by their Hugging Face names, tied ones once, or an adapter's by those of PEFT.

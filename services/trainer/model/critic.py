@@ -1,4 +1,4 @@
-"""The critic of PPO: a network of the policy's architecture whose head says what a state is worth.
+"""Implements PPO's critic: a network of the policy's architecture whose head estimates a state's value.
 
 Invariants:
 - It begins as the policy did, with a head of zeros: every state is worth nothing until it has learned.
@@ -36,7 +36,7 @@ class Critic:
     Args:
         path: The policy's directory.
         dtype: Element type in which the network computes; its weights, and the head, are float32.
-        device: Where it computes.
+        device: Its device.
         ranks: The processes over which it is sharded.
         learning_rate: Its peak rate; it falls and warms up as the policy's does.
         optimizer: The policy's other settings.
@@ -81,7 +81,7 @@ class Critic:
         self._num_tokens = 0
 
     def values(self, pack: Pack) -> Tensor:
-        """What the states before the loss tokens are worth, float32[N], with gradient where that is on."""
+        """Values of the states before the loss tokens, float32[N], with gradient where that is on."""
         with computing_in(self._dtype, self._device):
             hidden_1th: Tensor = self._network(**packed_inputs(pack, self._device)).last_hidden_state
         worth_n1: Tensor = self._head(hidden_1th[0, self._tensor(pack.logit_positions)].float())
@@ -92,7 +92,7 @@ class Critic:
 
         Args:
             pack: This process' own.
-            is_idle: It is there for the others' sake: nothing is added.
+            is_idle: The pass only serves the other processes: nothing is added.
 
         Raises:
             NonFiniteLossError: Nothing was added.
@@ -115,7 +115,7 @@ class Critic:
         return norm / max(1, self._ranks.added_up(self._num_tokens))
 
     def step(self, *, rate_factor: float) -> None:
-        """Takes the optimiser step; `rate_factor` is what the schedule makes of the learning rate."""
+        """Takes the optimiser step; `rate_factor` is the schedule's factor on the learning rate."""
         clip = min(1.0, self._max_grad_norm / (self.gradient_norm() + 1e-6))
         num_tokens = self._ranks.added_up(self._num_tokens)
         if num_tokens:
@@ -126,7 +126,7 @@ class Critic:
         self.discard_gradients()
 
     def discard_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradient."""
         self._optimizer.zero_grad()
         self._num_tokens = 0
 

@@ -1,4 +1,4 @@
-"""Folding a saved LoRA adapter into its base: a plain Hugging Face directory for whatever knows no adapters.
+"""Merges a saved LoRA adapter into its base: a plain Hugging Face directory for software without adapter support.
 
 Merged weights have the base's element type. Where that is narrower than float32, sums are rounded to it, and log-probs
 differ from those of base and adapter apart by that rounding.
@@ -32,7 +32,7 @@ def merge_adapter(checkpoint: Path, *, out: Path, base: Path | None = None) -> P
 
     Raises:
         CheckpointMismatchError: The checkpoint holds no adapter, or one of another base; both digests are named.
-        FileExistsError: `out` is there already.
+        FileExistsError: `out` already exists.
         OSError: Something cannot be read or written; `out` is not left half-written.
     """
     if out.exists():

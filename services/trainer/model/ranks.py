@@ -16,7 +16,7 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process; 0 leads."""
+        """Rank of this process; 0 leads."""
 
     @property
     def num_ranks(self) -> int:
@@ -27,7 +27,7 @@ class Ranks(Protocol):
         """For checkpoints, which are written beside training; None where there is one process."""
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-        """Where this process computes."""
+        """Device of this process."""
 
     def shard(self, network: nn.Module) -> None:
         """Leave each process a part of every parameter; gradients are then summed over processes."""

@@ -1,4 +1,4 @@
-"""What a backend trains: all weights of a model, or a LoRA adapter over weights that stay as they are."""
+"""Wraps the trained weights: all of a model, or a LoRA adapter over frozen weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainedModel(Protocol):
         """Element type in which they are published; None for their own."""
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What is trained, by name, tied tensors once; live views."""
+        """The trained tensors by name, tied ones once; live views."""
 
     @contextmanager
     def training(self) -> Iterator[None]:

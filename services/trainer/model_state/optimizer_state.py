@@ -1,4 +1,4 @@
-"""What resumes training, as one flat dictionary of tensors: weights, AdamW's moments, random state, step count.
+"""Collects the tensors that resume training in one flat dictionary: weights, AdamW's moments, random state, step count.
 
     weights/NAME   optimizer/NAME/{step,exp_avg,exp_avg_sq}   random/{cpu,cuda}/RANK   num_optimizer_steps
 
@@ -33,11 +33,11 @@ class TrainingState:
     weights: Mapping[str, Tensor]
     """What is trained and published, by name, buffers included."""
     parameters: Mapping[str, Tensor]
-    """What the optimiser changes, by name."""
+    """The tensors that the optimiser changes, by name."""
     optimizer: torch.optim.Optimizer
     """AdamW."""
     rank: int = 0
-    """Of this process among those that train together."""
+    """Rank of this process among those that train together."""
 
     def collect(self, *, num_batches: int) -> dict[str, Tensor]:
         """Live views by name."""

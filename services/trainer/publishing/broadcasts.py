@@ -8,7 +8,7 @@ Promises:
 
 - No receiver is waited for longer than `gather_s`, and for a piece of a broadcast longer than `stall_s`; who was
   waited for in vain is not waited for again (`attendance`).
-- A broadcast that breaks off costs its members nothing but the time: they fetch what is missing. The next one is of a
+- A broadcast that breaks off costs its members only time: they fetch the missing parts. The next one is of a
   new group. So receivers join, leave and die without manual work.
 - One broadcast at a time; each content once. Sending happens in a thread: neither the trainer's steps nor its server
   wait for it.
@@ -93,7 +93,7 @@ class Broadcasts:
     Args:
         settings: How.
         listener: Where members find each other; taken over.
-        find_content: What there is to broadcast.
+        find_content: Finds the content to broadcast.
     """
 
     def __init__(self, settings: BroadcastSettings, *, listener: socket.socket, find_content: FindContent) -> None:
@@ -148,7 +148,7 @@ class Broadcasts:
         return await place
 
     async def close(self) -> None:
-        """Break off what is under way."""
+        """Break off the broadcast under way."""
         self._is_closed = True
         self._listener.close()
         self._leave_group()
@@ -283,7 +283,7 @@ class Broadcasts:
 
 
 def _collect_words(rendezvous: Rendezvous, keys: dict[str, str], timeout_s: float) -> dict[str, str | None]:
-    """What each member said of its end; None for one that said nothing in time. Blocks."""
+    """Each member's result; None for one that reported nothing in time. Blocks."""
     words: dict[str, str | None] = dict.fromkeys(keys)
     deadline_s = time.monotonic() + timeout_s
     while True:

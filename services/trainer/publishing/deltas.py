@@ -1,4 +1,4 @@
-"""The deltas between the versions published last, and which of them lead a receiver from what it holds to the newest.
+"""Keeps the deltas between the last published versions, and finds those from a receiver's version to the newest.
 
 Every version but the first has at most one delta, against the version published before it; a receiver further behind
 takes several. So all receivers of a site fetch the same few contents, whatever each of them holds, and a relay serves
@@ -24,7 +24,7 @@ MIN_KEPT_DELTAS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedDelta:
-    """What leads from the version published before to this one."""
+    """The delta from the previously published version to this one."""
 
     manifest: weights_pb2.WeightsManifest
     path: Path
@@ -46,7 +46,7 @@ class PublishedDeltas:
         """Offer a delta to the version published last; deletes the contents of those no longer kept.
 
         Args:
-            delta: What is offered.
+            delta: The offered delta.
             full_bytes: Size of the full content of that version.
         """
         self._kept[delta.manifest.policy_version] = delta
@@ -57,13 +57,13 @@ class PublishedDeltas:
             oldest.path.unlink(missing_ok=True)
 
     def content(self, name: str) -> Path | None:
-        """Where the content of that name lies; None when it is not offered."""
+        """Path of the content of that name; None if it is not offered."""
         return next((delta.path for delta in self._kept.values() if delta.path.name == name), None)
 
     def chain(
         self, full: weights_pb2.WeightsManifest, *, held_version: int, held_digest: str
     ) -> list[weights_pb2.WeightsManifest]:
-        """Manifests of the deltas to apply in order; empty where the full content is what to take.
+        """Manifests of the deltas to apply in order; empty if the full content should be fetched.
 
         Args:
             full: The full manifest of the version that is wanted.

@@ -7,7 +7,7 @@ Promises:
 - A receiver at which a broadcast broke off is left out for a while, twice as long each time in a row; where it cannot
   be told apart from the others, all of them are. They fetch meanwhile.
 
-Pure bookkeeping: the caller brings the time.
+Pure bookkeeping: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BroadcastMembership:
         """A broadcast is over; returns who is left out for it.
 
         Args:
-            words: What each member said of its end; None for one that said nothing.
+            words: Each member's reported result; None for one that reported nothing.
             is_sent: Whether the sender saw nothing go wrong.
             now_s: The time.
         """

@@ -5,7 +5,7 @@ Promises:
 - A file appears under its name by one atomic rename, after everything was written: no reader sees half of it.
 - The digests in the manifest are computed from the file that travels, not from the tensors that were meant.
 - A version comes with a delta against the one published before it, unless that saves less than a tenth of the bytes.
-- Writing and digesting happen outside the event loop; training goes on meanwhile.
+- Writing and digesting happen outside the event loop; training continues meanwhile.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SERVED_BYTES = Counter("penstock_trainer_weights_served_bytes", "Bytes of weight
 
 
 class WeightPublisher:
-    """Publishes the versions of one run into `directory`, which it owns: what it finds there is deleted."""
+    """Publishes the versions of one run into `directory`, which it owns: existing files are deleted."""
 
     def __init__(self, *, store: WeightStore, run_id: str, directory: Path, base_url: str, clock: Clock) -> None:
         self._store = store
@@ -179,7 +179,7 @@ class WeightPublisher:
         return PublishedDelta(manifest=manifest, path=target)
 
     def _describe_content(self, manifest: weights_pb2.WeightsManifest, path: Path) -> None:
-        """Fill in what travels: size, chunks and address of the file at `path`."""
+        """Fill in the size, chunks and address of the file at `path`."""
         del manifest.chunks[:]
         manifest.chunks.extend(chunks_of(path))
         manifest.size_bytes = path.stat().st_size
@@ -187,7 +187,7 @@ class WeightPublisher:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """One safetensors file, complete under its name or not there; raises OSError where the disk refuses it."""
+    """One safetensors file, complete under its name or absent; raises OSError if writing fails."""
     # Imported here: it brings torch, which the server should not wait for before it listens.
     from safetensors.torch import save_file
 

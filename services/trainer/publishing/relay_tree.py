@@ -52,7 +52,7 @@ class SiteRelays:
             del relays[relay_id]
         if relay_url and (receiver_id in relays or len(relays) < MAX_RELAYS):
             relays[receiver_id] = relay_url
-        # A receiver is served by one that asked before it, so none waits in a circle.
+        # A receiver is served by one that asked before it, so there are no circular waits.
         order = list(relays)
         place = order.index(receiver_id) if receiver_id in relays else len(order)
         return [relays[order[(place - 1) // FANOUT]]] if place else []

@@ -1,6 +1,6 @@
 """The sources that receivers could not fetch weights from, and why; shown in the trainer's status.
 
-At most MAX_FAILURES are kept, each for FORGET_S after it was last reported: a receiver repeats itself while it lasts.
+At most MAX_FAILURES are kept, each for FORGET_S after its last report: receivers repeat reports while a failure lasts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SourceFailures:
         self._told: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
 
     def note(self, receiver_id: str, url: str, failure: str) -> None:
-        """A receiver could not fetch from there, or not offer what it has there."""
+        """Record that a receiver could not fetch from that address, or not serve its own content there."""
         host = urlsplit(url).netloc
         self._told[receiver_id, host] = self._clock.monotonic_s(), printable(failure, max_chars=MAX_FAILURE_CHARACTERS)
         self._told.move_to_end((receiver_id, host))

@@ -1,4 +1,4 @@
-"""The published versions of a run: their manifests, where their content lies, and who holds what.
+"""Stores a run's published versions: their manifests, the paths of their content, and which receivers hold them.
 
 Promises:
 
@@ -58,7 +58,7 @@ class PublishedVersion:
     path: Path
     """Its content, complete."""
     delta: PublishedDelta | None = None
-    """What leads to it from the version published before; None where that is no saving."""
+    """The delta from the previously published version; None if that saves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +136,14 @@ class WeightStore:
         )
 
     def content(self, run_id: str, name: str) -> Path | None:
-        """Where the content of that name lies; None when it is not offered."""
+        """Path of the content of that name; None if it is not offered."""
         if run_id != self._run_id:
             return None
         version = self._kept.get(name)
         return version.path if version is not None else self._deltas.content(name)
 
     def find_content(self, run_id: str, content_id: str) -> Path | None:
-        """Where the content with that id lies; None when it is not offered."""
+        """Path of the content with that id; None if it is not offered."""
         name = self._names.get(content_id)
         return None if name is None else self.content(run_id, name)
 
@@ -207,7 +207,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     """Offers a WeightStore over gRPC.
 
     Args:
-        store: What is published.
+        store: The published versions.
         broadcasts: Offered too, where there are any.
         own_addresses: Whether relays are where those are that register them.
     """
@@ -218,7 +218,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         self.stopping = asyncio.Event()
         """Set when the server drains; replaced by the event of the server that is built."""
         self.failures = SourceFailures()
-        """What receivers cannot fetch from."""
+        """Addresses that receivers cannot fetch from."""
         self._store = store
         self._broadcasts = broadcasts
         self._own_addresses = own_addresses or OwnAddresses(setting=TRUSTED_SETTING)
@@ -295,7 +295,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     async def ReportHolding(
         self, request: weights_pb2.ReportHoldingRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights_pb2.ReportHoldingResponse:
-        """Check and record what a receiver holds."""
+        """Check and record the version that a receiver holds."""
         _check_receiver(request.receiver_id)
         if request.relay_url:
             # Not sent to receivers; relays are found by FindSources.

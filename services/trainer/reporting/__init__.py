@@ -1,4 +1,4 @@
-"""What a run reports: metrics, events, progress, overlap, stall times, summary and trackers.
+"""Reports on a run: metrics, events, progress, overlap, stall times, summary and trackers.
 
 Observes training and never steers it.
 """

@@ -1,4 +1,4 @@
-"""What happened in a run, in order: kept in memory, replayed to each reader, then followed live.
+"""Records a run's events in order: kept in memory, replayed to each reader, then followed live.
 
 Promises:
 
@@ -54,7 +54,7 @@ class RunEvents:
         self.announce()
 
     def say_waiting(self, message: str) -> None:
-        """Say what is waited for; as an event now and then, at growing distances.
+        """Report the cause of a wait; as an event at growing intervals.
 
         A night's wait must not push the steps out of the events that are kept.
         """
@@ -80,7 +80,7 @@ class RunEvents:
             self.on_first_step()
 
     def report_evaluation(self, report: trainer_pb2.EvaluationReport) -> None:
-        """Held-out accuracy was measured."""
+        """Report held-out accuracy."""
         self._append(evaluation=report)
 
     def report_checkpoint(self, *, policy_version: int, path: str) -> None:
@@ -97,7 +97,7 @@ class RunEvents:
     ) -> None:
         """The run ended; nothing follows here. Ignored when it ended before.
 
-        With `retry_delay_s` the trainer resumes it after so long, as another incarnation.
+        With `retry_delay_s` the trainer resumes it after that delay, as another incarnation.
         """
         if self.is_finished:
             return
@@ -126,7 +126,7 @@ class RunEvents:
             await grown.wait()
 
     def _at(self, sequence: int) -> trainer_pb2.WatchRunResponse | None:
-        """The event with that number, the oldest kept when it is gone, None when it has not happened."""
+        """The event with that number; the oldest kept if it was discarded, None if it has not happened."""
         if sequence > self._num_events:
             return None
         return self._events[max(0, sequence - self._events[0].sequence)]

@@ -1,4 +1,4 @@
-"""What is counted of each step, and the file it goes to: metrics.jsonl, one JSON object a line, oldest first.
+"""Records the metrics of each step in metrics.jsonl: one JSON object per line, oldest first.
 
 Promises:
 
@@ -124,13 +124,13 @@ class JsonLines:
         self._unwritten: list[str] = []
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Add a line, whole numbers as such. Raises OSError where the disk refuses it, and keeps it then."""
+        """Add a line, whole numbers as such. Raises OSError if writing fails, and then keeps the line."""
         plain = {k: int(v) if k == "policy_version" and isinstance(v, float) else v for k, v in line.items()}
         self._unwritten.append(json.dumps(plain) + "\n")
         self.flush()
 
     def flush(self) -> None:
-        """Write what the disk refused before; call it before a checkpoint says that those steps need not come again.
+        """Write lines that failed before; call it before a checkpoint marks those steps as done.
 
         Raises OSError when it refuses still; nothing is left half written.
         """

@@ -62,7 +62,7 @@ class OverlapMeter:
         self._last_ends: dict[str, float] = {}
 
     def restore(self, totals: OverlapTotals) -> None:
-        """Go on from what an earlier process of the run added up; call before the first phase."""
+        """Continue from the sums of an earlier process of the run; call before the first phase."""
         self._settled = totals
 
     def begin(self, now_s: float) -> None:
@@ -80,7 +80,7 @@ class OverlapMeter:
         self._trainer.append((start_s, end_s))
 
     def add_generator_spans(self, generator_id: str, spans: Iterable[Span], *, ahead_s: float = 0.0) -> None:
-        """A generator decoded; what was reported before is recognised and not added twice.
+        """Add a generator's decoding span; a span reported before is not added twice.
 
         The clock of the spans is `ahead_s` seconds ahead of the trainer's.
         """
@@ -141,7 +141,7 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def _intersection(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:
-    """What two lists of disjoint, ordered spans share."""
+    """The intersections of two lists of disjoint, ordered spans."""
     result: list[Span] = []
     i = j = 0
     while i < len(left) and j < len(right):

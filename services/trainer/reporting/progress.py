@@ -1,4 +1,4 @@
-"""Where a run is, apart from the model: what a checkpoint remembers beside the weights.
+"""Holds a run's progress: what a checkpoint stores besides the weights.
 
 Promises:
 
@@ -95,7 +95,7 @@ class Progress:
         return list(records)
 
     def to_resume_state(self, *, wall_s: float, overlap: OverlapTotals) -> ResumeState:
-        """What a checkpoint of the present moment holds."""
+        """The content of a checkpoint taken now."""
         document = {
             "instance_id": self.instance_id,
             "epoch": self.epoch,

@@ -1,4 +1,4 @@
-"""Where a training run waits: seconds by cause, step by step. What is not named is computing, or between two causes."""
+"""Times a training run's stalls: seconds by cause for each step. The rest is computing, or between two causes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.clock import Clock
 
 
 class Cause(StrEnum):
-    """What is waited for; nothing is computed meanwhile."""
+    """The cause of a stall; nothing is computed meanwhile."""
 
     SAMPLES = "samples"
     """Scored groups from the broker."""

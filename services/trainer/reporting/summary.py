@@ -1,4 +1,4 @@
-"""summary.json: what a run came to, written once at its end, however it ended.
+"""Writes summary.json, a run's results, once at its end, however it ended.
 
 Definitions:
 
@@ -12,7 +12,7 @@ Definitions:
   used. Both over the steps of metrics.jsonl.
 - `eval_*`: mean scores on held-out prompts at version 0 and at the last version measured after it.
 
-What is not known (nothing was measured, the broker was away) is null, never a made-up number.
+Unknown values (nothing was measured, the broker was away) are null, never invented.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RunFacts:
     evaluations: Sequence[Mapping[str, Any]]
     """Lines of evaluations.jsonl."""
     audit: broker_pb2.Audit | None
-    """The broker's books; None when it could not be asked."""
+    """The broker's counters; None if it was unreachable."""
 
 
 def build_summary(facts: RunFacts) -> Summary:
@@ -118,7 +118,7 @@ def write_summary(path: Path, summary: Summary) -> str:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of the packages that matter, as installed beside the trainer; None for what is not here."""
+    """Versions of the packages that matter, as installed beside the trainer; None for those not installed."""
     packages = {name: (name,) for name in _PACKAGES} | ENGINE_PACKAGES
     found = {name: installed_version(*candidates) for name, candidates in packages.items()}
     return {"penstock": penstock.__version__, "python": platform.python_version(), **found}

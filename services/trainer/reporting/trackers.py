@@ -1,9 +1,9 @@
-"""Where a run's numbers go besides metrics.jsonl: TensorBoard's files, Weights & Biases.
+"""Sends a run's metrics to trackers besides metrics.jsonl: TensorBoard's files, Weights & Biases.
 
 Promises:
 
 - metrics.jsonl has every number, whatever becomes of a tracker: one that fails is logged and left out from then on.
-- A tracker that is asked for and cannot begin (not installed, no key) is refused before training does.
+- A configured tracker that cannot start (not installed, no key) is refused before training starts.
 - Names and values are those of metrics.jsonl and, as `eval/...`, of evaluations.jsonl; the step is the policy version.
 """
 
@@ -36,7 +36,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Flush unwritten values."""
         ...
 
 
@@ -54,7 +54,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, policy_version)
 
     def close(self) -> None:
-        """Lets the package write what it holds."""
+        """Lets the package flush its buffers."""
         self._writer.close()
 
 
@@ -82,12 +82,12 @@ class WeightsAndBiases:
         self._run.log(dict(numbers), step=policy_version)
 
     def close(self) -> None:
-        """Lets the package write what it holds."""
+        """Lets the package flush its buffers."""
         self._run.finish()
 
 
 class Trackers:
-    """All that a run asked for."""
+    """All trackers of a run."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
@@ -97,7 +97,7 @@ class Trackers:
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.log(numbers, policy_version=policy_version)
-            except Exception as error:  # Whatever goes wrong in there, training goes on without it.
+            except Exception as error:  # If a tracker fails, training continues without it.
                 _log.error("a tracker failed and is left out from now on", tracker=name, error=str(error))
                 del self._trackers[name]
 
@@ -138,7 +138,7 @@ def open_trackers(
                 case "wandb" | "wandb_offline":
                     offline = name == "wandb_offline"
                     opened[name] = WeightsAndBiases(run_dir, run_id=run_id, is_offline=offline, document=document)
-        except Exception as error:  # Third-party errors of any kind are the user's to hear of.
+        except Exception as error:  # Third-party errors of any kind are reported to the user.
             Trackers(opened).close()
             is_missing = isinstance(error, ModuleNotFoundError)
             fix = f"pip install {TRACKER_PACKAGES[name]}, or leave it out" if is_missing else str(error)
@@ -147,7 +147,7 @@ def open_trackers(
 
 
 def _check_address(variable: str) -> None:
-    """Raises ConfigError where a key would go to another machine in plain text."""
+    """Raises ConfigError if a key would go to another machine in plain text."""
     address = os.environ.get(variable, "")
     parts = urlsplit(address)
     if parts.scheme == "http" and not is_local(f"{parts.hostname}:{parts.port or 80}"):

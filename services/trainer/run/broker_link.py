@@ -26,7 +26,7 @@ _log = structlog.get_logger()
 
 
 class BrokerLink:
-    """Makes clients of one run's broker, and what a run says to it outside its training."""
+    """Makes clients of one run's broker, and the run's calls to it outside training."""
 
     def __init__(self, spec: RunSpec, *, security: Security, clock: Clock, events: RunEvents) -> None:
         self._spec = spec
@@ -96,7 +96,7 @@ class BrokerLink:
     async def final_audit(self, progress: Progress) -> broker_pb2.Audit | None:
         """Report a step whose acknowledgement the stop cut short, then ask for the run's counters.
 
-        None when the broker does not answer soon, or does not know the run; the checkpoint has it all.
+        None when the broker does not answer soon, or does not know the run; the checkpoint has everything.
         """
         async with self._hasty_client() as client:
             try:

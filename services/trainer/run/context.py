@@ -1,4 +1,4 @@
-"""What the parts of one run share: its specification, its broker, its progress."""
+"""Holds the state shared by the parts of a run: its specification, its broker, its progress."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RunContext:
     """Held while the run's version is changed or stated at the broker: stating an old one would rewind the run."""
     clock: Clock
     owner: broker_pb2.RunOwner = field(default_factory=broker_pb2.RunOwner)
-    """In whose name this trainer calls the broker; its epoch is 0 until it has taken the run over."""
+    """The owner name under which this trainer calls the broker; its epoch is 0 until it has taken the run over."""
     keep_owner: KeepOwner = lambda owner: None
     """Hears, before and after a take-over, of the name and newest epoch that its next process must know; may block."""
 
@@ -97,7 +97,7 @@ class RunContext:
         self.check_view(await self.client.get_run(self.run_id))
 
     def check_view(self, view: broker_pb2.GetRunResponse) -> None:
-        """The same, by a picture of the run."""
+        """The same check, on a snapshot of the run."""
         mine, owner = self.owner, view.owner
         if mine.epoch and owner.owner_id != mine.owner_id and owner.epoch >= mine.epoch:
             since = f"{view.owner_time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC"
@@ -139,7 +139,7 @@ class RunContext:
 
 
 def run_policy(config: SamplePolicyConfig) -> broker_pb2.RunPolicy:
-    """The policy as the broker takes it; its enums' names are the configuration's words in capitals."""
+    """The policy in the broker's form; its enum names are the configuration's words in capitals."""
     return broker_pb2.RunPolicy(
         stale=broker_pb2.StalePolicy.Value(f"STALE_POLICY_{config.stale.upper()}"),
         partial_groups=broker_pb2.PartialGroupPolicy.Value(f"PARTIAL_GROUP_POLICY_{config.partial_groups.upper()}"),

@@ -1,4 +1,4 @@
-"""Held-out accuracy, measured the way everything is made here: prompts to the broker, completions, scores back.
+"""Measures held-out accuracy like any sampling: prompts to the broker, completions and scores back.
 
 Promises:
 
@@ -65,7 +65,7 @@ class Evaluator:
         self._record = record
         self._events = events
         self._beside: asyncio.Task[None] | None = None
-        """A measurement that goes on while training does."""
+        """A measurement made during training."""
 
     async def forget_leftovers(self) -> None:
         """Let the broker forget groups of measurements that are on record; for a run that goes on after a crash."""
@@ -74,7 +74,7 @@ class Evaluator:
             await self._client.drop_groups(self._run_id, ids, reason="evaluated")
 
     async def measure(self) -> None:
-        """Measure the present version while nothing else goes on.
+        """Measure the present version while training is idle.
 
         Raises:
             DeadlineError: No new result for too long, see above.
@@ -102,12 +102,12 @@ class Evaluator:
             await self._beside
 
     async def cancel(self) -> None:
-        """Give up the measurement that was begun."""
+        """Abandon the measurement under way."""
         if self._beside is not None:
             await end(self._beside)
 
     async def _measure(self, policy_version: int, *, on_waiting: Callable[[str], None]) -> None:
-        """Report what the version scores, from the record where it is there."""
+        """Report the version's score, from the record if it has one."""
         if not self._prompts:
             return
         lines = self._record.read()
@@ -151,7 +151,7 @@ class Evaluator:
     async def _collect(
         self, groups: dict[str, types_pb2.Prompt], sending: asyncio.Task[None], on_waiting: Callable[[str], None]
     ) -> dict[str, float | None]:
-        """The score of each group; None where there is none."""
+        """The score of each group, or None."""
         scores: dict[str, float | None] = {}
         session = MicrobatchSession(
             self._client,

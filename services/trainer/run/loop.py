@@ -70,10 +70,10 @@ class _OpenStep:
     num_skipped: int
     """Times that it was begun before, from the same weights."""
     groups: Groups = field(default_factory=dict)
-    """What it trains on; samples that cannot be are left out once they were looked at."""
+    """The groups that it trains on; unusable samples are left out once checked."""
 
     report: StepReport | None = None
-    """What came of the optimiser step, once it is done."""
+    """The result of the optimiser step, once it is done."""
 
 
 class StepLoop:
@@ -187,7 +187,7 @@ class StepLoop:
         """Add groups, first those in `kept`, until there are enough for a step."""
         num_wanted = self._context.config.algorithm.prompts_per_step
         if not open_step.num_skipped:
-            # What is replayed may be what was at fault, and is no part of what has to be trained on.
+            # Replayed groups may be at fault, and need not be trained on.
             await self._add_replayed(open_step.step)
         if kept:
             await self._add(open_step, kept)
@@ -201,7 +201,7 @@ class StepLoop:
         suspects = [group_id for group_id in error.group_ids if group_id in groups]
         replayed = [group_id for group_id in error.group_ids if group_id not in groups]
         if replayed and self._replay is not None:
-            # The next attempt is made without them, and tells whether the fresh ones are to blame.
+            # The next attempt is made without them, and shows whether the fresh ones are at fault.
             self._replay.forget(replayed)
             suspects = []
         _log.warning("a step is begun again without some groups", reason=error.reason, error=str(error))
@@ -211,7 +211,7 @@ class StepLoop:
         return {group_id: samples for group_id, samples in groups.items() if group_id not in suspects}
 
     async def _add_replayed(self, step: TrainingStep) -> None:
-        """Train on groups of earlier steps again, before the first fresh one has come; none where none are held."""
+        """Train on groups of earlier steps again, before the first fresh one has come; none if the buffer is empty."""
         if self._replay is not None:
             wanted = self._context.config.algorithm.num_replayed_groups
             version = self._context.progress.policy_version
@@ -280,7 +280,7 @@ class StepLoop:
         return [group for group in groups if group.prompt.group_id not in trained]
 
     async def _restate_steps(self) -> None:
-        """Bring a broker that lost steps up to the trainer's version; changes nothing where it lost none."""
+        """Bring a broker that lost steps up to the trainer's version; changes nothing if it lost none."""
         async with self._context.version_lock:
             await self._context.open_run(self._context.progress.acked_version)
 
@@ -296,7 +296,7 @@ class StepLoop:
         return decoded
 
     async def _add(self, open_step: _OpenStep, groups: Groups) -> None:
-        # Noted before they are looked at: whatever goes wrong, the step knows what it holds.
+        # Recorded before they are checked: on any error, the step knows its groups.
         open_step.groups |= groups
         report = await self._compute.run(open_step.step.add_groups, list(groups.values()))
         reasons = _unusable_groups(groups, report)

@@ -1,4 +1,4 @@
-"""Looks at the run through the broker once a second: who decoded when, what was dropped, who is the run's trainer."""
+"""Polls the run at the broker once a second: decoding spans, dropped groups, the run's owner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunMonitor:
         self._meter = meter
         self._feeder = feeder
         self._last_poll_s: float | None = None
-        """By the run's clock."""
+        """Time by the run's clock."""
 
     async def run(self) -> None:
         """Poll until cancelled."""

@@ -1,4 +1,4 @@
-"""The policy to train, built from a run's configuration. The only module of the service that brings torch in."""
+"""Builds the policy to train from a run's configuration. The only module of the service that imports torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) ->
 def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
     if len(config.trainer.shares) == 1:
         return local_backend(config)
-    # Imported here: one process needs none of it.
+    # Imported here: a single process does not need it.
     from services.trainer.distributed.coordinator import lead
 
     return lead(config, build=local_backend, torchrun=torchrun)
@@ -86,7 +86,7 @@ def critic_rate(config: TrainingConfig) -> float:
 
 
 def loss_settings(config: TrainingConfig) -> LossSettings:
-    """What the loss of a run is made of."""
+    """The settings of a run's loss."""
     settings, algorithm = config.algorithm, config.algorithm.definition
     return LossSettings(
         clip=Clip(

@@ -1,4 +1,4 @@
-"""Sending prompts to the broker, and keeping exactly as many training groups under way as the run needs.
+"""Sends prompts to the broker, and keeps exactly as many training groups under way as the run needs.
 
 Promises:
 
@@ -35,7 +35,7 @@ SUBMIT_BATCH_GROUPS = 64
 CHECK_DROPPED_S = 0.2
 """Drops come in bursts; after the first of one, so long is waited before they are counted and replaced together."""
 CHECK_LOST_S = 15.0
-"""A Redis that came back without its last second has lost prompts of which no drop tells: ask now and then."""
+"""A Redis that came back without its last second has lost prompts that no drop reports: check periodically."""
 
 _log = structlog.get_logger()
 
@@ -80,7 +80,7 @@ class PromptFeeder:
             self._is_drop_news.set()
 
     async def run(self) -> None:
-        """Submit for as long as the run goes on; cancelled by its owner."""
+        """Submit until cancelled by the run."""
         left_over = list(self._progress.outstanding)
         for start in range(0, len(left_over), SUBMIT_BATCH_GROUPS):
             part = left_over[start : start + SUBMIT_BATCH_GROUPS]
@@ -132,7 +132,7 @@ class PromptFeeder:
 def training_feeder(
     context: RunContext, submitter: PromptSubmitter, prompts: Sequence[EncodedPrompt]
 ) -> PromptFeeder | None:
-    """That of a run; None where others put its groups."""
+    """The feeder of a run; None if others put its groups."""
     if not prompts:
         return None
     config = context.config

@@ -1,9 +1,9 @@
-"""What the broker retains of trained steps, followed into the replay buffer beside training.
+"""Follows the broker's retained groups of trained steps into the replay buffer, beside training.
 
 Promises:
 - After a restart the buffer holds again what the broker retains: nothing of it is the trainer's own.
 - A step draws when everything it may draw from has come, so that a step taken again draws the same.
-- A group that cannot be read is left out and logged; a feed that fell behind goes on with what is still retained.
+- A group that cannot be read is left out and logged; a feed that fell behind continues with what is still retained.
 - Replaying changes no book: a replayed group was trained and acknowledged once, and is neither leased nor
   acknowledged again.
 """
@@ -91,7 +91,7 @@ class ReplayFeed:
 
 
 def replay_feed(context: RunContext) -> ReplayFeed | None:
-    """That of a run; None where nothing is replayed."""
+    """The feed of a run; None if nothing is replayed."""
     run, policy = context.config.run, context.config.policy
     if not context.config.algorithm.num_replayed_groups:
         return None

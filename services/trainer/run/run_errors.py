@@ -12,7 +12,7 @@ from services.trainer.step.step import EmptyStepError
 _FINAL_REASONS = frozenset(
     ("INVALID_FIELD", "RUN_CONFLICT", "RUN_CLOSED", "NOT_OFFERED", "BAD_TOKEN", "FENCED", "OTHER_INSTANCE")
 )
-"""Reasons of errors that end a run for good: another try would hear the same, or fight the run's new trainer."""
+"""Reasons of errors that end a run for good: another try would fail in the same way, or fight the run's new trainer."""
 
 EXPECTED_ERRORS = (
     ConfigError,

@@ -27,7 +27,7 @@ class StallWatch:
         self.restart()
 
     def restart(self) -> None:
-        """Something came, or the broker was away, which says nothing of those who make what is waited for."""
+        """Reset the watch: something arrived, or the broker was away, which shows nothing about the producers."""
         self._since_s = self._clock.monotonic_s()
         self._look_at_s = 0.0
 

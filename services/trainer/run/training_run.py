@@ -137,7 +137,7 @@ class TrainingRun:
         """The whole run."""
         try:
             await self._run()
-        except Exception as error:  # Followers wait for the run's end, even where ending it goes wrong.
+        except Exception as error:  # Followers wait for the run's end, even if ending it fails.
             self.outcome = trainer_pb2.RUN_OUTCOME_FAILED
             self.events.finish(
                 self.outcome,
@@ -219,7 +219,7 @@ class TrainingRun:
         return True
 
     async def _restore(self, backend: Backend) -> None:
-        """Go on from the newest complete checkpoint, if that is asked for and there is one."""
+        """Continue from the newest complete checkpoint, if requested and there is one."""
         known = await asyncio.to_thread(read_instance, self.spec.run_dir) if self.spec.resume else None
         state = await self._checkpoints.load_latest(backend) if self.spec.resume else None
         if state is not None:
@@ -231,12 +231,12 @@ class TrainingRun:
         await self._name_run(known)
         for lines in (self._metrics, self._evaluations):
             lines.cut_after(self._progress.policy_version)
-        # It tells how the run ended before. It goes on, and may end without a word.
+        # The summary describes an earlier end. The run continues, and may end without writing a new one.
         await asyncio.to_thread((self.spec.run_dir / "summary.json").unlink, missing_ok=True)
         self._is_restored = True
 
     def _open_trackers(self) -> None:
-        """Begin what the configuration asks for, and let lines go there; raises ConfigError."""
+        """Start the configured trackers, and send lines to them; raises ConfigError."""
         self._trackers = self._metrics.trackers = self._evaluations.trackers = open_trackers(
             self.spec.config.run.trackers,
             self.spec.run_dir,
@@ -361,7 +361,7 @@ class TrainingRun:
             return
         try:
             await self._compute.run(self._opened.close)
-        except Exception as error:  # What broke is part of the run's end; here something is only let go.
+        except Exception as error:  # Failures belong to the run's outcome; this only releases resources.
             _log.error("the trainer's processes do not end well", exc_info=error)
 
     async def _summary(self, outcome: trainer_pb2.RunOutcome.ValueType, message: str) -> str:

@@ -1,4 +1,4 @@
-"""From rewards to the advantage of each token: by group, by step, or by a critic.
+"""Computes each token's advantage from rewards: by group, by step, or by a critic.
 
 Invariants:
 - Advantages use exactly the samples that are trained on; which groups came together changes nothing but rounding.
@@ -128,7 +128,7 @@ class AdvantageEstimator:
         ]
 
     def _token_scores(self, blanks: Sequence[Trajectory]) -> tuple[list[Floats], list[Floats]]:
-        """A critic's values and the KL of each trajectory's loss tokens; zeros where they are not asked for."""
+        """A critic's values and the KL of each trajectory's loss tokens; zeros if not requested."""
         coefficient = self._settings.reward_kl_coefficient
         values = [np.zeros(int(blank.loss_mask.sum())) for blank in blanks]
         token_kl = [each.copy() for each in values]

@@ -1,4 +1,4 @@
-"""Forward and backward passes over the samples of a step, and what an optimiser step is taken over."""
+"""Makes forward and backward passes over the samples of a step, and splits it into minibatches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Passes:
         self.num_tokens = 0
         """Tokens that went through the model."""
         self.num_budgeted_tokens = 0
-        """Tokens for which those passes had room."""
+        """Token capacity of those passes."""
         self.totals = LossTotals()
 
     def run(self, items: Sequence[LossItem], *, may_stop: bool) -> int:

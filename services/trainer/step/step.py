@@ -52,7 +52,7 @@ from services.trainer.step.step_settings import StepSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchReport:
-    """What one `add_groups` call did."""
+    """The result of one `add_groups` call."""
 
     num_trained: int
     """Samples accepted."""
@@ -161,7 +161,7 @@ class TrainingStep:
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
-        """Refuses a closed step; abandons an open one where the backend fails."""
+        """Refuses a closed step; abandons an open one if the backend fails."""
         if not self._is_open:
             raise StepClosedError("this step was finished or abandoned")
         try:

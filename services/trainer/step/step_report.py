@@ -1,4 +1,4 @@
-"""What one step came to, counted while its samples are trained on."""
+"""Reports on one step, counted while its samples are trained on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """What the report needs of a trained sample; its arrays are let go once it went through the model."""
+    """What the report needs of a trained sample; its arrays are released once it has passed through the model."""
 
     group_id: str
     num_completion_tokens: int

@@ -1,4 +1,4 @@
-"""What a step needs to know besides the data, and how it follows from a run's configuration."""
+"""Derives a step's settings from a run's configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.trainer.config import TrainingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """What a step needs to know besides the data."""
+    """Settings of a step."""
 
     policy_version: int
     """The version of the weights being trained."""
@@ -22,7 +22,7 @@ class StepSettings:
     algorithm: Algorithm
     """How rewards become advantages."""
     normalization: Normalization
-    """What the gradient is divided by."""
+    """Divisor of the gradient."""
     max_new_tokens: int = 1
     """Most completion tokens that sampling allows; read where `overlong_buffer_tokens` is set."""
     overlong_buffer_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What is done about tokens that other weights, or another engine, sampled than those being trained."""
+"""Corrects for tokens that were sampled by other weights, or another engine, than those being trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Correction(StrEnum):
 
 
 class CorrectionLevel(StrEnum):
-    """What has one weight."""
+    """The unit that has one weight."""
 
     TOKEN = "token"
     """Every token its own: less variance, biased."""
@@ -47,8 +47,8 @@ def importance_weights(
         proximal_logprobs: [N], under the weights just before this optimiser step.
         behavior_logprobs: [N], as recorded when sampled.
         segments: int64[N], the sample of each token within the pack.
-        correction: What is done with the ratios.
-        level: Of tokens or of whole completions.
+        correction: How the ratios are used.
+        level: One weight per token or per completion.
         max_weight: The bound of `truncated` and `masked`.
 
     Source: decoupled objective: AReaL (arXiv 2505.24298) eq. 5; truncation: Espeholt et al. (arXiv 1802.01561)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 def overlong_penalties(
     num_tokens: npt.NDArray[np.int64], *, max_tokens: int, buffer_tokens: int
 ) -> npt.NDArray[np.float64]:
-    """What is added to the reward of samples of these lengths, float64[G]: 0 down to -1.
+    """The reward penalty for samples of these lengths, float64[G]: 0 down to -1.
 
     Nothing up to `max_tokens - buffer_tokens`, from there linearly to -1 at `max_tokens`.
 
