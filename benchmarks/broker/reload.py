@@ -175,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=64, help=f"retained steps of {GROUPS_PER_STEP} groups")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--puts", action="store_true", help="the groups came by PutTrajectories")
+    parser.add_argument("--puts", action="store_true", help="groups stored by PutTrajectories")
     options = parser.parse_args()
     found = asyncio.run(measure(num_steps=options.steps, num_repetitions=options.repetitions, is_put=options.puts))
     print(json.dumps(found, indent=2))

@@ -120,12 +120,12 @@ def _row(cell: Cell) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fresh", action="store_true", help="the scenarios on which nothing was tuned")
-    parser.add_argument("--groups", type=int, default=32, help="prompts of the step, of the grid")
-    parser.add_argument("--group-size", type=int, default=8, help="samples a prompt, of the grid")
+    parser.add_argument("--fresh", action="store_true", help="play the scenarios that nothing was tuned on")
+    parser.add_argument("--groups", type=int, default=32, help="prompts per step of the grid")
+    parser.add_argument("--group-size", type=int, default=8, help="samples per prompt of the grid")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=3, help="how many")
-    parser.add_argument("--only", default="", help="scenarios whose name holds this")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--only", default="", help="play only scenarios whose name contains this")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

@@ -23,7 +23,7 @@ def main() -> int:
     """Measure and print; returns the exit status. Raises ConfigError if the task cannot be made."""
     parser = suite_parser(__doc__)
     parser.add_argument(
-        "--trl-python", type=Path, metavar="PATH", help="a Python that has TRL; default: one is made in runs/"
+        "--trl-python", type=Path, metavar="PATH", help="a Python with TRL; by default one is created in runs/"
     )
     options = parser.parse_args()
     base = RUNS_DIR.absolute()

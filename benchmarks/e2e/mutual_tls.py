@@ -70,7 +70,7 @@ def measured(task: Path, folder: Path, env: Mapping[str, str]) -> tuple[float, f
 def main() -> None:
     """Print each round and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", type=Path, help="what `penstock quickstart` made: runs/quickstart/current")
+    parser.add_argument("task", type=Path, help="output of `penstock quickstart`: runs/quickstart/current")
     parser.add_argument("rounds", type=int, nargs="?", default=ROUNDS)
     options = parser.parse_args()
     task, rounds = options.task.resolve(), options.rounds

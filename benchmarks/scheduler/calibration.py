@@ -71,7 +71,7 @@ def table() -> str:
 def main() -> int:
     """Print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="fit the constants again and print them")
+    parser.add_argument("--fit", action="store_true", help="refit the constants and print them")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.fit:

@@ -34,9 +34,9 @@ def main() -> int:
     """Plan, deploy, run, compare, each problem in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("quickstart", type=Path)
-    parser.add_argument("--only", default=",".join(VARIATIONS), help=f"of {', '.join(VARIATIONS)}; default: all")
-    parser.add_argument("--problem", type=Path, help="another one, of emulated GPUs; generation must limit its plan")
-    parser.add_argument("--time-scale", type=float, default=0.5, help="emulated seconds in a real one")
+    parser.add_argument("--only", default=",".join(VARIATIONS), help=f"some of {', '.join(VARIATIONS)}; default: all")
+    parser.add_argument("--problem", type=Path, help="another problem of emulated GPUs; generation must limit its plan")
+    parser.add_argument("--time-scale", type=float, default=0.5, help="emulated seconds per real second")
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
     if unknown := [name for name in options.only.split(",") if name not in VARIATIONS]:

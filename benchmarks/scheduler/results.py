@@ -30,7 +30,7 @@ _COLORS = {"paper": "#9ec5fe", "ours": "#1f6feb"}
 def main() -> int:
     """Simulate, write, and report the duration."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="parts whose name has this word; nothing is written")
+    parser.add_argument("--only", default="", help="run only parts whose name contains this; writes nothing")
     parser.add_argument("--out", type=Path, default=DOCS)
     options = parser.parse_args()
     began_s = time.process_time()

@@ -68,11 +68,11 @@ CASES = (
 def main() -> int:
     """Measure, simulate, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="scenarios whose name has this word")
+    parser.add_argument("--only", default="", help="run only scenarios whose name contains this")
     parser.add_argument("--samples", type=int, default=1024)
-    parser.add_argument("--length-scale", type=float, default=1.0, help="of StreamRL's lengths")
-    parser.add_argument("--time-scale", type=float, default=10.0, help="emulated seconds in a real one")
-    parser.add_argument("--redis", type=Path, default=shutil.which("redis-server"), help="a redis-server")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="factor on StreamRL's lengths")
+    parser.add_argument("--time-scale", type=float, default=10.0, help="emulated seconds per real second")
+    parser.add_argument("--redis", type=Path, default=shutil.which("redis-server"), help="path of redis-server")
     options = parser.parse_args()
     if options.redis is None:
         parser.error("no redis-server is on the PATH; name one with --redis")

@@ -121,8 +121,8 @@ def _cpu_s(work: Callable[[], object]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print JSON."""
-    parser = argparse.ArgumentParser(description="The trainer's step beside a bare PyTorch loop.")
-    parser.add_argument("model_dir", type=Path, help="Hugging Face directory, the quick start's for example")
+    parser = argparse.ArgumentParser(description="The trainer's step compared with a bare PyTorch loop.")
+    parser.add_argument("model_dir", type=Path, help="Hugging Face directory, for example the quick start's")
     parser.add_argument("--repetitions", type=int, default=9)
     options = parser.parse_args(arguments)
     result = compare(

@@ -21,7 +21,7 @@ def main() -> int:
     """Measure and print; returns the exit status."""
     parser = suite_parser(__doc__)
     parser.add_argument(
-        "--engine", choices=swap.ENGINES, default=swap.ENGINES[0], help="whose pauses are measured (%(default)s)"
+        "--engine", choices=swap.ENGINES, default=swap.ENGINES[0], help="engine whose pauses are measured (%(default)s)"
     )
     options = parser.parse_args()
     plan = suite.QUICK if options.quick else suite.FULL

@@ -130,7 +130,7 @@ def _write(path: Path, dtype: str, tensors: list[_Bits]) -> None:
 def main() -> None:
     """Measure and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size-mib", type=int, default=256, help="size of the made-up weights")
+    parser.add_argument("--size-mib", type=int, default=256, help="size of the synthetic weights")
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     print(json.dumps(measure(size_bytes=arguments.size_mib * MIB, num_repetitions=arguments.repetitions), indent=2))

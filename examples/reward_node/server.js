@@ -48,7 +48,7 @@ function main(listen) {
   const server = new grpc.Server({ "grpc.max_receive_message_length": 16 * 1024 * 1024 });
   const { RewardService } = load("penstock/v1/reward.proto", PROTOS).penstock.v1;
   server.addService(RewardService.service, { score, getRewardModel });
-  // Health is what load balancers and `penstock reward check` look at; the proto of it lies beside this file.
+  // Health is what load balancers and `penstock reward check` look at; its proto is beside this file.
   const { Health } = load("health.proto", __dirname).grpc.health.v1;
   server.addService(Health.service, { check: (_call, respond) => respond(null, { status: "SERVING" }) });
   server.bindAsync(listen, grpc.ServerCredentials.createInsecure(), (error, port) => {
@@ -60,7 +60,7 @@ function main(listen) {
   });
   for (const signal of ["SIGTERM", "SIGINT"]) {
     process.once(signal, () => {
-      // Calls under way end first; whoever is still there after five seconds is cut off.
+      // Calls in progress end first; those that last longer than five seconds are cut off.
       setTimeout(() => server.forceShutdown(), 5000).unref();
       server.tryShutdown(() => process.exit(0));
     });

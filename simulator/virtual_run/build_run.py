@@ -147,7 +147,7 @@ def _replica(model: CostModel, name: str, tp: int, index: int) -> GeneratorSpec:
     replica = ReplicaModel(model.problem, model.demand, node, tp)
     state = replica.at(replica.batch())
     if state is None:
-        raise SetupError(f"tp {tp} on {name}: no room for the cache of one sample")
+        raise SetupError(f"tp {tp} on {name}: no memory for the cache of one sample")
     return GeneratorSpec(
         name=f"{name}/{tp}x{index}",
         node=name,

@@ -50,7 +50,7 @@ def fit_lengths(pairs: Sequence[PromptLengths], learner: Learner) -> Fit:
     is_test, is_validation = np.isin(tenths, _TEST), np.isin(tenths, _VALIDATION)
     is_fitted = ~(is_test | is_validation)
     if not (is_test.any() and is_validation.any() and is_fitted.any()):
-        raise FitFailedError(f"{len(pairs)} prompts cannot be split into parts to fit, to choose and to test with")
+        raise FitFailedError(f"{len(pairs)} prompts are too few to fit, select and test a model")
 
     def fitted(which: Learner, mask: npt.NDArray[np.bool_], strength: float) -> LengthModel:
         return which.fit(_of(prompts, mask), targets[mask], weights[mask], strength=strength)

@@ -87,7 +87,7 @@ class LengthForecaster:
             if observation.num_completion_tokens > MAX_LENGTH_TOKENS:
                 raise InvalidFieldError(
                     f"observations[{index}].num_completion_tokens: {observation.num_completion_tokens}, "
-                    f"at most {MAX_LENGTH_TOKENS} are believed",
+                    f"at most {MAX_LENGTH_TOKENS} are allowed",
                     field="observations.num_completion_tokens",
                 )
         prompts = await self._read([observation.query for observation in observations])
@@ -100,7 +100,7 @@ class LengthForecaster:
         """Describe the model that forecasts a run's lengths. Raises UnknownRunError."""
         run = self._runs.get(run_id)
         if run is None:
-            raise UnknownRunError(f"run_id: no length of {run_id!r} was asked for or reported", run_id=run_id)
+            raise UnknownRunError(f"run_id: no length of {run_id!r} was requested or reported", run_id=run_id)
         return run.describe()
 
     async def refresh_forever(self, learner: Learner) -> None:
@@ -201,7 +201,7 @@ class LengthForecaster:
             return None
         error = answer.exception()
         if isinstance(error, FitFailedError):
-            _log.warning("a model does not answer; the next is asked", model=fit.model.name, error=str(error))
+            _log.warning("a model does not answer; trying the next", model=fit.model.name, error=str(error))
             return None
         return answer.result()
 

@@ -85,7 +85,7 @@ class StateFiles:
                 with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
                     found.append(_unpack(dict(arrays)))
             except _UNUSABLE as error:
-                _log.warning("saved lengths cannot be used; the run learns anew", path=str(path), error=str(error))
+                _log.warning("unusable saved lengths; the run learns from scratch", path=str(path), error=str(error))
         return found
 
     def _paths(self) -> list[Path]:

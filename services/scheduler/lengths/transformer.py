@@ -78,7 +78,7 @@ class TransformerLearner:
 
     def _run_fit(self, request: str) -> None:
         if self._is_closed:
-            raise FitFailedError("the scheduler stops")
+            raise FitFailedError("the scheduler is stopping")
         log = self._directory / "fit.log"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class TransformerLearner:
         except subprocess.TimeoutExpired as error:
             raise FitFailedError(f"it took longer than {MAX_FIT_S:g} s") from error
         except OSError as error:
-            raise FitFailedError(f"its process does not work: {error}{_last_line(log)}") from error
+            raise FitFailedError(f"its process failed: {error}{_last_line(log)}") from error
         finally:
             self._end_fit()
         if status != 0:
@@ -157,7 +157,7 @@ class _Scorer:
                 raise FitFailedError(f"its process does not score: {error}") from error
         logs = answer.get("logs")
         if not isinstance(logs, list) or len(logs) != len(prompts):
-            raise FitFailedError(str(answer.get("error", "its process gave no scores"))[:300])
+            raise FitFailedError(str(answer.get("error", "its process returned no scores"))[:300])
         scores = np.array(logs, dtype=np.float64)
         if not np.isfinite(scores).all():
             raise FitFailedError("its scores are not numbers")
@@ -172,7 +172,7 @@ class _Scorer:
         self._process.stdin.flush()
         answer = json.loads(_read_line(self._process.stdout.fileno(), timeout_s=SCORE_TIMEOUT_S))
         if not isinstance(answer, dict):
-            raise ValueError("its answer is no object")
+            raise ValueError("its answer is not an object")
         return answer
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def checked_problem(problem_json: str, solver: str, *, cost_model: str) -> tuple
     name = solver or AUTO
     if name not in SOLVERS:
         known = ", ".join(SOLVERS)
-        raise InvalidFieldError(f"solver: {solver!r} does not solve a problem_json; there is {known}", field="solver")
+        raise InvalidFieldError(f"solver: {solver!r} does not solve a problem_json; use one of {known}", field="solver")
     try:
         return with_constants(parse_problem(problem_json, source="problem_json"), cost_model), name
     except ConfigError as error:
@@ -56,7 +56,7 @@ def plan_problem(
     except ProblemTooLargeError as error:
         raise InvalidFieldError(f"solver: {error}", field="solver") from error
     if not isinstance(report, FeasiblePlan):
-        reason = report.reason or "the time ended before one was found"
+        reason = report.reason or "time ran out before one was found"
         raise InfeasiblePlanError(f"no plan can run: {reason}", problem=problem.id)
     return _as_message(report, run_id)
 

@@ -187,7 +187,7 @@ class CostConstants(StrictModel):
     @classmethod
     def _there_is_a_default(cls, value: float | dict[str, float]) -> float | dict[str, float]:
         if isinstance(value, dict) and "default" not in value:
-            raise ValueError("needs the key 'default', for GPU types that it does not name")
+            raise ValueError("needs the key 'default' for GPU types that are not listed")
         return value
 
     def mfu(self, gpu: str, kind: Literal["train", "infer"]) -> float:
@@ -246,7 +246,7 @@ class Problem(StrictModel):
         names: set[str] = set()
         for index, node in enumerate(self.nodes):
             if node.gpu not in self.gpu_types:
-                raise ValueError(f"nodes.{index}.gpu: {node.gpu!r} is not in gpu_types; described are {known}")
+                raise ValueError(f"nodes.{index}.gpu: {node.gpu!r} is not in gpu_types; known are {known}")
             if node.name in names:
                 raise ValueError(f"nodes.{index}.name: {node.name!r} is used twice; rename one or raise its count")
             names.add(node.name)
@@ -261,7 +261,7 @@ class Problem(StrictModel):
                     )
         for index, rate in enumerate(self.measured_rates):
             if rate.gpu not in self.gpu_types:
-                raise ValueError(f"measured_rates.{index}.gpu: {rate.gpu!r} is not in gpu_types; described are {known}")
+                raise ValueError(f"measured_rates.{index}.gpu: {rate.gpu!r} is not in gpu_types; known are {known}")
         return self
 
 
@@ -285,5 +285,5 @@ def parse_problem(text: str, *, source: str) -> Problem:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not valid JSON: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{source}: must hold keys and values, found {type(document).__name__}")
+        raise ConfigError(f"{source}: must be a mapping, got {type(document).__name__}")
     return validate(Problem, document, source=source)

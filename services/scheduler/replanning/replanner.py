@@ -185,7 +185,7 @@ class Replanner:
         else:
             verdict = judge(offer, rested_s=now_s - run.revised_s, cool_down_s=self._cool_down_s)
         run.looked_at = problem
-        _log.info("the plan was looked at again", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
+        _log.info("plan reconsidered", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
         if not verdict.is_revised or self._runs.get(run_id) is not run:
             return None
         come = machines_of(document_of(found)) - machines_of(in_force)
@@ -211,7 +211,7 @@ def running_plan(plan: pb.Plan) -> PlanDocument:
         return document_of(plan)
     except ValidationError as error:
         raise InvalidFieldError(
-            f"running_plan: is no plan ({error.errors()[0]['msg']}); send one as WatchPlan gave it",
+            f"running_plan: is no plan ({error.errors()[0]['msg']}); send one that WatchPlan returned",
             field="running_plan",
         ) from error
 

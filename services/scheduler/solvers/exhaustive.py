@@ -69,7 +69,7 @@ def _choices(model: CostModel, time_left: TimeLeft) -> list[list[Division]]:
         if options is None or num_plans > MAX_PLANS:
             raise ProblemTooLargeError(
                 f"exhaustive: more than {MAX_PLANS:,} plans, or more than could be listed in this time, which is too "
-                "many to look at each; use --solver milp"
+                "many to score; use --solver milp"
             )
         choices.append(options)
     return choices

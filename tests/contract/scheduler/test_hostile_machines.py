@@ -62,7 +62,7 @@ async def test_rates_that_no_machine_has_are_planned_with_all_the_same(fleet, to
     ],
     ids=lambda request: str(request)[:40],
 )
-async def test_reports_that_cannot_be_are_refused_and_are_no_sign_of_life(fleet, wrong):
+async def test_impossible_reports_are_refused_and_are_no_heartbeat(fleet, wrong):
     wrong.node_id = "h20-0"
     fleet.clock.advance(1000.0)
     with pytest.raises(InvalidFieldError, match=r"rates|generator_start_s"):

@@ -128,7 +128,7 @@ async def test_lengths_that_differ_a_little_change_nothing(fleet):
     assert fleet.servicer._replanner._runs["r"].looked_at == problem("tiny_02")
 
 
-async def test_generators_that_shorter_lengths_make_needless_are_given_up_after_a_time_of_rest(fleet):
+async def test_generators_unneeded_for_shorter_lengths_are_given_up_after_the_cool_down(fleet):
     await fleet.join("h20-new", "H20")
     await fleet.ask("CreatePlan", going_on())
     many = await fleet.pass_time(2 * COOL_DOWN_S)
@@ -206,7 +206,7 @@ async def test_a_machine_with_less_to_do_is_not_taken_for_a_slower_one(fleet):
     assert slow_machines(fleet) == {}
 
 
-async def test_a_machine_alone_of_its_kind_is_held_against_the_cost_model_with_care(fleet):
+async def test_a_machine_alone_of_its_kind_is_compared_with_the_cost_model_cautiously(fleet):
     await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(1.7)})
     assert slow_machines(fleet) == {}
     await fleet.pass_time(2 * COOL_DOWN_S, rates={"h20-0": measured(4.0)})
@@ -217,7 +217,7 @@ async def test_a_machine_alone_of_its_kind_is_held_against_the_cost_model_with_c
     assert slow_machines(fleet) == {}
 
 
-async def test_machines_that_tell_tokens_per_second_alone_are_compared_with_others_alike(fleet):
+async def test_machines_that_report_only_tokens_per_second_are_compared_with_similar_ones(fleet):
     for index in (1, 2):
         await fleet.join(f"h20-extra{index}", "H20")
     told = {"h20-0": 100.0, "h20-extra1": 1000.0, "h20-extra2": 1000.0}
@@ -307,7 +307,7 @@ async def test_a_plan_that_is_asked_for_again_begins_with_the_one_in_force(fleet
     assert begins == [document_of(before)]
 
 
-async def test_a_running_plan_that_is_none_is_refused(fleet):
+async def test_an_invalid_running_plan_is_refused(fleet):
     request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")))
     request.running_plan.assignments.add(node_id="h800-0", role=pb.ROLE_GENERATOR, tensor_parallel=100_000)
     with pytest.raises(InvalidFieldError, match="running_plan: is no plan"):

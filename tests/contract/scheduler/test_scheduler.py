@@ -178,7 +178,7 @@ async def test_lengths_reported_are_forecast():
     assert answer.forecasts[0].expected_tokens == 40
 
 
-async def test_how_well_lengths_are_forecast_is_told_and_shown():
+async def test_the_quality_of_length_forecasts_is_reported_and_shown():
     rng = np.random.default_rng(0)
     service = scheduler()
     async with serving(service) as (_, target), open_channel(target) as channel:

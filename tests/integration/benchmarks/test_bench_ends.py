@@ -82,7 +82,7 @@ def test_nothing_outlives_a_benchmark_that_is_killed(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_only_folders_that_nobody_uses_are_removed(root: Path) -> None:
+def test_only_unused_folders_are_removed(root: Path) -> None:
     other = root / f"{PREFIX}of-something-else"
     other.mkdir()
     with scratch_folder(root) as first, scratch_folder(root) as second:

@@ -41,7 +41,7 @@ async def test_the_trl_side_reads_what_its_worker_wrote(tmp_path: Path) -> None:
     assert [step.num_tokens for step in found.steps] == [2, 2, 2]
 
 
-async def test_a_side_that_fails_says_what_it_said_last(tmp_path: Path) -> None:
+async def test_a_failed_side_reports_the_end_of_its_output(tmp_path: Path) -> None:
     command = (sys.executable, "-c", "import sys; print('no such thing'); sys.exit(3)")
     with pytest.raises(RuntimeError, match=r"(?s)TRL: ended with status 3.*no such thing"):
         await run_child(*command, timeout_s=30.0, what="TRL", log=tmp_path / "log")

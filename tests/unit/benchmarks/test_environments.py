@@ -37,7 +37,7 @@ async def test_it_is_made_once(tmp_path: Path, commands: list[str]) -> None:
     assert commands == [f"-m venv {folder}", f"{pip} first", f"{pip} second third", "-c import thing"]
 
 
-async def test_one_that_was_not_finished_is_made_anew(tmp_path: Path, commands: list[str]) -> None:
+async def test_an_unfinished_environment_is_recreated(tmp_path: Path, commands: list[str]) -> None:
     (tmp_path / "thing-1").mkdir()
     (tmp_path / "thing-1" / "left").touch()
     await ENVIRONMENT.python(cache_dir=tmp_path, progress=lambda text: None)

@@ -11,7 +11,7 @@ def outcome(rate: float, preempted: float) -> dict[str, float]:
     return {"rate": rate, "preempted_share": preempted, "mean_samples": 30.0}
 
 
-def test_the_best_setting_and_the_best_one_that_preempts_little_are_told_apart():
+def test_the_best_setting_and_the_best_one_that_preempts_little_are_distinguished():
     swept = {16: outcome(80.0, 0.0), 32: outcome(100.0, 0.02), 64: outcome(125.0, 0.5)}
     found = compared(outcome(110.0, 0.01), swept, rate="rate")
     assert found["best_fixed"] == 64

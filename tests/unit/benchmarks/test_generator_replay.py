@@ -44,7 +44,7 @@ def test_kept_caches_give_something_else_after_an_update_only(made):
     assert (np.abs(kept - fresh)[3:] > 1e-4).all()
 
 
-def test_a_cache_made_anew_in_the_middle_forgets_what_was_kept_before(made):
+def test_a_cache_recomputed_midway_drops_the_earlier_entries(made):
     replayer = Replayer(*made, recomputed=frozenset({2}))
     found, fresh = (of(PROMPT, TOKENS, VERSIONS) for of in (replayer.replayed, replayer.fresh))
     assert (np.abs(found - fresh)[3:6] > 1e-4).all()

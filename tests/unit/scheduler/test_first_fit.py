@@ -45,7 +45,7 @@ def test_measured_rates_set_the_generators_shares():
     assert assigned(plan, pb.ROLE_GENERATOR)["a"].share == pytest.approx(0.75)
 
 
-def test_a_role_nobody_may_play_is_named():
+def test_a_role_that_no_machine_allows_is_named():
     inventory = inventory_of(machine("a", roles=[pb.ROLE_GENERATOR, pb.ROLE_BROKER, pb.ROLE_REWARD]))
 
     with pytest.raises(InfeasiblePlanError, match="trainer"):

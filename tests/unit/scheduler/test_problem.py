@@ -15,7 +15,7 @@ def test_a_problem_reads_the_same_from_json_and_from_yaml(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["workload.stalenes=1"], "workload.stalenes: unknown key; did you mean 'staleness'?"),
         (["model.params=-1"], "model.params: Input should be greater than 0 (got -1)"),
@@ -29,11 +29,11 @@ def test_a_problem_reads_the_same_from_json_and_from_yaml(tmp_path):
         (["constraints.gen_pp=2"], "constraints.gen_pp: Input should be 1"),
     ],
 )
-def test_what_is_wrong_is_told_by_field_and_value(overrides, told):
+def test_errors_name_the_field_and_the_value(overrides, message):
     with pytest.raises(ConfigError) as caught:
         validate(Problem, document("tiny_04", *overrides), source="problem")
 
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_two_node_entries_of_one_name_are_refused():
@@ -45,7 +45,7 @@ def test_two_node_entries_of_one_name_are_refused():
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
-def test_a_text_that_is_no_problem_is_one_clear_line(text):
+def test_a_malformed_problem_is_one_clear_line(text):
     with pytest.raises(ConfigError, match=r"^problem: ") as caught:
         parse_problem(text, source="problem")
 

@@ -27,7 +27,7 @@ def test_noise_revises_nothing():
         assert not judge(offer(factor, 1.0), rested_s=LATER, cool_down_s=REST_S).is_revised
 
 
-def test_after_a_revision_there_is_a_time_of_rest():
+def test_a_revision_is_followed_by_a_cool_down():
     assert not judge(offer(2.0, 1.0), rested_s=REST_S - 1, cool_down_s=REST_S).is_revised
     assert judge(offer(2.0, 1.0), rested_s=REST_S, cool_down_s=REST_S).is_revised
 

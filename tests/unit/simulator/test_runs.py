@@ -60,7 +60,7 @@ def test_a_generator_decodes_as_fast_as_its_steps_say():
     assert engine.next_end_s == pytest.approx(2.2 + 200 * 0.010)
 
 
-def test_a_lost_generator_gives_back_what_is_left_of_its_samples():
+def test_a_lost_generator_returns_the_rest_of_its_samples():
     spec = GeneratorSpec(name="g", node="n", region="r", steps_s=(0.0, 0.01), prefill_s=0.0, pause_s=0.0)
     engine = Engine(spec)
     engine.take(Sample(Group(1, [100.0], 0.0), 100.0))
@@ -72,7 +72,7 @@ def test_a_lost_generator_gives_back_what_is_left_of_its_samples():
     assert engine.num_free == 0
 
 
-def test_a_sample_that_moves_brings_its_tokens_and_has_its_context_computed_anew():
+def test_a_moved_sample_keeps_its_tokens_and_recomputes_its_context():
     steps_s = (0.0, 0.010, 0.020)
     spec = GeneratorSpec(name="g", node="n", region="r", steps_s=steps_s, prefill_s=0.0, pause_s=0.0)
     slow, quick = Engine(spec), Engine(replace(spec, steps_s=(0.0, 0.005), prefill_token_s=0.001))
@@ -148,7 +148,7 @@ def one_step(models, lengths, *, can_move, places=None):
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("longest_first", [True, False])
-def test_books_balance_and_nothing_is_staler_than_allowed(mode, longest_first):
+def test_counters_balance_and_nothing_is_staler_than_allowed(mode, longest_first):
     outcome = simulated(mode, longest_first=longest_first)
     found = report_of(make_model(long_tailed(), CALIBRATED), outcome, predicted=None)
 

@@ -53,7 +53,7 @@ def test_no_cheaper_cluster_of_the_front_is_beaten_by_another():
         assert model.score(each.plan).samples_per_second == pytest.approx(each.samples_per_second)
 
 
-def test_without_prices_and_without_time_there_is_nothing_to_tell():
+def test_without_prices_and_without_time_there_is_nothing_to_report():
     model, solution = planned(problem("tiny_02", "nodes=[{name: a, gpu: H800, gpus: 8}, {name: b, gpu: H20, gpus: 8}]"))
 
     assert [each.machines for each in alternatives(model, solution, time_left=ample, seed=0)] == [{"a": 1, "b": 1}]

@@ -38,11 +38,11 @@ BEFORE = plan(("a", 1, 8, 64), ("b", 1, 8, 64))
         (plan(("a", 1, 8, 64), ("b", 1, 8, 64), train=("h800-0", 4)), 1.0),
     ],
 )
-def test_generators_stop_that_are_new_or_must_be_restarted_and_all_when_trainers_change(after, share):
+def test_new_and_restarted_generators_stop_and_all_do_when_trainers_change(after, share):
     assert stopped_share(BEFORE, after) == pytest.approx(share)
 
 
-def test_a_generator_stands_still_as_long_as_machines_measured_that_one_starts():
+def test_a_generator_is_idle_for_the_measured_start_time():
     stated = problem("tiny_02")
     loading_s = stands_still_s(stated, [])
     views = [pb.NodeView(generator_start_s=seconds, is_alive=True) for seconds in (30.0, 40.0, 500.0)]

@@ -15,7 +15,7 @@ def ids(*values):
     return np.array(values, dtype=np.uint32)
 
 
-def test_prompts_are_told_apart_by_what_they_say_and_not_by_their_group():
+def test_prompts_are_distinguished_by_content_and_not_by_group():
     def key(**fields):
         return read_prompt(pb.LengthQuery(**fields)).key
 

@@ -7,7 +7,7 @@ from services.scheduler.lengths.quality import measure, recall_of_longest, spear
 LENGTHS = np.arange(1.0, 101.0)
 
 
-def test_recall_counts_the_longest_that_were_foreseen():
+def test_recall_counts_the_longest_that_were_forecast():
     forecasts = LENGTHS.copy()
     forecasts[90:] = 0.0
     assert recall_of_longest(LENGTHS, LENGTHS, 0.2) == 1.0

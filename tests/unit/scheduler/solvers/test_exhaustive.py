@@ -41,7 +41,7 @@ def test_bounds_leave_nothing_better_out():
     assert ExhaustiveSolver().solve(model, time_left=forever, seed=0).score.samples_per_second == best
 
 
-def test_a_machine_is_idle_or_split_with_no_room_for_another_replica():
+def test_a_machine_is_idle_or_split_without_space_for_another_replica():
     model = CostModel(problem("tiny_04"))
     node = model.nodes["l4-0"]
     degrees = model.degrees["l4"]
