@@ -1,4 +1,4 @@
-"""The broker process: builds its parts and serves until it is told to stop."""
+"""Runs the broker process: builds its parts and serves until stopped."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:
 async def serve(config: BrokerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortUnavailableError."""
     malloc.keep_large_buffers()
-    # What was imported lives as long as the process, and most of what calls make dies young.
+    # Imported objects live as long as the process, and most objects that calls create die young.
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     security = Security.from_environment(insecure=config.insecure)

@@ -1,4 +1,4 @@
-"""The BrokerService servicer: decodes, calls the core through the run's hub, encodes."""
+"""Implements BrokerService: decodes, calls the core through the run's replica, encodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from services.broker.streams.token_stream import serve_tokens
 from services.broker.streams.trajectory_stream import serve_puts
 
 RETRY_DELAY = Duration(nanos=200_000_000)
-"""How long a client waits before it sends prompts again that found the queue full: a few steps of a small run."""
+"""How long a client waits before it resends prompts refused by a full queue: a few steps of a small run."""
 WATCH_CHECK_S = 5.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,7 +50,7 @@ def _admit_trainer(
     request: broker_pb2.CloseRunRequest | broker_pb2.SubmitPromptsRequest | broker_pb2.DropGroupsRequest,
     now_s: float,
 ) -> None:
-    """What a trainer asks for is refused once another one has taken the run over; others may ask for it at any time."""
+    """A trainer's call is refused once another one has taken the run over; other roles may call at any time."""
     if request.HasField("owner"):
         ownership.admit(state, request.owner, now_s)
 
@@ -62,13 +62,13 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self._hubs = hubs
 
     async def OpenRun(self, request: broker_pb2.OpenRunRequest, context: _Context) -> broker_pb2.OpenRunResponse:
-        """Create, re-attach, rewind or catch up; see `opening`."""
+        """Create, re-attach, rewind or catch up; see `lifecycle`."""
         check_run_id(request.run_id)
         check_count("steps", len(request.steps), MAX_STEP_RECORDS)
         return await self._hubs.hub(request.run_id).open(request)
 
     async def CloseRun(self, request: broker_pb2.CloseRunRequest, context: _Context) -> broker_pb2.CloseRunResponse:
-        """Mark the run closed, with nothing left where that is asked for; its streams notice."""
+        """Mark the run closed, dropping everything in flight if requested; its streams notice."""
         check_run_id(request.run_id)
         if request.drop_reason:
             check_reason(request.drop_reason, field="drop_reason")
@@ -141,7 +141,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def PutTrajectories(
         self, request_iterator: AsyncIterator[broker_pb2.PutTrajectoriesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.PutTrajectoriesResponse]:
-        """See `put_stream`."""
+        """See `trajectory_stream`."""
         async for response in serve_puts(self._hubs, cast("AsyncIterator[bytes]", request_iterator)):
             yield response
 
@@ -174,7 +174,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def DropGroups(
         self, request: broker_pb2.DropGroupsRequest, context: _Context
     ) -> broker_pb2.DropGroupsResponse:
-        """Give groups up; see `drops`."""
+        """Drop groups; see `drops`."""
         check_run_id(request.run_id)
         check_reason(request.reason)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
@@ -220,7 +220,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         return await hub.transact(operation)
 
     async def ListRuns(self, request: broker_pb2.ListRunsRequest, context: _Context) -> broker_pb2.ListRunsResponse:
-        """The runs of the store that the caller may know of, oldest first; see `summaries`."""
+        """The runs of the store that the caller may know of, oldest first; see `run_list`."""
         answer, caller = await list_runs(self._hubs.store), current_caller()
         of_caller = [run for run in answer.runs if caller.sees_run(run.run_id)]
         return broker_pb2.ListRunsResponse(
@@ -228,19 +228,19 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         )
 
     async def DeleteRun(self, request: broker_pb2.DeleteRunRequest, context: _Context) -> broker_pb2.DeleteRunResponse:
-        """Delete a run, or go on deleting it; see `removal`."""
+        """Delete a run, or continue deleting it; see `removal`."""
         check_run_id(request.run_id)
         return await removal.delete(self._hubs.hub(request.run_id), is_forced=request.force)
 
     async def AuditRun(self, request: broker_pb2.AuditRunRequest, context: _Context) -> broker_pb2.AuditRunResponse:
-        """The books, counted now."""
+        """The audit, counted now."""
         check_run_id(request.run_id)
         return broker_pb2.AuditRunResponse(audit=await self._hubs.hub(request.run_id).read_books(audit_rows))
 
     async def WatchPolicy(
         self, request: broker_pb2.WatchPolicyRequest, context: _Context
     ) -> AsyncIterator[broker_pb2.WatchPolicyResponse]:
-        """The version now, and again at every change."""
+        """The current version, and again at every change."""
         check_run_id(request.run_id)
         hub = self._hubs.hub(request.run_id)
 
@@ -264,7 +264,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def ExportTrajectories(
         self, request: broker_pb2.ExportTrajectoriesRequest, context: _Context
     ) -> AsyncIterator[broker_pb2.ExportTrajectoriesResponse]:
-        """Retained steps, and with follow those to come; see `export`."""
+        """Retained steps, and with follow later ones; see `export_stream`."""
         check_run_id(request.run_id)
         async for response in export(self._hubs, request):
             yield response

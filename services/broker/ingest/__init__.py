@@ -1,4 +1,4 @@
-"""Checks of what clients send, once on arrival, and its decoded form.
+"""Checks requests once on arrival, and decodes them.
 
-Pure functions of a request. What needs the run's state to decide belongs in `operations`.
+Pure functions of a request. Checks that need the run's state belong in `operations`.
 """

@@ -1,6 +1,6 @@
-"""A token chunk, checked once on arrival. Pure.
+"""Checks token chunks once on arrival. Pure.
 
-Everything that can be judged without the run's state is judged here; `generation` does the rest.
+All checks that need no run state are here; `append_tokens` does the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import decode_versions, float32_array, int32_array
 
 MAX_TEXT_BYTES = 8 * 1024 * 1024
-"""With its token ids and its prompt a sample still fits the one message in which a reward worker gets it."""
+"""Bound such that a sample with token ids and prompt fits one message to a reward worker."""
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; engines round a certain token to slightly more."""
 _FINISH_REASONS = frozenset(types_pb2.FinishReason.values())
@@ -27,7 +27,7 @@ _Look = tuple[int, int | None, int | None]
 
 @dataclass(slots=True, kw_only=True)
 class ChunkFacts:
-    """What decides about a chunk, and the bytes to keep of it; not frozen, which triples the time to make one."""
+    """The checked properties of a chunk, and the bytes to keep; not frozen, which would triple its creation time."""
 
     group_id: str
     sample_index: int
@@ -39,7 +39,7 @@ class ChunkFacts:
     min_version: int | None
     max_version: int | None
     fault: str
-    """Why the chunk is malformed; empty when it is not."""
+    """Why the chunk is malformed; empty if it is valid."""
     payload: bytes
     """The TokenChunk without key and lease."""
 
@@ -62,8 +62,8 @@ class ChunkFacts:
 def read_chunks(chunks: Sequence[types_pb2.TokenChunk]) -> list[ChunkFacts]:
     """Check the arrays of a request's chunks; malformed ones come back with their `fault`. `chunks` are used up.
 
-    One look at all numbers together decides the usual case, in which nothing is wrong: a chunk often holds two tokens,
-    and looking at each alone would cost more than everything else that happens to it.
+    One check of all numbers together decides the usual case, in which all are valid: a chunk often has two tokens,
+    and checking each alone would cost more than all its other processing.
     """
     are_ordinary = [_is_ordinary(chunk) for chunk in chunks]
     looked_at = _look_if_all_good(list(compress(chunks, are_ordinary)))
@@ -118,7 +118,7 @@ def _facts(
 
 
 def _look_if_all_good(chunks: Sequence[types_pb2.TokenChunk]) -> list[_Look] | None:
-    """What is found of each chunk's tokens; None where one is malformed or empty."""
+    """The token statistics of each chunk; None if it is malformed or empty."""
     token_ids, logprobs = [chunk.token_ids for chunk in chunks], [chunk.logprobs for chunk in chunks]
     runs = [chunk.policy_versions for chunk in chunks]
     parts, lengths_parts = [run.versions for run in runs], [run.lengths for run in runs]
@@ -150,7 +150,7 @@ def _look_if_all_good(chunks: Sequence[types_pb2.TokenChunk]) -> list[_Look] | N
 
 
 def _check(chunk: types_pb2.TokenChunk) -> tuple[int, int] | None:
-    """Oldest and newest version of the tokens, None when there are none. Raises InvalidFieldError."""
+    """Oldest and newest version of the tokens, None if there are none. Raises InvalidFieldError."""
     if chunk.finish_reason not in _FINISH_REASONS:
         raise InvalidFieldError(f"finish_reason: {chunk.finish_reason} is not known", field="finish_reason")
     if chunk.text and (not chunk.finish_reason or _is_longer(chunk.text, MAX_TEXT_BYTES)):
@@ -176,5 +176,5 @@ def _check(chunk: types_pb2.TokenChunk) -> tuple[int, int] | None:
 
 
 def _is_longer(text: str, num_bytes: int) -> bool:
-    """Whether text takes more than so many bytes as UTF-8, of which a character takes at most 4."""
+    """Whether text takes more than this many bytes as UTF-8, which has at most 4 per character."""
     return 4 * len(text) > num_bytes and len(text.encode()) > num_bytes

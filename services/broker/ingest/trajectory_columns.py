@@ -1,4 +1,4 @@
-"""What decides about the groups of a put, in columns: nearly always all of them go the same way. Pure."""
+"""Holds the checked properties of a put's groups in columns: nearly always all share one outcome. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import accumulate
 
 @dataclass(slots=True, kw_only=True)
 class PutGroup:
-    """What decides about one group. All lists are by sample."""
+    """The checked properties of one group. All lists are by sample."""
 
     group_id: str
     fault: str
-    """Why it is malformed; nothing below is set then. Empty when it is not."""
+    """Why it is malformed, in which case no later field is set; empty if it is valid."""
     num_prompt_tokens: int
     sample_tokens: Sequence[int]
     """Completion tokens."""
@@ -31,9 +31,9 @@ class PutGroups:
 
     group_ids: list[str] = field(default_factory=list)
     slices: list[tuple[int, int]] = field(default_factory=list)
-    """Where each stands in the request's bytes."""
+    """Position of each in the request's bytes."""
     faults: list[str] = field(default_factory=list)
-    """Why it is malformed; empty when it is not."""
+    """Why each is malformed; empty if it is valid."""
     num_prompt_tokens: list[int] = field(default_factory=list)
     num_samples: list[int] = field(default_factory=list)
     sample_tokens: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class PutGroups:
 
     @classmethod
     def joined(cls, parts: Iterable[PutGroups]) -> PutGroups:
-        """Those of all parts, one after the other."""
+        """The groups of all parts, concatenated."""
         whole = cls()
         for part in parts:
             for name in cls.__slots__:
@@ -55,7 +55,7 @@ class PutGroups:
         return len(self.group_ids)
 
     def __iter__(self) -> Iterator[PutGroup]:
-        """One by one, where it matters which."""
+        """The groups one by one."""
         for position, (start, end) in enumerate(self.sample_slices()):
             yield PutGroup(
                 group_id=self.group_ids[position],
@@ -68,7 +68,7 @@ class PutGroups:
             )
 
     def worst(self) -> PutGroup:
-        """One that fits only where each of them does; for groups of which none is malformed."""
+        """A summary that fits only if every group fits; for groups none of which is malformed."""
         return PutGroup(
             group_id="",
             fault="",
@@ -80,6 +80,6 @@ class PutGroups:
         )
 
     def sample_slices(self) -> list[tuple[int, int]]:
-        """Where the samples of each group begin and end."""
+        """Start and end of each group's samples."""
         ends = list(accumulate(self.num_samples))
         return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -1,7 +1,7 @@
-"""A put request, checked once on arrival. Pure.
+"""Checks and decodes put requests once on arrival. Pure.
 
-Everything that can be judged without the run's state is judged here, over all samples of the request at once; `putting`
-does the rest. The trajectories are not read again after that: what is kept of them are their bytes.
+All checks that need no run state are here, over all samples of the request at once; `append_trajectories` does the
+rest. The trajectories are not parsed again: only their bytes are kept.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ CHECKED_BYTES = 8 * 1024 * 1024
 _OK = types_pb2.SCORE_STATUS_OK
 _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
 _LARGE_BYTES = 16 * 1024
-"""From this size on, looking at an array by itself costs less than copying it together with others."""
+"""From this size on, checking an array by itself costs less than copying it together with others."""
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
 def read_put(
     packed: Packed, messages: Sequence[types_pb2.TrajectoryGroup] | None = None, *, max_bytes: int = MAX_BYTES
 ) -> PutGroups:
-    """The groups of a request, each with its fault where it is malformed; `messages` where they are parsed already.
+    """The groups of a request, each with its fault if malformed; `messages` if they are parsed already.
 
-    Raises InvalidFieldError where the request as a whole cannot be read.
+    Raises InvalidFieldError if the request as a whole cannot be read.
     """
     if len(packed) > max_bytes:
         raise InvalidFieldError(
@@ -53,12 +53,12 @@ def read_put(
     try:
         return _read(messages, slices)
     except InvalidFieldError:
-        # Somebody is at fault: look at each alone.
+        # Some group is malformed: check each alone.
         return PutGroups.joined(_read_alone(message, part) for message, part in zip(messages, slices, strict=True))
 
 
 def _parsed(packed: Packed) -> list[types_pb2.TrajectoryGroup]:
-    # Protobuf copies what a view shows before it reads it, but not what the view is of.
+    # Protobuf copies a view's bytes before it reads them, but not the underlying buffer.
     is_whole = isinstance(packed, memoryview) and isinstance(packed.obj, bytearray) and packed.nbytes == len(packed.obj)
     data = packed.obj if isinstance(packed, memoryview) and is_whole else packed
     try:
@@ -78,7 +78,7 @@ def _read_alone(message: types_pb2.TrajectoryGroup, part: tuple[int, int]) -> Pu
 
 
 def _read(messages: Sequence[types_pb2.TrajectoryGroup], slices: list[tuple[int, int]]) -> PutGroups:
-    """Groups of which none is malformed. Raises InvalidFieldError about the first fault found in any of them."""
+    """Groups none of which is malformed. Raises InvalidFieldError with the first fault found in any."""
     trajectories = [list(message.trajectories) for message in messages]
     counts = list(map(len, trajectories))
     _require(min(counts) >= 1, "trajectories", 0, "at least one a group")
@@ -134,10 +134,10 @@ def _check_keys(group_ids: Sequence[str], counts: Sequence[int], samples: Sequen
     expected = list(chain.from_iterable(map(repeat, group_ids, counts)))
     _require(named == expected, "key.group_id", named[0][:80], "the group_id of the group's prompt")
     if len(counts) == len(samples):
-        # One a group, whatever its index.
+        # One per group, whatever its index.
         return
     indices = [key.sample_index for key in keys]
-    # Inside a group they rise; where the next group begins they may fall.
+    # Ascending within a group; they may fall where the next group begins.
     falls = {position for position, (index, after) in enumerate(pairwise(indices), 1) if after <= index}
     is_good = falls <= set(accumulate(counts))
     _require(is_good, "key.sample_index", indices[:8], "rising inside a group")
@@ -155,7 +155,7 @@ def _check_outcomes(samples: Sequence[types_pb2.Trajectory]) -> list[float]:
 
 
 def _check_all_arrays(samples: Sequence[types_pb2.Trajectory], *, num_bytes: int) -> list[int]:
-    """Completion tokens of each sample; so many at once as have about CHECKED_BYTES, since reading them copies them."""
+    """Completion tokens of each sample; about CHECKED_BYTES at once, since reading copies them."""
     at_once = max(1, len(samples) * CHECKED_BYTES // max(1, num_bytes))
     return [
         count for start in range(0, len(samples), at_once) for count in _check_arrays(samples[start : start + at_once])
@@ -204,7 +204,7 @@ def _arrays(parts: Sequence[bytes], dtype: np.dtype[Any]) -> list[npt.NDArray[An
 
 
 def _check_versions(samples: Sequence[types_pb2.Trajectory], num_tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Oldest and newest version of each sample; one without tokens is as old as it says."""
+    """Oldest and newest version of each sample; one without tokens has its stated version."""
     runs = [sample.policy_versions for sample in samples]
     parts, lengths_parts = [run.versions for run in runs], [run.lengths for run in runs]
     sizes = list(map(len, lengths_parts))
@@ -218,13 +218,13 @@ def _check_versions(samples: Sequence[types_pb2.Trajectory], num_tokens: Sequenc
     versions = np.frombuffer(b"".join(parts), _INT64)
     lengths = np.frombuffer(b"".join(lengths_parts), _INT32)
     if versions.tolist() == oldest == newest and lengths.tolist() == num_tokens and all(num_tokens):
-        # As most often: each sample has tokens, all of one version. The rest says the same of any.
+        # The common case: each sample has tokens, all of one version. The code below handles any.
         return oldest, newest
     if not versions.size:
         return oldest, newest
     lengths = lengths.astype(np.int64)
     _require(int(lengths.min()) >= 1 and int(versions.min()) >= 0, "policy_versions", "", "runs >= 1, versions >= 0")
-    # Where the runs of each sample that has tokens begin.
+    # Start of the version runs of each sample that has tokens.
     starts = [end - size // 4 for end, size in zip(accumulate(size // 4 for size in sizes), sizes, strict=True) if size]
     has_tokens = [count > 0 for count in num_tokens]
     totals = np.add.reduceat(lengths, starts).tolist()

@@ -1,4 +1,4 @@
-"""Checks of what clients send: every field bounded, every refusal naming field and value. Pure.
+"""Validates client messages: every field is bounded, every refusal names field and value. Pure.
 
 Each function raises InvalidFieldError and returns nothing.
 """
@@ -23,13 +23,13 @@ MAX_CHUNKS = 4_096
 MAX_RESULTS = 1_024
 MAX_ACTIVE_LEASES = 65_536
 MAX_STEP_S = 60.0
-"""A decode step that takes longer is a fault of the statement."""
+"""A longer decode step means that the statement is wrong."""
 MAX_GROUP_IDS = 65_536
 MAX_STEP_RECORDS = 1_024
 MAX_BUSY_SPANS_PER_BEAT = 64
 MAX_BATCH_BYTES = 1024 * 1024
 MAX_TOKENS_REQUEST_BYTES = 12 * 1024 * 1024
-"""Chunks of one request: the text of one long completion, and what a generator sends together with it."""
+"""Chunks of one request: the text of one long completion, and the others that a generator sends with it."""
 MAX_METADATA_BYTES = 64 * 1024
 MAX_TEXT_CHARACTERS = 1024
 MAX_ID_CHARACTERS = 128
@@ -57,7 +57,7 @@ def check_count(field: str, count: int, most: int) -> None:
 
 
 def check_bytes(field: str, size_bytes: int, *, most: int = MAX_BATCH_BYTES) -> None:
-    """A batch of at most 1 MiB, or so many bytes."""
+    """A batch of at most 1 MiB, or this many bytes."""
     _require(size_bytes <= most, field, f"{size_bytes} bytes", f"at most {most} bytes")
 
 
@@ -70,7 +70,7 @@ def check_timestamp(field: str, stamp: Timestamp) -> None:
 
 
 def check_text(field: str, text: str) -> None:
-    """Words for people, at most 1,024 characters."""
+    """Readable text, at most 1,024 characters."""
     limit = MAX_TEXT_CHARACTERS
     _require(len(text) <= limit, field, f"{len(text)} characters", f"at most {limit} characters")
 
@@ -151,7 +151,7 @@ def check_hello(hello: broker_pb2.GeneratorHello) -> None:
     check_run_id(hello.run_id)
     check_id("hello.generator_id", hello.generator_id)
     _require(hello.max_context_tokens >= 2, "hello.max_context_tokens", hello.max_context_tokens, "at least 2")
-    # Shown to people and called by nobody, so that it need not be the generator's own.
+    # For display only and never called, so it need not be the generator's own.
     is_address = not hello.endpoint or _ENDPOINT.fullmatch(hello.endpoint) is not None
     _require(is_address, "hello.endpoint", hello.endpoint[:80], "host:port, or empty")
     for field, value in (("site", hello.site), ("engine", hello.engine), ("endpoint", hello.endpoint)):

@@ -1,4 +1,4 @@
-"""What the broker asks of a store, and the clock of a run.
+"""The broker's store interface, and the clock of a run.
 
 The protocol that every store implements. No implementation (see `storage`) and no rule lives here.
 """

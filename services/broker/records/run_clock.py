@@ -1,14 +1,14 @@
-"""The one clock of a run: kept in the store beside its records, read alike by every broker process.
+"""Keeps one clock per run, in the store beside its records, the same for every broker process.
 
-Every time in a run's records is of this clock, and so is every decision on them. Brokers' wall clocks do not matter,
+All times in a run's records, and all decisions on them, use this clock. Brokers' wall clocks do not matter,
 and neither does a step of the store's own clock:
 
 - The store advances it by its own clock, but it never goes back: a store whose clock was set back, or that failed over
-  to a machine that is behind, goes on from where it was.
-- It knows since when it was advanced without a gap. Where nobody advanced it for `max_gap_s` (no broker ran, the store
-  was away or refused writes, machines slept) or the store's clock jumped ahead by as much, nobody could be heard, or
-  nobody knows for how long: ages begin anew at the end of the gap, and leases get a full life from there.
-- Between two readings a broker goes on by its monotonic clock, for MAX_GAP_S at most. Leases expire by readings only.
+  to a machine that is behind, continues from where it was.
+- It records since when it was advanced without a gap. If it was not advanced for `max_gap_s` (no broker ran, the store
+  was unavailable or refused writes, machines slept) or the store's clock jumped ahead by as much, heartbeats could not
+  arrive for an unknown time: ages start again at the end of the gap, and leases get their full duration from there.
+- Between two readings a broker continues by its monotonic clock, for MAX_GAP_S at most. Leases expire by readings only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reading:
 
 
 def max_gap_s(limits: Limits) -> float:
-    """The longest time between two advances that counts as time."""
+    """The longest time between two advances that is not a gap."""
     return min(MAX_GAP_S, max(MIN_GAP_S, min(limits.generation_lease_s, limits.scoring_lease_s) / 3))
 
 
@@ -46,12 +46,12 @@ class StoredClock:
         self._lead_s = self._since_s = 0.0
 
     def read(self, machine_s: float, max_gap_s: float) -> Reading:
-        """The clock when that of the store's machine shows `machine_s`."""
+        """The clock when the store's machine shows `machine_s`."""
         lead_s, since_s = self._now(machine_s, max_gap_s)
         return Reading(now_s=machine_s + lead_s, unbroken_since_s=since_s)
 
     def advance(self, machine_s: float, max_gap_s: float) -> Reading:
-        """The same, and keep it."""
+        """The same, and store it."""
         self._lead_s, self._since_s = self._now(machine_s, max_gap_s)
         self._at_s = machine_s
         return Reading(now_s=machine_s + self._lead_s, unbroken_since_s=self._since_s)
@@ -79,9 +79,9 @@ class RunClock:
         self._newest_s = 0.0
 
     def take(self, reading: Reading) -> None:
-        """The store's clock was read just now."""
+        """Record a reading of the store's clock just now."""
         self._reading, self._read_at_s = reading, self._local.monotonic_s()
-        # Ahead of the store by more than what this process counts itself: the store lost what it had.
+        # Ahead of the store by more than this process counted itself: the store lost commits.
         is_lost = self._newest_s - reading.now_s > 2 * MAX_GAP_S
         self._newest_s = reading.now_s if is_lost else max(self._newest_s, reading.now_s)
 
@@ -108,5 +108,5 @@ class RunClock:
         return self._local.monotonic_s()
 
     def age_s(self, since_s: float) -> float:
-        """How long ago that was, gaps and what was before them left out: for as long nobody was heard who could be."""
+        """How long ago that was, excluding the last gap and the time before it, when heartbeats could not arrive."""
         return self.now_s() - max(since_s, self.unbroken_since_s)

@@ -1,6 +1,6 @@
-"""Where a run's records and payload rest: what the broker asks of a store.
+"""Defines the store of a run's records and payload, as the broker requires it.
 
-A run is a versioned document: one RunRecord, one GroupRecord a live or retained group, and payload beside them. A
+A run is a versioned document: one RunRecord, one GroupRecord per live or retained group, and payload beside them. A
 broker process works on a copy of the records and commits changes against the mark it last saw, so any number of
 processes may serve one run and every decision is taken by the same Python code whatever the store.
 """
@@ -27,7 +27,7 @@ class LostMarkError(Exception):
 
 
 class RetiredError(Exception):
-    """Ids that a change takes for new belong to retired groups; nothing was stored. Decide again without them."""
+    """Ids that a change treats as new belong to retired groups; nothing was stored. Decide again without them."""
 
     def __init__(self, group_ids: Collection[str]) -> None:
         super().__init__(f"{len(group_ids)} ids are retired")
@@ -36,9 +36,9 @@ class RetiredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in a run's history: how many commits, and the name of the last one.
+    """A point in a run's history: the number of commits, and the name of the last one.
 
-    The name tells a history that went on from one that lost its end (a Redis that came back without its last second).
+    The name distinguishes a continued history from one that lost its end (a Redis back without its last second).
     """
 
     revision: int
@@ -55,21 +55,21 @@ class PayloadSlice:
 
     @property
     def size_bytes(self) -> int:
-        """Its length."""
+        """Length of the part."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What to do to a copy of the records to bring it to `mark`."""
+    """The changes that bring a copy of the records to `mark`."""
 
     mark: Mark
     is_full: bool
-    """Whether everything is here; else only what changed since the mark that was asked about."""
+    """Whether it is complete; else it has only the changes since the requested mark."""
     run: bytes
     """RunRecord."""
     groups: Mapping[str, bytes | None]
-    """Records by name; None where it is gone."""
+    """Records by name; None if removed."""
     clock: Reading | None = None
     """The run's clock when this was read."""
 
@@ -82,7 +82,7 @@ class Root:
     run: bytes
     """RunRecord."""
     num_records: int
-    """Records that it has besides."""
+    """Number of its other records."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,20 +99,20 @@ class Delta:
     chunks: list[tuple[SampleId, bytes]] = field(default_factory=list)
     """TokenChunks to append, in order."""
     retired: set[str] = field(default_factory=set)
-    """Groups whose records go, but whose ids must never be accepted again."""
+    """Groups whose records are removed, but whose ids must never be accepted again."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What to add to the counters of the books, by name; see `books`."""
+    """Additions to the audit counters, by name; see `counters`."""
     fold_version: int | None = None
     """Afterwards, add the counters of older versions to those of this one; None folds nothing."""
     fresh: list[str] = field(default_factory=list)
-    """Ids taken for new: the change is refused where one of them is retired."""
+    """Ids treated as new: the change is refused if one of them is retired."""
     payloads: dict[str, Packed] = field(default_factory=dict)
-    """Payload of puts by payload id; empty where `put_payload` brought it ahead."""
+    """Payload of puts by payload id; empty if `put_payload` stored it ahead."""
     dropped_payloads: set[str] = field(default_factory=set)
     """Payload ids to delete."""
 
     def absorb(self, later: Delta) -> None:
-        """Add what an operation after this one does beside the records."""
+        """Add the changes of a later operation other than records."""
         self.prompts.update(later.prompts)
         if later.cleared:
             self.cleared |= later.cleared
@@ -128,7 +128,7 @@ class Delta:
         self.dropped_payloads |= later.dropped_payloads
 
     def keep_payloads(self, is_used: Callable[[str], bool]) -> None:
-        """Leave out payload that no record uses any more, and delete none that one does."""
+        """Leave out payload that no record uses any more, and keep payload that is still used."""
         self.dropped_payloads = {payload_id for payload_id in self.dropped_payloads if not is_used(payload_id)}
         self.payloads = {payload_id: data for payload_id, data in self.payloads.items() if is_used(payload_id)}
 
@@ -138,15 +138,15 @@ class Store(Protocol):
 
     Atomicity: `commit` stores a delta whole or not at all, and returns only after the store has it. Commits of one run
     form one sequence; `load` never shows half a commit. Peers and busy spans are hints outside of that sequence.
-    Every call raises ServiceUnavailableError when the store cannot be reached within a few seconds; a commit that ended
-    so may or may not have been stored, and the caller must load again to know.
+    Every call raises ServiceUnavailableError when the store cannot be reached within a few seconds; such a commit
+    may or may not have been stored, and the caller must load again to know.
     """
 
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
         """The run as a change of the copy at `since`, or all of it. None: no such run.
 
-        All of it is read in slices, without holding up the event loop or the store; it may take as long as it takes.
-        Raises LostMarkError where the mark is not known (any more), or more than MAX_CHANGED_BYTES have changed.
+        All of it is read in slices, without blocking the event loop or the store, and without a deadline.
+        Raises LostMarkError if the mark is not known (any more), or more than MAX_CHANGED_BYTES have changed.
         """
         ...
 
@@ -157,12 +157,12 @@ class Store(Protocol):
     async def tick(self, run_id: str, max_gap_s: float) -> Reading:
         """Advance the run's clock, see `run_clock`; a longer time since this was last called is a gap.
 
-        Of a run that does not exist, the store's own time.
+        If the run does not exist, the store's own time.
         """
         ...
 
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
-        """Prompts as stored, None where there is none."""
+        """Prompts as stored, None if missing."""
         ...
 
     async def chunks(self, run_id: str, samples: Sequence[SampleId]) -> list[list[bytes]]:
@@ -170,23 +170,23 @@ class Store(Protocol):
         ...
 
     async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
-        """Every counter of the books, and the commit after which they stood so. None: no such run."""
+        """Every audit counter, and the commit they belong to. None: no such run."""
         ...
 
     async def put_payload(self, run_id: str, payload_id: str, payload: Packed) -> None:
-        """Store a large payload ahead of the commit that makes it last; it goes by itself when there is none."""
+        """Store a large payload ahead of the commit that makes it durable; it expires without one."""
         ...
 
     async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
-        """Parts of payloads; shorter than asked for where the payload is gone."""
+        """Parts of payloads; shorter than requested if the payload is gone."""
         ...
 
     async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
-        """Which of the ids belong to retired groups."""
+        """The ids among these that belong to retired groups."""
         ...
 
     async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
-        """Remember how a peer was last seen, and append spans, of which the newest MAX_BUSY_SPANS stay."""
+        """Store a peer's latest view, and append spans, of which the newest MAX_BUSY_SPANS are kept."""
         ...
 
     async def peers(self, run_id: str) -> dict[str, bytes]:
@@ -194,7 +194,7 @@ class Store(Protocol):
         ...
 
     async def forget_peers(self, run_id: str, peer_ids: Sequence[str]) -> None:
-        """Remove peers and their spans; those that are unknown are no error."""
+        """Remove peers and their spans; unknown ones are no error."""
         ...
 
     async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
@@ -206,23 +206,23 @@ class Store(Protocol):
         ...
 
     async def roots(self, run_ids: Sequence[str]) -> list[Root | None]:
-        """Runs without their groups; None where there is no such run."""
+        """Runs without their groups; None if there is no such run."""
         ...
 
     async def now_s(self, run_id: str) -> float:
-        """Unix time by the store's own clock, asked where that run is."""
+        """Unix time by the clock of the store's machine that has this run."""
         ...
 
     def purge(self, run_id: str, expected: Mark) -> AsyncIterator[int]:
         """Delete the records and payload of a run, slice by slice; yields how many keys and records each slice took.
 
-        The run, its books and its peers stay. Whoever calls has marked the run, so that nobody writes to it any more.
-        Raises ConflictError when the run is no longer at `expected`.
+        The run, its counters and its peers remain. The caller has marked the run, so that it is no longer written to.
+        Raises ConflictError if the run is no longer at `expected`.
         """
         ...
 
     async def delete(self, run_id: str, expected: Mark | None) -> None:
-        """Delete what `purge` leaves. Raises ConflictError when the run is not at `expected` (None: there is none)."""
+        """Delete what `purge` leaves. Raises ConflictError if the run is not at `expected` (None: no such run)."""
         ...
 
     async def ping(self) -> None:
@@ -230,13 +230,13 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         ...
 
 
 MAX_BUSY_SPANS = 20_000
 """About an hour of a generator that reports five spans a second; 0.5 MiB."""
 MAX_CHANGED_BYTES = 16 * 1024 * 1024
-"""Records that are read at once."""
+"""Bytes of records read at once."""
 MARKS_KEPT = 2_000
 """Commits a copy may be behind and still load only the difference."""

@@ -1,6 +1,6 @@
-"""Admission: which generator may start which training group, so that no sample can become too stale. Pure.
+"""Decides which generator may start which training group, so that no sample becomes too stale. Pure.
 
-The rule bounds how much work is in the world, not how old a finished sample is. With B groups a step, bound S and the
+The rule bounds the work under way, not the age of a finished sample. With B groups a step, bound S and the
 trainer at version v, a group may be started by version m <= v if
 
     v * B + (groups started and neither trained nor dropped) + 1  <=  (m + S + 1) * B
@@ -9,8 +9,8 @@ Then at most (m + S + 1) * B groups can ever precede or accompany one that versi
 than the step that starts from version m + S. Delivery (`batching`) keeps that order. v * B stands for the groups
 trained, so that a step of fewer groups does not loosen the bound.
 
-Which version m is, the run's StalenessPolicy says (`penstock.staleness`). Where it is not the generator's own, a
-lagging generator may start what can come too late, and `drops.drop_stale` gives that up.
+The run's StalenessPolicy (`penstock.staleness`) decides which version m is. If it is not the generator's own, a
+lagging generator may start groups that end too late, which `drops.drop_stale` drops.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AdmissionRule:
     limits: Limits
     policy: Policy
     policy_version: int
-    """The trainer's."""
+    """The trainer's version."""
     num_started: int
     """Training groups started and neither trained nor dropped."""
 
@@ -53,9 +53,9 @@ class AdmissionRule:
         """Whether a generator may take a sample of a training group.
 
         Args:
-            generator_version: what the generator holds.
-            min_version: oldest version that worked on the group; None when it is not started.
-            prompt_min_version: what its prompt asks for, if it does.
+            generator_version: the version of the generator's weights.
+            min_version: oldest version that worked on the group; None if it is not started.
+            prompt_min_version: the version that its prompt requires, if any.
         """
         version, bound = self.policy_version, self.limits.max_staleness
         if generator_version > version:
@@ -78,7 +78,7 @@ class AdmissionRule:
 
 
 def judge_evaluation(*, generator_version: int, prompt_min_version: int | None) -> Verdict:
-    """Whether a generator may take a sample of an evaluation group: it only has to hold the version asked for."""
+    """Whether a generator may take a sample of an evaluation group: it only needs the requested version."""
     if prompt_min_version is not None and generator_version < prompt_min_version:
         return _no(f"an evaluation asks for version {prompt_min_version}, the generator holds {generator_version}")
     return ALLOWED

@@ -1,9 +1,9 @@
-"""Batching: which ready groups go to the trainer now. Pure.
+"""Decides which ready groups go to the trainer now. Pure.
 
 With the trainer at version t and B groups a step, groups whose deadline is t or earlier are *due*: they must be in this
-step. A ready group is handed out when it is due, or when the step still has room after every due group has its place.
-Never more than B are handed out and unacknowledged. So a slow group is waited for instead of becoming too stale. Under
-a StalenessPolicy that keeps no places nothing is waited for, though what is due still goes first.
+step. A ready group is delivered when it is due, or when the step has a place left after every due group has its own.
+Never more than B are delivered and unacknowledged. So a slow group is waited for instead of becoming too stale. Under
+a StalenessPolicy that keeps no places no group is waited for, though due groups still go first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.broker.rules.limits import Limits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyGroup:
-    """A record whose samples are all scored or dropped; that of a put can be cut."""
+    """A record whose samples are all scored or dropped; that of a put can be split."""
 
     group_id: str
     """The record's name."""
@@ -28,7 +28,7 @@ class ReadyGroup:
     num_groups: int
     """In the record."""
     num_tokens: int
-    """Prompts and completions, of all groups."""
+    """Prompt and completion tokens of all groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +38,24 @@ class StepView:
     limits: Limits
     policy_version: int
     num_delivered: int
-    """Training groups handed out and not acknowledged."""
+    """Training groups delivered and not acknowledged."""
     num_due: int
-    """Training groups to keep a place for: started, not handed out, with a deadline not after policy_version; ready
-    ones included. 0 where the StalenessPolicy keeps no places."""
+    """Training groups to keep a place for: started, not delivered, with a deadline not after policy_version; ready
+    ones included. 0 if the StalenessPolicy keeps no places."""
 
 
 def choose(
     ready: Sequence[ReadyGroup], step: StepView, *, max_groups: int, target_tokens: int
 ) -> list[tuple[str, int]]:
-    """What to hand out, oldest deadline first, then in order of submission: at most `max_groups` groups in all.
+    """The groups to deliver, oldest deadline first, then in order of submission: at most `max_groups` groups in all.
 
-    Not in order of readiness: where places are few and none is kept, a group that is always ready last would lose its
+    Not in order of readiness: if places are few and none is kept, a group that is always ready last would lose its
     place to others for ever.
 
-    Stops once the chosen ones hold about `target_tokens` tokens; 0 means no aim.
+    Stops once the chosen ones have about `target_tokens` tokens; 0 means no target.
 
     Returns:
-        Names of records, each with how many of its groups are chosen: the first ones.
+        Names of records, each with the number of its first groups that are chosen.
     """
     chosen: list[tuple[str, int]] = []
     num_chosen, num_due, num_tokens = 0, step.num_due, 0

@@ -1,4 +1,4 @@
-"""The numbers that bound a run, with every default filled in. Pure."""
+"""Reads the numbers that bound a run, with every default filled in. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DEFAULT_GENERATION_LEASE_S = 30.0
 DEFAULT_SCORING_LEASE_S = 60.0
 DEFAULT_MAX_LEASES = 8
 LEASE_SECRET_BYTES = 8
-"""Of a lease id, drawn at random: a request names 4,096 leases, so fewer could be found by trying."""
+"""Random characters of a lease id: a request names 4,096 leases, so fewer could be guessed."""
 MIN_QUEUED_GROUPS = 64
 MIN_LEASE_S, MAX_LEASE_S = 0.1, 3600.0
 MAX_SILENT_LIVES = 20
-"""Lives of a lease after which, at the earliest, it is no longer renewed unless tokens come."""
+"""Lease durations after which, at the earliest, a lease without new tokens is no longer renewed."""
 MAX_TOKEN_SILENCE_S = 7 * 24 * 3600.0
 
 MAX_GROUPS_PER_STEP = 65_536
@@ -29,9 +29,9 @@ MAX_GROUP_SIZE = 1_024
 MAX_STALENESS = 1_024
 MAX_COMPLETION_TOKENS = 1 << 20
 MAX_ID_BYTES = 240
-"""Of a group id, as UTF-8."""
+"""Bytes of a group id as UTF-8."""
 STEP_IDS_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-"""What a message has for the groups of one step."""
+"""Bytes of a message available for the groups of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Limits:
 
     @property
     def min_usable_samples(self) -> int:
-        """Fewest usable samples of a training group: an advantage in a group needs two, unless it is made of one."""
+        """Fewest usable samples of a training group: an advantage in a group needs two, unless the group has one."""
         return min(2, self.group_size)
 
     @classmethod
@@ -76,7 +76,7 @@ class Limits:
         )
 
     def to_proto(self) -> broker_pb2.RunLimits:
-        """The same as a message, nothing left at its default."""
+        """The limits as a message with every default filled in."""
         stated = broker_pb2.RunLimits(
             groups_per_step=self.groups_per_step,
             group_size=self.group_size,
@@ -92,7 +92,7 @@ class Limits:
         return stated
 
     def token_silence(self, generator_id: str, tokens_per_second: float | None) -> SilenceLimit:
-        """How long a lease lives without a token, given the speed of its generator's samples."""
+        """How long a lease lasts without a token, given the speed of its generator's samples."""
         return silence_limit(
             setting="limits.token_silence (trainer.max_lease_silence_s)",
             configured_s=self.token_silence_s,
@@ -108,7 +108,7 @@ def _require(field: str, value: int, least: int, most: int) -> None:
 
 
 def _check_step_ids(limits: broker_pb2.RunLimits) -> None:
-    """A step must be possible to acknowledge, and to name in the ledger with a mask of the samples trained on."""
+    """A step must fit in an acknowledgement, and in the step log with a mask of the samples trained on."""
     group_bytes = MAX_ID_BYTES + math.ceil(limits.group_size / 8) + 6
     most = STEP_IDS_BYTES // group_bytes
     if limits.groups_per_step > most:
@@ -120,7 +120,7 @@ def _check_step_ids(limits: broker_pb2.RunLimits) -> None:
 
 
 def _check_group_tokens(limits: broker_pb2.RunLimits) -> None:
-    """What is sampled must be possible to deliver: see `penstock.wire.pieces`."""
+    """Sampled groups must be deliverable: see `penstock.wire.pieces`."""
     num_tokens = limits.group_size * limits.max_completion_tokens
     if num_tokens > MAX_GROUP_TOKENS:
         raise InvalidFieldError(
@@ -136,7 +136,7 @@ def _lease_s(limits: broker_pb2.RunLimits, field: str, default_s: float) -> floa
 
 
 def _duration_s(limits: broker_pb2.RunLimits, field: str, most_s: float) -> float | None:
-    """A duration in its bounds, seconds; None where it is unset. Raises InvalidFieldError."""
+    """A duration within its bounds, seconds; None if unset. Raises InvalidFieldError."""
     if not limits.HasField(field):  # type: ignore[arg-type]
         return None
     duration: Duration = getattr(limits, field)

@@ -1,4 +1,4 @@
-"""How a run treats its samples, with every default filled in. Pure."""
+"""Reads how a run treats its samples, with every default filled in. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Policy:
 
     @classmethod
     def from_proto(cls, policy: broker_pb2.RunPolicy, limits: Limits) -> Policy:
-        """Check and complete a request's policy; an unset one is every default. Raises InvalidFieldError."""
+        """Check and complete a request's policy; an unset one has every default. Raises InvalidFieldError."""
         stale = POLICIES.get(policy.stale) if policy.stale else DEFAULT
         if stale is None:
             raise _bad("stale", policy.stale, "a known StalePolicy")
@@ -81,7 +81,7 @@ class Policy:
         )
 
     def to_proto(self) -> broker_pb2.RunPolicy:
-        """The same as a message, nothing left at its default."""
+        """The policy as a message with every default filled in."""
         return broker_pb2.RunPolicy(
             stale=self.stale.number,
             partial_groups=self.partial_groups,

@@ -1,4 +1,4 @@
-"""Staleness: how old a sample and its group are, in policy versions. Pure.
+"""Computes the staleness of samples and groups, in policy versions. Pure.
 
 Staleness is the trainer's version minus the oldest version among a sample's tokens; a sample without tokens counts from
 the version of its lease. A group is as old as its oldest sample that is not dropped, and its deadline is the last
@@ -12,7 +12,7 @@ from services.broker.records_pb2 import GroupRecord, SampleRecord
 
 
 def sample_version(sample: SampleRecord) -> int | None:
-    """Oldest version that made, or is about to make, the sample's tokens; None when nothing has begun."""
+    """Oldest version that made, or is about to make, the sample's tokens; None if nothing has started."""
     if not sample.HasField("min_version"):
         return None if sample.state == broker_pb2.SAMPLE_STATE_QUEUED else sample.lease_version
     if sample.state == broker_pb2.SAMPLE_STATE_LEASED:
@@ -21,7 +21,7 @@ def sample_version(sample: SampleRecord) -> int | None:
 
 
 def group_version(group: GroupRecord) -> int | None:
-    """Oldest version among the group's samples, dropped ones left out; None when it is not started."""
+    """Oldest version among the group's samples, dropped ones left out; None if it is not started."""
     versions = [
         version
         for sample in group.samples

@@ -1,4 +1,4 @@
-"""What holds a run's work back: the causes, and the report of who waits for whom.
+"""Explains what stalls a run's work: the causes, and the report of what waits for what.
 
 Pure and read-only: it explains a state and never changes it.
 """

@@ -1,4 +1,4 @@
-"""What holds a run's work back, in plain words: who is missing, silent or behind, and what will happen when. Pure.
+"""Finds what stalls a run's work, in words: what is missing, silent or behind, and what will happen when. Pure.
 
 Cheap on purpose: looks at leases, connections and the heads of queues, never at every queued group.
 """
@@ -15,7 +15,7 @@ from services.broker.state.run_state import FinishedKey, Leases, RunState
 
 TRAIN, EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
 SILENT_AFTER_S = 10.0
-"""A generator speaks at least every 5 s; after twice that it counts as silent."""
+"""A generator sends a heartbeat at least every 5 s; after twice that it counts as silent."""
 SUBMITTER, GENERATORS, REWARD_WORKERS, TRAINER = (
     "whoever submits prompts",
     "generators",
@@ -26,14 +26,14 @@ SUBMITTER, GENERATORS, REWARD_WORKERS, TRAINER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Present:
-    """Who is connected, to any broker process."""
+    """The peers connected to any broker process."""
 
     generators: Sequence[broker_pb2.GeneratorView]
-    """Generators heard of in the last minute."""
+    """Generators seen in the last minute."""
     worker_ids: Collection[str]
-    """Reward workers heard of in the last seconds."""
+    """Reward workers seen in the last seconds."""
     holding: Mapping[str, WorkerView] = field(default_factory=dict)
-    """Those of them that hold leases without scoring."""
+    """The reward workers that hold leases without scoring."""
 
     def speaking(self, now_s: float) -> list[broker_pb2.GeneratorView]:
         """The generators that are not silent."""
@@ -42,24 +42,24 @@ class Present:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Somebody waits for somebody."""
+    """One party waits for another."""
 
     waiter: str
     owner: str
-    """Who can end it, for example "generator gen-2"."""
+    """The party that can end it, for example "generator gen-2"."""
     text: str
-    """Why, for people."""
+    """Why, in words."""
     since_s: float
     deadline_s: float | None = None
-    """When something will be done about it; None when nothing is due."""
+    """When action will be taken; None if none is due."""
 
     def of(self, waiter: str, prefix: str) -> Cause:
-        """The same for somebody who waits for it in turn."""
+        """The same stall for a party that waits for it in turn."""
         return replace(self, waiter=waiter, text=prefix + self.text)
 
 
 def stalls(state: RunState, present: Present, now_s: float) -> list[Cause]:
-    """What is wrong, worst first: nobody there, somebody silent, somebody behind."""
+    """The problems, worst first: missing, silent, lagging parties."""
     return [
         *_silent_generators(state, present, now_s),
         *_no_generator(state, present, now_s),
@@ -71,7 +71,7 @@ def stalls(state: RunState, present: Present, now_s: float) -> list[Cause]:
 
 
 def progress(state: RunState, purpose: int, now_s: float) -> Cause | None:
-    """What groups of a purpose wait for while nothing is wrong: their slowest part, nearest to the trainer last."""
+    """What groups of a purpose wait for in normal operation: their slowest part, nearest to the trainer last."""
     for found in (
         _decoding(state, purpose, now_s),
         _scoring(state, purpose, now_s),
@@ -95,7 +95,7 @@ def name_of(sample: SampleId) -> str:
 
 
 def _no_generator(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
-    """Nobody to take what is queued; a generator that went silent does not count."""
+    """No peer to take queued work; a generator that went silent does not count."""
     if not state.queue or present.speaking(now_s):
         return
     last_s = max((_beat_s(view) for view in present.generators), default=None)
@@ -164,7 +164,7 @@ def _holding_workers(state: RunState, present: Present) -> Iterator[Cause]:
 
 
 def _lagging_generators(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
-    """Generators whose old version is all that keeps waiting groups from being started."""
+    """Generators whose old version is the only obstacle to starting waiting groups."""
     num_waiting, version = state.num_waiting(TRAIN), state.run.policy_version
     versions = {view.hello.generator_id: view.beat.policy_version for view in present.speaking(now_s)}
     if not num_waiting or not versions or any(may_start(state, held) for held in versions.values()):
@@ -190,7 +190,7 @@ def may_start(state: RunState, generator_version: int) -> bool:
 
 
 def _decoding(state: RunState, purpose: int, now_s: float) -> Cause | None:
-    """The leased sample that was heard of longest ago."""
+    """The leased sample whose last sign of life is oldest."""
     held = [item for item in _held(state, state.generation_leases) if _purpose(state, item[0]) == purpose]
     if not held:
         return None

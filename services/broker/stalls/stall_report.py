@@ -1,4 +1,4 @@
-"""Who waits for whom, why, since when, and until when: the trainer first, then what is wrong, then the rest. Pure."""
+"""Reports what waits for what, why, since when and until when: the trainer, then problems, then the rest. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from services.broker.state.run_state import RunState
 
 
 def waiting(state: RunState, present: Present, now_s: float) -> broker_pb2.Waiting:
-    """What to tell a trainer that gets nothing."""
+    """The explanation for a trainer that gets nothing."""
     leased = {key[0] for held in state.generation_leases.values() for key in held.values()}
     scoring = {key[0] for held in state.scoring_leases.values() for key in held.values()}
     scoring |= {group.group_id for _, number, _ in state.finished if (group := state.groups.at(number)) is not None}
@@ -42,7 +42,7 @@ def _num_training(state: RunState, group_ids: set[str]) -> int:
 
 
 def waits(state: RunState, present: Present, now_s: float) -> list[broker_pb2.Wait]:
-    """Every wait at this moment, one entry per cause."""
+    """Every current stall, one entry per cause."""
     wrong = stalls(state, present, now_s)
     trainer = trainer_wait(state, wrong, now_s)
     found = [trainer, *(cause for cause in wrong if not trainer.text.endswith(cause.text))]
@@ -59,7 +59,7 @@ def waits(state: RunState, present: Present, now_s: float) -> list[broker_pb2.Wa
 
 
 def trainer_wait(state: RunState, wrong: list[Cause], now_s: float) -> Cause:
-    """For whom the trainer waits: behind missing groups stands what is wrong, or else what is slowest."""
+    """The cause of the trainer's wait: for missing groups a problem, or else their slowest part."""
     since_s, per_step = state.run.version_s, state.limits.groups_per_step
     step = step_view(state)
     num_delivered, num_ready = step.num_delivered, _num_ready(state)
@@ -91,7 +91,7 @@ def _num_ready(state: RunState) -> int:
 
 
 def _num_due_before_ready(state: RunState, step: StepView) -> int:
-    """Groups that the ready ones have to wait for, since the step has no room for both; 0 when there are none."""
+    """Number of groups that the ready ones must wait for, since the step has no place for both; 0 if none."""
     num_ready_due = state.index.num_ready_due(oldest_due(state))
     is_full = step.num_delivered + step.num_due >= step.limits.groups_per_step
     return max(0, step.num_due - num_ready_due) if _num_ready(state) and not num_ready_due and is_full else 0

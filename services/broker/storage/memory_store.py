@@ -1,4 +1,4 @@
-"""The reference store: the promises of `Store` on dictionaries. For tests and trials; nothing survives the process."""
+"""Implements `Store` on dictionaries, as its reference. For tests and trials; nothing survives the process."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class MemoryStore:
 
 
 def _remember(run: _Run, mark: Mark, delta: Delta) -> None:
-    """Note what the commit changed, and forget what no copy that loads a difference will ask about."""
+    """Record the commit's changes, and forget those that no copy loading a difference needs."""
     oldest = mark.revision - MARKS_KEPT
     run.marks[mark.revision] = mark
     run.marks.pop(oldest, None)

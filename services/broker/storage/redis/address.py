@@ -1,11 +1,11 @@
-"""The forms of `redis_url`: one server, a service watched by Sentinels, or a Cluster. Pure.
+"""Parses the forms of `redis_url`: one server, a service watched by Sentinels, or a Cluster. Pure.
 
     redis://HOST:PORT/DB   rediss://...   unix://PATH?db=DB     one server, as redis-py reads it
     redis+sentinel://HOST:PORT,HOST:PORT/SERVICE[/DB]           the master of SERVICE, as these Sentinels know it
     redis+cluster://HOST:PORT,HOST:PORT                         a Cluster, found through any of these nodes
 
-`rediss+sentinel` and `rediss+cluster` speak TLS, with the Sentinels too. USER:PASSWORD@ before the first host is for
-the data nodes. What shall be in no configuration, the Sentinels' own password and certificates: `redis_credentials`.
+`rediss+sentinel` and `rediss+cluster` use TLS, also to the Sentinels. USER:PASSWORD@ before the first host is for
+the data nodes. The Sentinels' own password and certificates belong in no configuration: see `authentication`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class RedisAddress:
 
     kind: Literal["single", "sentinel", "cluster"]
     url: str = ""
-    """Of one server, as redis-py reads it."""
+    """URL of one server, as redis-py reads it."""
     hosts: tuple[Host, ...] = ()
     """Sentinels, or nodes of the Cluster."""
     service: str = ""
-    """The name that the Sentinels know the master by."""
+    """The master's name in the Sentinels."""
     db: int = 0
     username: str | None = None
     password: str | None = None
@@ -42,7 +42,7 @@ class RedisAddress:
 
 
 def with_password(url: str, password: str | None) -> str:
-    """`url` with that password, unless it has one of its own or is a local socket."""
+    """`url` with this password, unless it has its own or is a local socket."""
     scheme, _, rest = url.partition("://")
     login, at, hosts = rest.rpartition("@")
     if password is None or scheme in ("unix", "memory") or ":" in login:
@@ -51,7 +51,7 @@ def with_password(url: str, password: str | None) -> str:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """The address that a URL names; raises ValueError that says which part is wrong and how to write it."""
+    """The address that a URL names; raises ValueError naming the wrong part and its correct form."""
     if url.startswith(SINGLE_SCHEMES):
         return RedisAddress(kind="single", url=url)
     match = _GROUP_URL.fullmatch(url)

@@ -1,8 +1,8 @@
-"""What a broker shows Redis and its Sentinels, and how it knows them: all from the environment and files.
+"""Reads the credentials between a broker and Redis or its Sentinels, from the environment and files only.
 
 PENSTOCK_REDIS_PASSWORD(_FILE)      for a redis_url that holds none
 PENSTOCK_SENTINEL_PASSWORD(_FILE)   the Sentinels' own
-PENSTOCK_REDIS_CA, _CERT, _KEY      TLS of rediss:// (Sentinels' too); where none is set, the PENSTOCK_TLS_* files
+PENSTOCK_REDIS_CA, _CERT, _KEY      TLS of rediss:// (Sentinels' too); if none is set, the PENSTOCK_TLS_* files
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _PREFIX = "PENSTOCK_REDIS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisCredentials:
-    """Beside those in the URL."""
+    """Credentials besides those in the URL."""
 
     ca_file: Path | None = None
-    """Authorities of servers, PEM; the machine's own when None."""
+    """Certificate authorities of servers, PEM; the machine's own if None."""
     cert_file: Path | None = None
-    """Certificate that is shown, PEM."""
+    """Client certificate, PEM."""
     key_file: Path | None = None
     """Its private key, PEM."""
     sentinel_password: str | None = field(default=None, repr=False)
 
     @classmethod
     def from_environment(cls, security: Security) -> RedisCredentials:
-        """What the variables say, else the files of `security`. Raises ConfigError."""
+        """Read from the variables, else from the files of `security`. Raises ConfigError."""
         ca, cert, key = (_file(name) for name in ("CA", "CERT", "KEY"))
         if (cert is None) != (key is None):
             missing, given = ("KEY", "CERT") if key is None else ("CERT", "KEY")
@@ -51,7 +51,7 @@ class RedisCredentials:
 
     @property
     def tls_settings(self) -> dict[str, Any]:
-        """Of connections that speak TLS, as redis-py calls them."""
+        """Arguments of TLS connections, as redis-py names them."""
         files = {"ssl_ca_certs": self.ca_file, "ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
         named = {name: str(path) for name, path in files.items() if path is not None}
         return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **named}
@@ -65,12 +65,12 @@ def protected_url(url: str, credentials: RedisCredentials, *, setting: str, secu
 
     Args:
         url: As configured; `parse_redis_url` accepts it.
-        credentials: That go with it.
-        setting: Name of the setting that it comes from, for the message.
+        credentials: The credentials to use with it.
+        setting: Name of the setting it comes from, for the message.
         security: Says whether plain text is allowed.
 
     Raises:
-        ConfigError: A password would go beyond loopback in plain text.
+        ConfigError: A password would be sent beyond loopback in plain text.
     """
     found = with_password(url, read_secret(PASSWORD_VARIABLE))
     address = parse_redis_url(found)
@@ -84,7 +84,7 @@ def protected_url(url: str, credentials: RedisCredentials, *, setting: str, secu
 
 
 def _exposed_host(address: RedisAddress, credentials: RedisCredentials) -> str | None:
-    """A server on another machine that would be shown a password without TLS."""
+    """A server on another machine that would be sent a password without TLS."""
     if address.kind == "single":
         parts = urlsplit(address.url)
         is_shown = parts.scheme == "redis" and bool(parts.password)
@@ -92,7 +92,7 @@ def _exposed_host(address: RedisAddress, credentials: RedisCredentials) -> str |
     elif address.is_tls or not (address.password or credentials.sentinel_password):
         hosts = []
     else:
-        # What Sentinels and a Cluster's nodes name beside these is known only later.
+        # Further servers named by Sentinels and a Cluster's nodes are known only later.
         hosts = [f"{host}:{port}" for host, port in address.hosts]
     return next((host for host in hosts if not is_local(host)), None)
 

@@ -1,4 +1,4 @@
-"""Deleting a run from Redis: in slices that take Redis about a millisecond each, and only while nobody changed it."""
+"""Deletes a run from Redis: in slices that take Redis about a millisecond each, and only while it is unchanged."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from services.broker.storage.redis.load_run import scan
 from services.broker.storage.redis.redis_connection import RedisConnection, Script
 
 SLICE_RECORDS = 100
-"""Records asked for at once; Redis may return more of a small hash."""
+"""Records requested at once; Redis may return more of a small hash."""
 SLICE_KEYS = 500
-"""Keys deleted by one command; their memory is freed beside Redis' work (UNLINK)."""
+"""Keys deleted by one command; their memory is freed in the background (UNLINK)."""
 _LUA = Path(__file__).parent / "lua"
 
 
@@ -45,7 +45,7 @@ class RedisPurge:
                 part = payload[start : start + SLICE_KEYS]
                 await self._cut(run_id, expected, part, ())
                 yield len(part)
-            # Last, so that a deletion that was cut short finds the keys of these records again.
+            # Last, so that an interrupted deletion can still find the keys of these records.
             for start in range(0, len(names), SLICE_KEYS):
                 some = names[start : start + SLICE_KEYS]
                 await self._cut(run_id, expected, (), some)
@@ -65,7 +65,7 @@ class RedisPurge:
         peers: Any = await self._redis.read(lambda redis: redis.hkeys(keys.peers))
         script_keys = [*keys.fixed, *(keys.spans(peer.decode()) for peer in peers)]
         args = [str(expected.revision), expected.name] if expected else ["", ""]
-        # First: a run that is opened under this id once the keys are gone enters itself.
+        # First: a run opened under this id after the keys are gone registers itself.
         await self._redis.write(lambda redis: _leave_list(redis, run_id))
         if not await self._redis.write(lambda redis: self._delete.run(redis, keys=script_keys, args=args)):
             raise ConflictError(run_id)
@@ -76,7 +76,7 @@ async def _leave_list(redis: Redis, run_id: str) -> int:
 
 
 def _keys(keys: RunKeys, name: str, record: bytes) -> list[str]:
-    """Where the payload of a record is; nowhere of one that cannot be read."""
+    """The payload keys of a record; none if it cannot be read."""
     try:
         if is_tally(name):
             return []

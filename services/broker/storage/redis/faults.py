@@ -1,6 +1,6 @@
-"""What can be wrong with Redis: its refusals and silences by kind, what each means for a retry, and when to try again.
+"""Classifies Redis' failures: refusals and time-outs by kind, whether to retry each, and when to try again.
 
-Pure: the caller brings the errors and the time.
+Pure: the caller passes the errors and the time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
-"""Everything that redis-py raises; the second is not of the first's family."""
+"""All errors that redis-py raises; the second is no subclass of the first."""
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 2.0
-"""So late, at most, does a broker notice that Redis is back."""
+"""Longest time until a broker notices that Redis is back."""
 
 
 class RedisFault(StrEnum):
-    """Why Redis did not do what it was asked."""
+    """Why Redis did not execute a request."""
 
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
@@ -48,17 +48,17 @@ class RedisFault(StrEnum):
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """The remedy."""
         return _ADVICE[self]
 
     @property
     def is_brief(self) -> bool:
-        """Whether it often passes within a second or two, so that trying again inside of the call is worth it."""
+        """Whether it often passes within a second or two, so that retrying within the call is worthwhile."""
         return self in _BRIEF
 
     @property
     def concerns_writes_only(self) -> bool:
-        """Whether reads work all the same."""
+        """Whether reads still work."""
         return self in _OF_WRITES
 
 
@@ -82,7 +82,7 @@ _ADVICE = {
     RedisFault.REFUSED: "see the broker's log",
 }
 _BY_CLASS: tuple[tuple[type[Exception], RedisFault], ...] = (
-    # The first that fits counts: several of these are each other's subclasses.
+    # The first match counts: some of these are subclasses of others.
     (BusyLoadingError, RedisFault.LOADING),
     (AuthenticationError, RedisFault.NO_ACCESS),
     (NoPermissionError, RedisFault.NO_ACCESS),
@@ -96,7 +96,7 @@ _BY_CLASS: tuple[tuple[type[Exception], RedisFault], ...] = (
     (RedisConnectionError, RedisFault.UNREACHABLE),
     (OSError, RedisFault.UNREACHABLE),
 )
-# An error inside of a script has the code of the command that failed in the middle of its text.
+# An error inside a script has the failed command's code in the middle of its text.
 _BY_CODE = {
     "READONLY": RedisFault.READ_ONLY,
     "OOM": RedisFault.OUT_OF_MEMORY,
@@ -110,7 +110,7 @@ _BY_CODE = {
 
 
 class TooFewReplicasError(RedisError):
-    """A change is on the master but not on as many replicas as asked for."""
+    """A change is on the master but not on as many replicas as requested."""
 
 
 def classify(error: Exception) -> RedisFault:
@@ -124,15 +124,15 @@ def classify(error: Exception) -> RedisFault:
     if isinstance(error, ResponseError):
         words = text.replace("-", " ").replace(":", " ").split()
         return next((fault for code, fault in _BY_CODE.items() if code in words), RedisFault.REFUSED)
-    # What a Cluster's client raises where it knows no node that serves a slot.
+    # Raised by a Cluster's client if it knows no node that serves a slot.
     return RedisFault.CLUSTER_DOWN if "slot" in text.lower() else RedisFault.UNREACHABLE
 
 
 @dataclass(slots=True)
 class Outage:
-    """Something wrong that lasts: what, since when, and when one call may try again.
+    """A lasting fault: what, since when, and when one call may try again.
 
-    Between two tries every call is refused at once, so that a long outage costs next to nothing however many ask.
+    Between two attempts every call is refused at once, so that a long outage costs almost nothing at any load.
     """
 
     fault: RedisFault
@@ -143,11 +143,11 @@ class Outage:
 
     @classmethod
     def begin(cls, fault: RedisFault, message: str, now_s: float) -> Outage:
-        """An outage that was noticed now."""
+        """An outage noticed now."""
         return cls(fault, message, since_s=now_s, next_try_s=now_s + FIRST_DELAY_S)
 
     def may_try(self, now_s: float) -> bool:
-        """Whether this call is the one to try; the next one comes after a delay that doubles up to MAX_DELAY_S."""
+        """Whether this call may try; the next attempt follows after a delay that doubles up to MAX_DELAY_S."""
         if now_s < self.next_try_s:
             return False
         self.delay_s = min(MAX_DELAY_S, 2 * self.delay_s)
@@ -155,5 +155,5 @@ class Outage:
         return True
 
     def describe(self, now_s: float) -> str:
-        """For people: what, since when, and what to do."""
+        """A readable summary: what, since when, and what to do."""
         return f"Redis is away ({self.fault}) since {now_s - self.since_s:.0f} s: {self.message}; {self.fault.advice}"

@@ -1,4 +1,4 @@
-"""Every Redis key of the broker, in one place.
+"""Names every Redis key of the broker.
 
 All keys of a run carry its id as the hash tag, so that they share a slot of Redis Cluster and one script may touch
 them.
@@ -31,7 +31,7 @@ class RunKeys:
         self.retired = f"{base}:retired"
         """Set: ids of groups whose records are gone."""
         self.books = f"{base}:books"
-        """Hash: counter of the books by name."""
+        """Hash: audit counter by name."""
         self.peers = f"{base}:peers"
         """Hash: GeneratorView by peer id."""
         self._chunks = f"{base}:chunks"
@@ -40,7 +40,7 @@ class RunKeys:
 
     @property
     def fixed(self) -> list[str]:
-        """Every key of the run whose name holds nothing but the run's id; `run` first."""
+        """Every key of the run whose name contains only the run's id; `run` first."""
         return [self.run, self.marks, self.changed, self.groups, self.prompts, self.retired, self.books, self.peers]
 
     def chunks(self, sample: SampleId) -> str:
@@ -59,4 +59,4 @@ class RunKeys:
 RUNS = f"{PREFIX}:runs"
 """Sorted set: run ids by the time they were opened."""
 PROBE = f"{PREFIX}:probe"
-"""String that tells whether Redis takes writes."""
+"""String written to test whether Redis accepts writes."""

@@ -1,4 +1,4 @@
-"""Reading a run from Redis: what changed since a mark by one script, everything in slices of a millisecond or so."""
+"""Reads a run from Redis: changes since a mark by one script, everything in slices of about a millisecond."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from services.broker.storage.redis.keys import RunKeys
 from services.broker.storage.redis.redis_connection import RedisConnection, Script
 
 SLICE_BYTES = 1024 * 1024
-"""Of records, read at once."""
+"""Bytes of records read at once."""
 SLICE_RECORDS = 100
-"""The same while their size is not known; Redis may return more of a small hash."""
+"""Records read at once while their size is unknown; Redis may return more of a small hash."""
 MAX_SLICE_RECORDS = 1_000
 MAX_SCANS = 5
 _LUA = Path(__file__).parent / "lua"
@@ -29,7 +29,7 @@ class RedisLoad:
         self._script = Script(_LUA / "clock.lua", _LUA / "load.lua", num_replicas=num_wait_replicas)
 
     async def changes(self, run_id: str, since: Mark) -> Snapshot | None:
-        """What changed since a mark. None: no such run. Raises LostMarkError."""
+        """The changes since a mark. None: no such run. Raises LostMarkError."""
         keys = RunKeys(run_id)
         script_keys = [keys.run, keys.marks, keys.changed, keys.groups]
         args: list[str | int] = [since.revision, since.name, round(MAX_GAP_S * 1e6), MAX_CHANGED_BYTES]
@@ -59,10 +59,10 @@ class RedisLoad:
         raise ServiceUnavailableError(f"run {run_id!r} changed too much while it was read, {MAX_SCANS} times")
 
     async def _scanned(self, run_id: str) -> Snapshot | None:
-        """Every record, slice by slice, and after each slice what changed meanwhile.
+        """Every record, slice by slice, with the changes since then after each slice.
 
-        What is read later replaces what was read before, and after the last slice everything that changed is read:
-        wherever in the scan a change falls, the records are those of one commit.
+        Later reads replace earlier ones, and after the last slice all changes are read: wherever in the scan a change
+        falls, the records are those of one commit.
         """
         keys = RunKeys(run_id)
         root: Any = await self._redis.read(lambda redis: redis.hmget(keys.run, ["revision", "name", "record"]))
@@ -88,17 +88,17 @@ class RedisLoad:
 
 
 async def scan(connection: RedisConnection, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
-    """About `count` fields of a hash, and where to go on; 0 at the end."""
+    """About `count` fields of a hash, and where to continue; 0 at the end."""
     found: Any = await connection.read(lambda redis: redis.hscan(key, cursor=cursor, count=count))
     return int(found[0]), found[1]
 
 
 def reading_of(reply: Sequence[bytes]) -> Reading:
-    """The run's clock, of microseconds as text."""
+    """The run's clock, from microseconds as text."""
     return Reading(now_s=int(reply[0]) / 1e6, unbroken_since_s=int(reply[1]) / 1e6)
 
 
 def _slice_records(found: Mapping[bytes, bytes]) -> int:
-    """How many records like these make a slice; 0 where there are none."""
+    """Number of records like these in a slice; 0 if there are none."""
     num_bytes = sum(map(len, found.values()))
     return min(MAX_SLICE_RECORDS, len(found) * SLICE_BYTES // num_bytes + 1) if num_bytes else 0

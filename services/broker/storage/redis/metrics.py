@@ -1,4 +1,4 @@
-"""What Redis did not do, for Prometheus."""
+"""Counts Redis' faults for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class RedisMetrics:
         )
 
     def count(self, kind: str) -> None:
-        """A fault; kinds are those of RedisFault."""
+        """Count a fault; kinds are those of RedisFault."""
         self._faults.labels(kind).inc()

@@ -1,12 +1,12 @@
-"""The broker's connection to Redis, Sentinel or Cluster: deadlines, retries, outages.
+"""Connects the broker to Redis, Sentinel or Cluster: deadlines, retries, outages.
 
 Promises:
 - Every call ends within CALL_TIMEOUT_S, with an answer or a ServiceUnavailableError that names the reason and the fix.
-- What often passes by itself (a connection lost, a fail-over, LOADING) is tried again for RETRY_FOR_S with back-off;
-  after that Redis counts as out of reach, and one call at a time tries it, ever more rarely, while others fail at once.
-- A Redis that only refuses writes (out of memory, no disk, a replica) goes on answering reads.
-- A change of what is wrong is logged once; every fault is counted by kind.
-- At most MAX_CONNECTIONS calls are under way; further ones wait, inside their deadline.
+- Transient faults (a lost connection, a fail-over, LOADING) are retried for RETRY_FOR_S with back-off; after that
+  Redis counts as unreachable, and one call at a time tries it, ever more rarely, while others fail at once.
+- A Redis that only refuses writes (out of memory, no disk, a replica) still answers reads.
+- A change of fault is logged once; every fault is counted by kind.
+- At most MAX_CONNECTIONS calls are under way; further ones wait, within their deadline.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REPLICATION_TIMEOUT_S = 1.0
 MAX_REASON_CHARACTERS = 300
 MAX_COPIED_BYTES = 16 * 1024
 SEND_BUFFER_BYTES = 4 * 1024 * 1024
-"""What a unix socket takes at once, as far as the kernel allows: the largest put. TCP finds its own size."""
+"""Buffer of a unix socket, as far as the kernel allows: the largest put. TCP sizes its own."""
 
 _log = structlog.get_logger()
 _T = TypeVar("_T")
@@ -51,11 +51,11 @@ _Arg = bytes | memoryview | str | int
 
 
 class Script:
-    """A Lua script, called by its digest and sent along where the server does not know it (yet, or after a restart).
+    """A Lua script, called by its digest and sent if the server does not know it (yet, or after a restart).
 
-    With `num_replicas`, an answer comes only once this many replicas have all that it rests on, what others wrote
-    before included. That holds for scripts that only read, too: a master that lost its replicas to a fail-over would
-    otherwise confirm what the new one has never heard of.
+    With `num_replicas`, an answer comes only once this many replicas have all the writes it depends on, those of others
+    included. That holds for scripts that only read, too: a master that lost its replicas to a fail-over would
+    otherwise confirm writes that the new one never received.
     """
 
     def __init__(self, *paths: Path, num_replicas: int = 0) -> None:
@@ -67,7 +67,7 @@ class Script:
     async def run(
         self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg], ahead: Sequence[Sequence[_Arg]] = ()
     ) -> Any:
-        """What the script returns; the commands `ahead` run before it, in the same round trip where possible."""
+        """The script's result; the commands `ahead` run before it, in the same round trip if possible."""
         rest = (len(keys), *keys, *args)
         try:
             return await exchange(redis, [*ahead, ("EVALSHA", self._digest, *rest)], num_replicas=self._num_replicas)
@@ -78,14 +78,14 @@ class Script:
 async def exchange(redis: Redis, commands: Sequence[Sequence[_Arg]], *, num_replicas: int = 0) -> Any:
     """The answer to the last of some commands, sent together, once `num_replicas` replicas are as far as the master.
 
-    What a pipeline of redis-py does, without its bookkeeping, which takes as long as all the rest (290 against 180
+    As a pipeline of redis-py, but without its bookkeeping, which takes as long as all the rest (290 against 180
     microseconds for a commit with one short trajectory). A connection that fails here closes itself. Raises the first
     error among the answers, once all are read, and TooFewReplicasError.
     """
     if isinstance(redis, RedisCluster):
         return await _through_cluster(redis, commands)
     if num_replicas:
-        # WAIT counts what its own connection saw.
+        # WAIT counts only writes of its own connection.
         commands = [*commands, ("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))]
     answers: list[Any] = []
     errors: list[ResponseError] = []
@@ -93,7 +93,7 @@ async def exchange(redis: Redis, commands: Sequence[Sequence[_Arg]], *, num_repl
     try:
         parts: list[bytes] = []
         for command in commands:
-            # Packed by hiredis, in C; by redis-py where a value is too large to copy.
+            # Packed by hiredis, in C; by redis-py if a value is too large to copy.
             is_large = any(isinstance(arg, bytes | memoryview) and len(arg) > MAX_COPIED_BYTES for arg in command)
             parts += connection.pack_command(*command) if is_large else [hiredis.pack_command(tuple[Any, ...](command))]
         await connection.send_packed_command(parts)
@@ -107,14 +107,14 @@ async def exchange(redis: Redis, commands: Sequence[Sequence[_Arg]], *, num_repl
     if errors:
         raise errors[0]
     if num_replicas and (num_have := answers.pop()) < num_replicas:
-        # Perhaps it is the master no more: the next connection asks the Sentinels again.
+        # It may no longer be the master: the next connection asks the Sentinels again.
         await redis.connection_pool.disconnect(inuse_connections=False)
         raise TooFewReplicasError(f"{num_have} of {num_replicas} replicas followed within {REPLICATION_TIMEOUT_S} s")
     return answers[-1]
 
 
 async def _through_cluster(redis: RedisCluster, commands: Sequence[Sequence[_Arg]]) -> Any:
-    """The answer to the last command; those before it go ahead, because a pipeline of a Cluster takes no scripts."""
+    """The answer to the last command; those before it are sent first, as a Cluster's pipeline accepts no scripts."""
     *ahead, last = commands
     if ahead:
         pipeline = redis.pipeline(transaction=False)
@@ -135,7 +135,7 @@ class RedisConnection:
         on_fault: Callable[[str], None] = lambda _kind: None,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sentinels` are those that `redis` asks for its master; `on_fault` hears the kind of every fault."""
+        """`sentinels` are those that `redis` asks for its master; `on_fault` is called with the kind of every fault."""
         self._redis = redis
         self._sentinels = sentinels
         self._on_fault = on_fault
@@ -152,7 +152,7 @@ class RedisConnection:
         credentials: RedisCredentials = NO_CREDENTIALS,
         on_fault: Callable[[str], None] = lambda _kind: None,
     ) -> RedisConnection:
-        """Connects on first use. Raises ValueError where the URL is malformed."""
+        """Connects on first use. Raises ValueError if the URL is malformed."""
         redis, sentinels = _clients(parse_redis_url(url), credentials)
         return cls(redis, sentinels=sentinels, on_fault=on_fault)
 
@@ -164,7 +164,7 @@ class RedisConnection:
         """The result of an operation that is safe to repeat: it may run several times.
 
         Raises:
-            ServiceUnavailableError: Redis is away or refused; whether the operation took place is unknown.
+            ServiceUnavailableError: Redis is unavailable or refused; whether the operation took place is unknown.
         """
         result = await self._call(operation)
         if self._unwritable is not None:
@@ -179,7 +179,7 @@ class RedisConnection:
             await self._sentinels.aclose()
 
     async def _call(self, operation: Callable[[Redis], Awaitable[_T]]) -> _T:
-        """The result of the first attempt that succeeds, inside the call's deadline.
+        """The result of the first attempt that succeeds, within the call's deadline.
 
         redis-py asks Sentinels through `asyncio.wait_for`, which up to Python 3.11 forgets a cancellation that comes
         together with the result (bpo-37658): a task that cancels a loop over Redis and waits for its end would wait for
@@ -212,7 +212,7 @@ class RedisConnection:
         return result
 
     def _may_repeat(self, error: Exception, *, latest_s: float) -> bool:
-        """Whether what is wrong often passes by itself, and there is time left for it; then it is counted."""
+        """Whether the fault is transient and time is left to retry; if so it is counted."""
         fault = classify(error)
         if not fault.is_brief or self._monotonic_s() > latest_s:
             return False
@@ -220,7 +220,7 @@ class RedisConnection:
         return True
 
     def _note(self, error: Exception) -> Outage:
-        """Remember what is wrong; log it when that is news."""
+        """Record the fault; log it if it is new."""
         fault = classify(error)
         self._on_fault(fault)
         message = " ".join(str(error).split())[:MAX_REASON_CHARACTERS] or type(error).__name__
@@ -233,7 +233,7 @@ class RedisConnection:
         if fault.concerns_writes_only:
             self._unwritable = found
         elif fault is not RedisFault.REFUSED:
-            # A refusal is about one command and says nothing about the next.
+            # A refusal concerns one command and says nothing about the next.
             self._out_of_reach = found
         return found
 
@@ -245,9 +245,9 @@ class RedisConnection:
 
 
 async def _connected(connection: AbstractConnection) -> None:
-    """What a new connection begins with.
+    """Set up a new connection.
 
-    As they come, unix sockets take 208 kB before Redis has read some: a put of 4 MB needed sixteen writes, now one.
+    By default unix sockets buffer 208 kB: a put of 4 MB needed sixteen writes, now one.
     """
     writer = connection._writer  # redis-py has a setting for the sockets of TCP only
     found: socket.socket | None = writer.get_extra_info("socket") if writer else None
@@ -257,12 +257,12 @@ async def _connected(connection: AbstractConnection) -> None:
 
 
 def _clients(address: RedisAddress, credentials: RedisCredentials) -> tuple[Redis, Sentinel | None]:
-    """A client, and the Sentinels it asks, that repeat nothing by themselves: `RedisConnection` decides."""
+    """A client, and the Sentinels it asks, without retries of their own: `RedisConnection` decides."""
     common: dict[str, Any] = {
         # Each attempt has a deadline of ours; redis-py's own would cost a task for each command (`asyncio.wait_for`).
         "socket_timeout": None,
         "socket_connect_timeout": ATTEMPT_TIMEOUT_S,
-        # The calls under way are bounded by a semaphore, which waits where a full pool would raise.
+        # A semaphore bounds the calls under way: it waits, but a full pool would raise.
         "max_connections": 2 * MAX_CONNECTIONS,
         "retry": Retry(NoBackoff(), 0),
     }
@@ -273,7 +273,7 @@ def _clients(address: RedisAddress, credentials: RedisCredentials) -> tuple[Redi
     common |= {"username": address.username, "password": address.password, **tls}
     if address.kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in address.hosts]
-        # Of the commands that the broker uses it has the same, under the same names.
+        # It has all commands that the broker uses, under the same names.
         return cast("Redis", RedisCluster(startup_nodes=nodes, **common)), None
     asking: dict[str, Any] = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0, **tls}
     asking |= {"retry": Retry(NoBackoff(), 0), "password": credentials.sentinel_password}

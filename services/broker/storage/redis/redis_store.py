@@ -1,8 +1,8 @@
-"""The store in Redis: one Lua script a commit, one a change to take over. Needs Redis 6.2 or newer.
+"""Stores runs in Redis: one Lua script per commit, one per load of changes. Needs Redis 6.2 or newer.
 
-Durability is Redis' own: with append-only persistence every commit that was answered survives a restart, except what
-the fsync policy allows to be lost (a second, by default). A broker notices a history that lost its end by the name of
-the commit it last saw, and loads everything again.
+Durability is Redis' own: with append-only persistence every answered commit survives a restart, except those
+that the fsync policy may lose (a second, by default). A broker detects lost commits by the name of the commit it last
+saw, and loads everything again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from services.broker.storage.redis.redis_connection import RedisConnection, Scri
 PROBE_TTL_MS = 60_000
 
 PEERS_LIFE_S = 86_400
-"""How long peers stay of which nothing is heard."""
+"""How long silent peers are kept."""
 ORPHAN_LIFE_S = 600
-"""How long payload stays whose commit never came."""
+"""How long payload without a commit is kept."""
 
 PAYLOAD_PART_BYTES = 8 * 1024 * 1024
-"""Of a large payload, written by one call."""
+"""Bytes of a large payload written by one call."""
 
 _LUA = Path(__file__).parent / "lua"
 
@@ -53,7 +53,7 @@ class RedisStore:
     """A `Store` in Redis; see `Store` for its promises."""
 
     def __init__(self, connection: RedisConnection, *, num_wait_replicas: int = 0) -> None:
-        """`num_wait_replicas`: nothing is answered before this many replicas have what the answer rests on."""
+        """`num_wait_replicas`: nothing is answered before this many replicas have the writes it depends on."""
         self._redis = connection
         self._num_wait_replicas = num_wait_replicas
         self._load = RedisLoad(connection, num_wait_replicas=num_wait_replicas)
@@ -72,7 +72,7 @@ class RedisStore:
         num_wait_replicas: int = 0,
         on_fault: Callable[[str], None] = lambda _kind: None,
     ) -> RedisStore:
-        """Connects on first use; see `redis_address` for the forms of the URL, `RedisConnection` for `on_fault`."""
+        """Connects on first use; see `address` for the forms of the URL, `RedisConnection` for `on_fault`."""
         connection = RedisConnection.from_url(url, credentials=credentials, on_fault=on_fault)
         return cls(connection, num_wait_replicas=num_wait_replicas)
 
@@ -113,14 +113,14 @@ class RedisStore:
         script_keys += [keys.payload(payload_id) for payload_id in delta.dropped_payloads]
         if expected is None:
             await self._redis.write(lambda redis: redis.zadd(RUNS, {run_id: time.time()}, nx=True))
-        # Payload goes ahead of the commit that makes it last; without one it goes by itself. It is never written over
-        # what is there: a repetition that comes late would give what is committed an expiry again.
+        # Payload is sent ahead of the commit that makes it durable, and expires without one. Existing payload is never
+        # overwritten: a late repetition would give committed payload an expiry again.
         ahead = [
             ("SET", keys.payload(name), data, "EX", ORPHAN_LIFE_S, "NX")
             for name, data in delta.payloads.items()
             if data
         ]
-        # Safe to repeat after a lost answer: the script knows a commit that it has by its name.
+        # Safe to repeat after a lost answer: the script recognises a stored commit by its name.
         revision = await self._redis.write(partial(self._commit.run, keys=script_keys, args=args, ahead=ahead))
         if revision is None:
             raise ConflictError(run_id)
@@ -136,7 +136,7 @@ class RedisStore:
 
             async def write(redis: Redis, start: int = start, part: Packed = part) -> None:
                 pipeline = redis.pipeline(transaction=False)
-                # Before every part, so that none is ever there without an end of its life.
+                # Before every part, so that none ever exists without an expiry.
                 pipeline.set(key, b"", ex=ORPHAN_LIFE_S, nx=True)
                 pipeline.setrange(key, start, part)
                 await pipeline.execute()
@@ -204,7 +204,7 @@ class RedisStore:
         async def write(redis: Redis) -> None:
             pipeline = redis.pipeline(transaction=False)
             pipeline.hset(keys.peers, peer_id, view)
-            # A peer that does not know yet that its run was deleted leaves nothing behind for good.
+            # A peer unaware that its run was deleted leaves nothing permanent.
             pipeline.expire(keys.peers, PEERS_LIFE_S)
             if busy_spans:
                 pipeline.rpush(keys.spans(peer_id), *busy_spans)
@@ -212,7 +212,7 @@ class RedisStore:
                 pipeline.expire(keys.spans(peer_id), PEERS_LIFE_S)
             await pipeline.execute()
 
-        # Repeated after a lost answer it may store a span twice, which hints can bear.
+        # Repeated after a lost answer it may store a span twice, which is harmless for hints.
         await self._redis.write(write)
 
     async def peers(self, run_id: str) -> dict[str, bytes]:
@@ -281,7 +281,7 @@ class RedisStore:
         await self._purge.delete(run_id, expected)
 
     async def ping(self) -> None:
-        """See `Store.ping`. Writes: a replica, or a server without memory or disk, answers a ping all the same."""
+        """See `Store.ping`. Writes: a replica, or a server without memory or disk, answers a ping as well."""
         probe = ("SET", PROBE, b"", "PX", PROBE_TTL_MS)
         await self._redis.write(lambda redis: exchange(redis, [probe], num_replicas=self._num_wait_replicas))
 
