@@ -22,7 +22,7 @@ def init_command(folder: Path, *, name: str, days: int) -> int:
     """Make an authority; returns the exit status. Raises ConfigError."""
     authority = make_authority(folder, name=name, days=days, now=datetime.now(UTC))
     print(f"{folder}: an authority, until {authority.certificate.not_valid_after_utc:%Y-%m-%d}")
-    print("Keep its ca-key.pem to yourself: who has it can be anybody. Give machines their own certificates with:")
+    print("Keep its ca-key.pem to yourself: it can sign for any identity. Give machines their own certificates with:")
     print(f"  penstock certs issue ROLE --run RUN --site SITE --name NAME --host HOST --dir {folder}")
     return 0
 

@@ -101,7 +101,7 @@ def _refuse_other_name(out: Path, name: str) -> None:
         return
     if names != [name]:
         raise ConfigError(
-            f"{path}: is the certificate of {', '.join(map(repr, names)) or 'somebody else'}, not of {name!r}; name "
+            f"{path}: is the certificate of {', '.join(map(repr, names)) or 'another holder'}, not of {name!r}; name "
             "another --out, or delete that file"
         )
 

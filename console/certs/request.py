@@ -91,7 +91,7 @@ def _host_problem(host: str) -> str | None:
     address = as_address(host)
     if address is not None:
         if "%" in host:
-            return "leave out the % and what follows it: other machines name their interfaces otherwise"
+            return "leave out the % and what follows it: other machines name their interfaces differently"
         if address.is_unspecified:
             return "is an address to listen on; give one at which others reach this machine"
         return None

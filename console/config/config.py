@@ -270,7 +270,7 @@ class RunConfig(NetworkConfig):
             key = "nodes" if self.scheduler.nodes else "plan"
             raise ValueError(f"scheduler.{key}: has no effect without scheduler.problem; name that as well")
         if problem is not None and self.endpoints.generators is not None:
-            raise ValueError("endpoints.generators: the plan of scheduler.problem says who generates; leave one out")
+            raise ValueError("endpoints.generators: the plan of scheduler.problem places the generators; leave one out")
         if problem is not None and not self.run.id:
             raise ValueError("run.id: required with scheduler.problem: machines serve one run by its id")
         return self

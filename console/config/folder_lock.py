@@ -46,7 +46,7 @@ def _lock(descriptor: int, path: Path) -> str:
     except OSError as error:
         if error.errno not in _HAS_NO_LOCKS:
             raise ConfigError(f"run.dir: {failure_message(path.parent, error)}") from error
-        return f"{path}: this file system has no locks; see that no other console uses the folder"
+        return f"{path}: this file system has no locks; make sure that no other console uses the folder"
     # The lock is valid even on a full disk.
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)

@@ -55,7 +55,7 @@ def machines(problem: Problem, plan: PlanDocument, *, is_one_host: bool) -> list
         )
         next_port += 2 * node.gpus if is_one_host else 0
         if next_port > MAX_PORT:
-            raise ConfigError("--address: more machines than one has ports for; leave --address out")
+            raise ConfigError("--address: one address does not have ports for this many machines; leave --address out")
     return found
 
 

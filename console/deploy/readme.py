@@ -11,7 +11,7 @@ from console.deploy.trainers import TrainingMachine
 _PLACE = "/etc/penstock"
 _TEXT = """# Certificates
 
-Everything here speaks mutual TLS and starts with certificates only. Make them once, on a machine that nobody else uses:
+All services use mutual TLS and start only with certificates. Make them once, on a machine that only you use:
 
 ```
 penstock certs init authority
@@ -26,13 +26,13 @@ containers services run as user 10001, who must be able to read the files. Witho
 penstock node SITE/node-MACHINE.yaml          # on the head: penstock run run.yaml
 ```
 
-Machines must be reached by the names that stand in the certificates. The same command, with the same `--out`, renews a
+Machines must be reached by the names in the certificates. The same command, with the same `--out`, renews a
 certificate. The head's opens everything, the others only what generators of this run need.{trainers}
 """
 _TRAINERS = """
 
 Trainers of several machines talk by torch.distributed, which neither encrypts nor authenticates: they refuse to start
-beside TLS until `trusts_network: true` stands in their trainer.yaml. Set it where the network between them is yours.
+beside TLS until their trainer.yaml sets `trusts_network: true`. Set it if the network between them is yours.
 """
 
 

@@ -139,7 +139,7 @@ def render(picture: Picture) -> RenderableType:
     parts: list[RenderableType] = []
     if picture.run is None:
         asked = f"asked for {duration(picture.problem_for_s)}; " if picture.problem_for_s else ""
-        parts.append(Text(f"{picture.problem} ({asked}the run goes on when its broker answers)"))
+        parts.append(Text(f"{picture.problem} ({asked}the run continues when its broker answers)"))
     else:
         parts += [Text(line) for line in _summary(picture.run)]
         if picture.run.generators:

@@ -128,7 +128,7 @@ class SupervisedProcess:
                 self._why = self._how(status)
                 self._set_state(ProcessState.FAILED)
                 raise ServiceFailedError(
-                    f"{self.spec.name} {self._why} and is not started again (log: {self.spec.log_path})"
+                    f"{self.spec.name} {self._why} and is not restarted (log: {self.spec.log_path})"
                 )
             if verdict.is_pause:
                 self._why = f"{self._how(status)}; next try {_clock_time(time.time() + verdict.delay_s)}"

@@ -130,7 +130,7 @@ class NodeAgent:
         if now_s >= self._say_at_s:
             self._say_at_s = now_s + SAY_EVERY_S
             _log.info(
-                "waiting for a plan: the scheduler has none of this run",
+                "waiting for a plan: the scheduler has none for this run",
                 scheduler=self._config.scheduler,
                 run_id=self._config.generator.run_id,
             )
@@ -138,7 +138,7 @@ class NodeAgent:
     async def _carry_out(self, plan: pb.Plan) -> None:
         wanted = placements(plan, self._config)
         for misfit in misfits(plan, self._config):
-            _log.warning("the plan wants what this machine has not", revision=plan.revision, wanted=misfit)
+            _log.warning("the plan does not fit this machine", revision=plan.revision, wanted=misfit)
         todo = change(self._running, wanted)
         if todo.stops or todo.starts:
             started = [f"{one.name} (GPUs {', '.join(map(str, one.gpus))})" for one in todo.starts]

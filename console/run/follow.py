@@ -102,7 +102,7 @@ class RunSession:
             except UnknownRunError:
                 if self._is_stopping:
                     raise TrainerLostError(
-                        f"{self._trainer_peer} was restarted while the run was stopped; its last checkpoint stands"
+                        f"{self._trainer_peer} was restarted while the run was stopped; its last checkpoint remains"
                     ) from None
                 self._display.note("trainer restarted: resumes from its newest checkpoint")
                 await self.start(resume=True)
@@ -188,7 +188,7 @@ class RunSession:
             stream: Any = self._trainer.WatchRun(request, timeout=_WATCH_TIMEOUT_S)
             async for event in stream:
                 if self._incarnation not in ("", event.incarnation):
-                    self._display.note("the trainer begins again, from its newest checkpoint")
+                    self._display.note("the trainer restarts from its newest checkpoint")
                     self._ended = None
                 self._incarnation, self._sequence = event.incarnation, event.sequence
                 self._outage.answered()

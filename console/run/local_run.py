@@ -174,7 +174,7 @@ class _Run:
         except InterruptedByUserError:
             problem = "interrupted before training began"
         except TimeoutError:
-            problem = f"the trainer did not stop within {STOP_WAIT_S:g} s; its last checkpoint stands"
+            problem = f"the trainer did not stop within {STOP_WAIT_S:g} s; its last checkpoint remains"
         except (ServiceFailedError, TrainerLostError, PenstockError, FolderRefusedError) as error:
             problem = str(error)
         except OSError as error:
@@ -199,7 +199,7 @@ class _Run:
         if is_resume and self._config.endpoints.trainer is not None:
             # It describes the previous end; a trainer with the same folder writes the next one in time.
             self._folder.summary.unlink(missing_ok=True)
-        self._view.phase = "handing the run to the trainer"
+        self._view.phase = "starting the run on the trainer"
         await session.start(resume=is_resume)
 
     async def _follow(self, session: RunSession, watcher: asyncio.Task[None]) -> trainer_pb2.RunFinished:
@@ -319,7 +319,7 @@ class _Run:
     def _force(self) -> None:
         # Second request: everything still running is killed. The terminal's cursor is restored first.
         self._display.stop()
-        print("penstock: asked again: everything is ended at once", file=sys.stderr, flush=True)
+        print("penstock: second signal: everything is ended at once", file=sys.stderr, flush=True)
         self._launcher.kill_now()
         os._exit(EXIT_INTERRUPTED)
 

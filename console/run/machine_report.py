@@ -32,7 +32,7 @@ async def report_machine(config: RunConfig, addresses: Addresses, view: RunView,
     try:
         await report_node(target, node, measure=lambda: measured_rates(view, roles), security=security)
     except PenstockError as error:
-        _log.warning("the scheduler hears nothing of this machine", scheduler=target, error=str(error))
+        _log.warning("this machine is not reported to the scheduler", scheduler=target, error=str(error))
 
 
 def local_roles(addresses: Addresses) -> list[scheduler_pb2.Role.ValueType]:

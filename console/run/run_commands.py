@@ -20,7 +20,7 @@ from penstock.security import Security
 
 _COMPLETED = (
     "run {run_id} completed before; it stays as it is: {folder}\n"
-    "begin another with a run.id of its own, or give this one more steps: "
+    "start another with its own run.id, or give this one more steps: "
     "penstock run --resume {folder} run.num_steps=N"
 )
 

@@ -108,8 +108,8 @@ class RunPlan:
         self._note(f"plan {plan.revision}: {summary(plan)}. {plan.explanation}")
         if before is not None and _trainers(before) != _trainers(plan):
             self._note(
-                f"plan {plan.revision} trains on {_named(_trainers(plan))}, which this run cannot change while it goes "
-                "on: stop it, and resume it there"
+                f"plan {plan.revision} trains on {_named(_trainers(plan))}, which cannot change while the run "
+                "continues: stop it, and resume it there"
             )
 
 
@@ -128,7 +128,7 @@ def as_message(plan: PlanDocument) -> pb.Plan:
 def summary(plan: pb.Plan) -> str:
     """Summary of which machines generate and which train."""
     generators = {each.node_id for each in plan.assignments if each.role == pb.ROLE_GENERATOR}
-    return f"{_named(generators) or 'nobody'} generate, {_named(_trainers(plan))} train"
+    return f"{_named(generators) or 'none'} generate, {_named(_trainers(plan))} train"
 
 
 def _trainers(plan: pb.Plan) -> set[str]:

@@ -34,7 +34,7 @@ def export_command(
     if target.broker is None:
         raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker")
     if max_bytes is not None and not follow:
-        raise ConfigError("--max-bytes: only a recording that is followed is split; add --follow, or leave it out")
+        raise ConfigError("--max-bytes: only a followed recording is split; add --follow, or leave it out")
     recording = Recording()
     try:
         asyncio.run(

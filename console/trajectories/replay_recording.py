@@ -185,8 +185,8 @@ class _Replayer:
 def _summary(file: Path, options: ReplayOptions, result: Replayed) -> str:
     parts = [f"{file}: {result.num_groups} groups, {result.num_samples} samples put into {options.run_id}"]
     for number, words in (
-        (result.num_known, "samples were there already"),
-        (result.num_unscored, "samples have no score and were left out"),
+        (result.num_known, "samples were already there"),
+        (result.num_unscored, "samples have no score and were skipped"),
         (result.num_clipped, "samples were sampled before the run's version 0 and count as version 0"),
         (result.num_refused, "groups were not put"),
     ):

@@ -126,7 +126,7 @@ class LeaseSession:
             case "owner":
                 self._handler.owned_by(response.owner)
             case unknown:
-                _log.warning("frame of an unknown kind", peer=self._peer, frame=unknown)
+                _log.warning("message of an unknown kind", peer=self._peer, frame=unknown)
 
     def _note_closed(self, reason: str) -> None:
         if self._stream.is_up or not self.waiting_reason.startswith("run closed"):

@@ -37,5 +37,5 @@ async def watch_plan(scheduler: str, run_id: str, *, security: Security) -> Asyn
             except UnknownRunError:
                 yield None
             except PenstockError as error:
-                _log.debug("the plan is not watched now", scheduler=scheduler, error=str(error))
+                _log.debug("the plan is not being watched", scheduler=scheduler, error=str(error))
             await asyncio.sleep(next(delays_s))

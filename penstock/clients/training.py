@@ -227,7 +227,7 @@ class MicrobatchSession(BackgroundStream):
         self._version = max(self._version, microbatch.policy_version)
         fresh = [group for group in groups if group.prompt.group_id not in self._held]
         if len(fresh) < len(groups):
-            _log.warning("held groups were handed out again and are ignored", peer=self._peer)
+            _log.warning("held groups were delivered again and are ignored", peer=self._peer)
             self._credit_changed.set()
         self._held.update(dict.fromkeys(group.prompt.group_id for group in fresh))
         if fresh:
@@ -241,7 +241,7 @@ class MicrobatchSession(BackgroundStream):
         """The groups completed by this message. Raises InternalError if its piece does not fit."""
         if not microbatch.HasField("piece"):
             if len(self._assembly):
-                raise InternalError(f"{self._peer}: a group that came in pieces was broken off by another one")
+                raise InternalError(f"{self._peer}: a group sent in pieces was interrupted by another one")
             return [*microbatch.groups, *microbatch.packed_groups.groups]
         try:
             whole = self._assembly.add(microbatch.piece.data, is_last=microbatch.piece.is_last)

@@ -105,14 +105,14 @@ def check_chain(chain: Sequence[weights_pb2.WeightsManifest], *, run_id: str, he
         NotOfferedError, DigestMismatchError: As `check_manifest`.
     """
     if len(chain) > MAX_CHAIN:
-        raise InvalidFieldError(f"{len(chain)} deltas in a row, expected at most {MAX_CHAIN}", field="preceding")
+        raise InvalidFieldError(f"{len(chain)} consecutive deltas, expected at most {MAX_CHAIN}", field="preceding")
     for delta in chain[:-1]:
         _check_content(delta, run_id=run_id)
     check_manifest(chain[-1], run_id=run_id)
     for delta in chain:
         if (delta.kind, delta.encoding) != _DELTA or (delta.base_version, delta.base_digest) != held:
             raise InvalidFieldError(
-                f"what leads to version {delta.policy_version} does not apply to version {held.policy_version}",
+                f"the delta to version {delta.policy_version} does not apply to version {held.policy_version}",
                 field="manifest.base_version",
             )
         held = VersionName(delta.policy_version, delta.digest)
@@ -167,7 +167,7 @@ def _check_adapter(manifest: weights_pb2.WeightsManifest) -> None:
 
 def _require_whole(manifest: weights_pb2.WeightsManifest) -> None:
     if manifest.kind == weights_pb2.WEIGHTS_KIND_DELTA:
-        raise NotOfferedError(f"version {manifest.policy_version} came as a delta, which was not asked for")
+        raise NotOfferedError(f"version {manifest.policy_version} is a delta, which was not requested")
 
 
 def _check_chunks(manifest: weights_pb2.WeightsManifest) -> None:
@@ -265,7 +265,7 @@ class WeightsClient(Connection):
             if isinstance(error, PERMANENT_ERRORS):
                 raise error
             if error is not None and stream.is_news:
-                _log.info("no word from the weight store yet; trying again", error=str(error))
+                _log.info("no answer from the weight store yet; trying again", error=str(error))
 
         # No deadline: nothing is sent between two versions. A dead peer is found by the channel's keepalive.
         await stream.run(lambda: stream.listen(self._stub.WatchManifests(request), take), on_end)
@@ -316,7 +316,7 @@ class WeightsClient(Connection):
         try:
             await call(self._stub.FindSources, request, peer=self.peer)
         except PenstockError as error:
-            _log.debug("the weight store does not hear of a failure", error=str(error))
+            _log.debug("a failure was not reported to the weight store", error=str(error))
 
     def _note_refused_relay(self, error: InvalidFieldError) -> None:
         # The address differs for every content; its host does not.
