@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> None:
-    # The coordinator says where: only it knows the run.
+    # The coordinator names the place, since only it knows the run.
     device = store.get(DEVICE_KEY).decode()
     group = RankGroup(store, rank=rank, num_ranks=num_ranks, local_rank=local_rank, device=device)
     follow(group, _build)

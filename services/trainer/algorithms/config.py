@@ -18,12 +18,12 @@ def _known_algorithm(name: str) -> str:
 
 
 class AlgorithmConfig(StrictModel):
-    """What is optimised."""
+    """The training objective."""
 
     name: Annotated[str, AfterValidator(_known_algorithm)] = "grpo"
     """How advantages are computed, and how far the policy may move on them: services/trainer/algorithms."""
     normalization: Normalization | None = None
-    """What the loss is averaged over: tokens of the step, a sample's tokens and then samples, samples (sequences), or
+    """Averaging of the loss: tokens of the step, a sample's tokens and then samples, samples (sequences), or
     max_tokens and samples; the algorithm's own when unset."""
     group_size: int = Field(default=8, ge=1, le=1024)
     """Samples of one prompt that are trained on; 1 only with ppo, whose critic needs no siblings."""
@@ -33,7 +33,7 @@ class AlgorithmConfig(StrictModel):
     """Optimiser steps of a batch, each on whole groups of its own: with 1 gradients are computed while samples come,
     but no ratio is ever clipped under a correction."""
     max_staleness: int = Field(default=1, ge=0, le=1000)
-    """Most policy versions a sample may lag; 0 is on-policy."""
+    """Maximum number of policy versions that a sample may lag; 0 is on-policy."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
     """Lower clip of the probability ratio: 1 - clip_low; the algorithm's own when unset."""
     clip_high: float | None = Field(default=None, gt=0, le=10)
@@ -48,9 +48,9 @@ class AlgorithmConfig(StrictModel):
     """Of tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, of those that
     policy.num_retained_steps keeps."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """Of ppo: 1 takes advantages from rewards alone, 0 by the critic's next value alone."""
+    """For ppo: 1 takes advantages from rewards alone, 0 by the critic's next value alone."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
-    """Of ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that where it
+    """For ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that where it
     stays below 1e-5."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """The reward falls linearly by up to 1 over this many last tokens of sampling.max_new_tokens (DAPO); 0 is off."""

@@ -1,4 +1,4 @@
 """Checkpoints on disk: whole or not there, written beside training.
 
-Knows files and bytes; which tensors are saved is decided in `model_state`.
+Handles files and bytes only; `model_state` decides which tensors are saved.
 """

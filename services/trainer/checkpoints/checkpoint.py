@@ -37,7 +37,7 @@ _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeState:
-    """Where the run is, apart from the model: plain values that survive JSON."""
+    """The run's progress, without the model: plain values that survive JSON."""
 
     policy_version: int
     """The version these weights are."""

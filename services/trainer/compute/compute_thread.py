@@ -32,7 +32,7 @@ class InterruptedComputeError(BackendError):
 
 
 class ComputeThread:
-    """Runs calls in its thread; `on_span` hears when each began and ended, by the monotonic clock."""
+    """Runs calls in its thread; `on_span` is called with the start and end of each, by the monotonic clock."""
 
     def __init__(self, *, clock: Clock, on_span: Callable[[float, float], None]) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")

@@ -19,14 +19,14 @@ from services.trainer.model.trained_model import TrainedModel, WholeModel, check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """Which model, and how it is held."""
+    """The model, and how it is loaded."""
 
     path: Path
     """Hugging Face directory: configuration, safetensors, tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Element type in which it computes and is published (`precision`)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes CUDA where there is one."""
+    """Where to train; auto takes CUDA if available."""
     num_threads: int = 1
     """CPU threads of PyTorch, set for the whole process."""
     lora: LoraSection | None = None

@@ -1,4 +1,4 @@
 """Publishing of policy versions: files, manifests, deltas, relays and broadcasts to receivers.
 
-Knows files and receivers, but neither the model nor the optimiser.
+Handles files and receivers, independent of the model and the optimiser.
 """

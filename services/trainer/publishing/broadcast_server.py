@@ -24,7 +24,7 @@ _log = structlog.get_logger()
 async def broadcasting(
     config: TrainerConfig, *, store: WeightStore, weights_url: str, security: Security
 ) -> AsyncIterator[Broadcasts | None]:
-    """The broadcasts of a store's contents; None where weights go over HTTP alone.
+    """The broadcasts of a store's contents; None if weights are sent over HTTP only.
 
     Raises:
         PortUnavailableError: `broadcast_listen` cannot be listened on.

@@ -3,7 +3,7 @@
 Promises:
 
 - Both kinds are measured on the same prompts, one completion each: sampled (as in training) and greedy.
-- Only generators that hold at least the measured version decode them. Nothing here is ever trained on.
+- Only generators that hold at least the measured version decode them. None of these samples is ever trained on.
 - A measurement is written to evaluations.jsonl before the broker may forget its groups, so that after a crash it is
   either on disk or still to be had.
 - No endless wait: without any new result for as long as `trainer.max_evaluation_silence_s` says, or what is derived in
