@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from console.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-P", "-m", "console")
@@ -77,3 +83,9 @@ def penstock(*arguments: str, cwd: Path, timeout_s: float = 50.0) -> subprocess.
         timeout=timeout_s,
         check=False,
     )
+
+
+def penstock_in_process(*arguments: str, cwd: Path) -> Result:
+    """Run the command to its end in this process, where the process itself is not what is tested."""
+    with contextlib.chdir(cwd), mock.patch.dict(os.environ):
+        return CliRunner().invoke(app, arguments, prog_name="penstock")

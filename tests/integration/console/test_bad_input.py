@@ -1,4 +1,8 @@
-"""Ten kinds of bad input through the real command: one clear line, exit status 2, nothing started, nothing lost."""
+"""Bad input to the command: one clear line, exit status 2, nothing started, nothing lost.
+
+Most of it goes through the command in this process; what the process adds (its exit status, and what libraries write
+to stderr past Python) is tested once, on several mistakes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.console import document, penstock, write_document, write_rows
+from tests.helpers.console import document, penstock, penstock_in_process, write_document, write_rows
 
 
 def refused(folder: Path, value: dict[str, Any] | None, *overrides: str) -> str:
@@ -16,8 +20,8 @@ def refused(folder: Path, value: dict[str, Any] | None, *overrides: str) -> str:
     path = folder / "config.yaml"
     if value is not None:
         write_document(folder, value)
-    result = penstock("run", str(path), *overrides, cwd=folder)
-    assert result.returncode == 2, result.stderr
+    result = penstock_in_process("run", str(path), *overrides, cwd=folder)
+    assert result.exit_code == 2, result.output
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
     assert not (folder / "runs").exists(), "something was started"
@@ -53,10 +57,11 @@ def test_a_model_without_the_file_by_which_text_is_decoded_is_told(tmp_path: Pat
     told = f"model.path: {tokenizer.parent}: no tokenizer.json, by which token ids become the text that is scored"
     assert told in refused(tmp_path, value)
     # The reward worker stands here, wherever the trainer is.
-    elsewhere = penstock("run", "config.yaml", "endpoints.trainer=127.0.0.1:1", cwd=tmp_path)
-    assert (elsewhere.returncode, told in elsewhere.stderr) == (2, True)
-    trusted = penstock("run", "config.yaml", "--dry-run", "reward.trusts_generator_text=true", cwd=tmp_path)
-    assert trusted.returncode == 0, trusted.stderr
+    elsewhere = penstock_in_process("run", "config.yaml", "endpoints.trainer=127.0.0.1:1", cwd=tmp_path)
+    assert (elsewhere.exit_code, told in elsewhere.stderr) == (2, True)
+    trusts = "reward.trusts_generator_text=true"
+    trusted = penstock_in_process("run", "config.yaml", "--dry-run", trusts, cwd=tmp_path)
+    assert trusted.exit_code == 0, trusted.output
 
 
 def test_empty_data_is_told(tmp_path: Path) -> None:
@@ -138,16 +143,16 @@ def test_an_existing_run_folder_is_not_touched(tmp_path: Path) -> None:
     kept = tmp_path / "runs" / "r1" / "metrics.jsonl"
     kept.parent.mkdir(parents=True)
     kept.write_text("precious\n")
-    result = penstock("run", str(write_document(tmp_path, value)), cwd=tmp_path)
-    assert result.returncode == 2
+    result = penstock_in_process("run", str(write_document(tmp_path, value)), cwd=tmp_path)
+    assert result.exit_code == 2
     assert "exists already" in result.stderr
     assert kept.read_text() == "precious\n"
 
 
-def test_every_problem_gets_its_own_line(tmp_path: Path) -> None:
-    value = document(tmp_path)
-    path = write_document(tmp_path, value)
-    result = penstock("run", str(path), "reward=nothing", "data.train=missing.jsonl", cwd=tmp_path)
+@pytest.mark.parametrize("reward", ["nothing", "grpc://127.0.0.1:1"])
+def test_every_problem_gets_its_own_line_from_the_process_and_nothing_else(tmp_path: Path, reward: str) -> None:
+    path = write_document(tmp_path, document(tmp_path))
+    result = penstock("run", str(path), f"reward={reward}", "data.train=missing.jsonl", cwd=tmp_path)
     assert result.returncode == 2
     assert [line.split(": ")[2] for line in result.stderr.splitlines()] == ["data.train", "reward.model"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.console import ROOT, document, penstock, write_document, write_model
+from tests.helpers.console import ROOT, document, penstock, penstock_in_process, write_document, write_model
 
 AWAY = "127.0.0.1:1"
 MISSING = ("PENSTOCK_TLS_KEY: missing beside PENSTOCK_TLS_CERT", "PENSTOCK_TLS_CA: missing beside PENSTOCK_TLS_CERT")
@@ -38,19 +38,32 @@ def arguments_of(command: str, folder: Path) -> list[str]:
     return [*command.split(), "--broker", AWAY]
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["run", "node", "broker", "scheduler", "trainer", "generator", "status r", "audit r", "runs list", "runs show r"],
-)
-def test_half_a_configuration_ends_a_command_in_a_line_each(
+def assert_named(stderr: str) -> None:
+    """Each thing that is missing has a line of its own, and nothing came with a traceback."""
+    lines = [line for line in stderr.splitlines() if line.startswith("penstock: ")]
+    assert [line.removeprefix("penstock: ").split(";")[0] for line in lines] == list(MISSING)
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("command", ["node", "broker", "scheduler", "trainer", "generator"])
+def test_half_a_configuration_ends_a_service_in_a_line_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setenv("PENSTOCK_TLS_CERT", str(tmp_path / "cert.pem"))
     told = penstock(*arguments_of(command, tmp_path), cwd=tmp_path)
     assert told.returncode == 2, told.stderr
-    lines = [line for line in told.stderr.splitlines() if line.startswith("penstock: ")]
-    assert [line.removeprefix("penstock: ").split(";")[0] for line in lines] == list(MISSING)
-    assert "Traceback" not in told.stderr
+    assert_named(told.stderr)
+
+
+@pytest.mark.parametrize("command", ["run", "status r", "audit r", "runs list", "runs show r"])
+def test_half_a_configuration_ends_a_command_in_a_line_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_TLS_CERT", str(tmp_path / "cert.pem"))
+    told = penstock_in_process(*arguments_of(command, tmp_path), cwd=tmp_path)
+    assert told.exit_code == 2, told.output
+    assert isinstance(told.exception, SystemExit)
+    assert_named(told.stderr)
 
 
 def test_a_health_check_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +84,10 @@ def test_a_service_that_others_would_reach_in_plain_text_does_not_start(tmp_path
 
 def test_a_run_whose_services_others_would_reach_in_plain_text_is_refused_before_it_starts(tmp_path: Path) -> None:
     path = write_document(tmp_path, document(tmp_path))
-    told = penstock("run", str(path), "listen.trainer=0.0.0.0:7304", cwd=tmp_path)
-    assert told.returncode == 2
+    told = penstock_in_process("run", str(path), "listen.trainer=0.0.0.0:7304", cwd=tmp_path)
+    assert told.exit_code == 2
     assert "listen.trainer: 0.0.0.0:7304 is reached from other machines, and would be in plain text" in told.stderr
     assert not (tmp_path / "runs").exists()
-    allowed = penstock("run", str(path), "listen.trainer=0.0.0.0:7304", "insecure=true", "--dry-run", cwd=tmp_path)
-    assert "listen.trainer: 0.0.0.0:7304 is in plain text (insecure: true)" in allowed.stdout + allowed.stderr
+    insecure = ("listen.trainer=0.0.0.0:7304", "insecure=true")
+    allowed = penstock_in_process("run", str(path), *insecure, "--dry-run", cwd=tmp_path)
+    assert "listen.trainer: 0.0.0.0:7304 is in plain text (insecure: true)" in allowed.output
