@@ -152,6 +152,10 @@ class StoreHandle:
 
         return call
 
+    async def ping(self) -> None:
+        """Whether it can be reached. A real one is not asked: brokers do so at every turn, half of all round trips."""
+        self._check()
+
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
         """See `Store.load`."""
         self._check()
