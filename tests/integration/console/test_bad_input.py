@@ -6,13 +6,24 @@ to stderr past Python) is tested once, on several mistakes.
 
 from __future__ import annotations
 
+import functools
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from console.run import preflight
 from tests.helpers.console import document, penstock, penstock_in_process, write_document, write_rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_reward_model_is_imported_once() -> Iterator[None]:
+    """In a real process, which takes a second; nearly every case has the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "_local_reward_problems", functools.cache(preflight._local_reward_problems))
+        yield
 
 
 def refused(folder: Path, value: dict[str, Any] | None, *overrides: str) -> str:
