@@ -107,7 +107,7 @@ class Dispatcher:
     def _starting(self, state: RunState, asking: str = "") -> list[broker_pb2.GeneratorView]:
         """The generators that may start new work now, and the one that asks, whether it may or not.
 
-            Its load is needed in any case: it may continue samples that others began, and the version of its last known
+        Its load is needed in any case: it may continue samples that others began, and the version of its last known
         heartbeat may be older than the one with which it asks.
         """
         admission = state.admission()

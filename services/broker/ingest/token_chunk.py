@@ -22,7 +22,7 @@ MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; engines round a certain token to slightly more."""
 _FINISH_REASONS = frozenset(types_pb2.FinishReason.values())
 _Look = tuple[int, int | None, int | None]
-"""Number of tokens of a chunk, oldest and newest version of them; None where there are none, or they are malformed."""
+"""Number of a chunk's tokens, their oldest and newest version; None if there are none, or they are malformed."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The stores by the scheme of `redis_url`. A store is one file beside this one and one entry here."""
+"""Lists the stores by the scheme of `redis_url`. A store is one file beside this one and one entry here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.broker.storage.redis.redis_store import RedisStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """What a store is opened with."""
+    """The settings with which a store is opened."""
 
     url: str
     num_wait_replicas: int
@@ -32,7 +32,7 @@ class StoreKind:
     """A kind of store."""
 
     check: Callable[[str], None]
-    """Raises ValueError when a URL is malformed."""
+    """Raises ValueError if a URL is malformed."""
     can_wait_for_replicas: Callable[[str], bool]
     open: Callable[[StoreSettings], Store]
     """Raises ConfigError."""
@@ -64,7 +64,7 @@ REDIS = StoreKind(
 STORES: dict[str, StoreKind] = {
     "memory": StoreKind(check=_check_memory_url, can_wait_for_replicas=lambda _: False, open=lambda _: MemoryStore()),
 }
-"""By scheme; Redis takes every other URL, and says which it understands."""
+"""By scheme; Redis gets every other URL, and its errors name the valid forms."""
 
 
 def store_kind(url: str) -> StoreKind:

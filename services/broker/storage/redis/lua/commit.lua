@@ -73,7 +73,7 @@ for _ = 1, num_retired do
   redis.call('SADD', KEYS[6], ARGV[at])
   at = at + 1
 end
--- Deletions first: a sample that starts anew in this very change keeps what it was given in it.
+-- Deletions first: a sample restarted in this change keeps what the change stores for it.
 for i = first_list + num_lists, #KEYS do
   redis.call('UNLINK', KEYS[i])
 end
