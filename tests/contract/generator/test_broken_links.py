@@ -7,7 +7,9 @@ import gc
 
 import pytest
 
+from penstock.clients import streams
 from penstock.clients.scoring import ScoringSession
+from penstock.network import rpc
 from penstock.network.connection import Connection
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
@@ -21,6 +23,12 @@ from tests.helpers.waiting import until
 
 NUM_RESETS = 12
 pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(autouse=True)
+def _clients_that_come_back_soon(monkeypatch):
+    """A stream that is reset before it carried a response is followed, twelve times over, by no wait of seconds."""
+    monkeypatch.setattr(streams, "backoff_s", lambda **_: rpc.backoff_s(first_s=0.02, most_s=0.1))
 
 
 @pytest.fixture
