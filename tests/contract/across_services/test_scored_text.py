@@ -9,24 +9,21 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from console.inspect.status import status_command
 from penstock.network.rpc import Service
 from penstock.rewards.serving import SERVICE_NAME
 from penstock.v1 import broker_pb2, reward_pb2, reward_pb2_grpc, types_pb2
-from penstock.wire.codec import int32_array, int32_bytes
+from penstock.wire.codec import int32_array
 from services.broker.storage.memory_store import MemoryStore
-from services.generator.engine.engine import Engine
 from services.generator.engine.model_files import load_text_decoder
 from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
 from services.reward.config import RewardConfig
 from services.reward.server import serve
-from services.reward.texts import TokenTexts
 from tests.helpers.brokers import broker as real
-from tests.helpers.brokers.scripted_generation import prompt
 from tests.helpers.generators.generator_bench import Bench
-from tests.helpers.models.tiny_model import EOS_ID, VOCAB_SIZE, make_tiny_model, write_perturbed
+from tests.helpers.generators.sent_texts import assert_said_by_their_tokens, cut_characters, submit
+from tests.helpers.models.tiny_model import make_tiny_model, write_perturbed
 from tests.helpers.models.tokenizer_kinds import letters
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
@@ -177,45 +174,18 @@ async def test_a_worker_that_was_told_to_trust_passes_texts_on(broker: real.Runn
 # --- our own generators -----------------------------------------------------------------------------------------------
 
 
-def cut_characters(folder: Path) -> None:
-    """A tokenizer of the tiny model's size whose tokens are bytes of longer characters; the end token is special."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[-VOCAB_SIZE:]
-    vocabulary = {letter: at for at, letter in enumerate(alphabet)}
-    made = Tokenizer(models.BPE(vocabulary, []))
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([alphabet[EOS_ID]])
-    made.save(str(folder / "tokenizer.json"))
-
-
-def make_engine(name: str, model_path: Path) -> Engine:
-    if name == "transformers":
-        return TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=2))
-    from services.generator.engines.vllm.process_setup import VllmSettings
-    from services.generator.engines.vllm.vllm_engine import VllmEngine
-
-    return VllmEngine(VllmSettings(model_path=model_path, dtype="float32", kv_cache_gib=0.0625, stream_interval=2))
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-async def test_what_an_engine_s_generator_sends_is_what_its_tokens_say(tmp_path: Path, name: str) -> None:
+async def test_what_a_generator_sends_is_what_its_tokens_say(tmp_path: Path) -> None:
+    """The same of a vLLM engine is in tests/contract/engines/test_vllm_faults.py, on an engine that is there anyway."""
     bench = Bench(tmp_path)
     model_path = make_tiny_model(tmp_path / "model")
     cut_characters(model_path)
     bench.text = load_text_decoder(model_path, is_tokenizer_needed=True)
-    engine = make_engine(name, model_path)
-    samples = bench.broker.submit(prompt("g", max_new_tokens=40, group_size=8))
-    samples += bench.broker.submit(prompt("continued", max_new_tokens=40), prefix=(9, 11, 30))
+    engine = TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=2))
+    samples = submit(bench)
     async with bench.store.serving_content():
         weights = write_perturbed(model_path, bench.store.directory / "0.safetensors", seed=0)
         await bench.store.publish_file(weights, policy_version=0)
         async with bench.running(engine):
             await until(lambda: bench.broker.num_finished == len(samples), timeout_s=400)
-
-    texts = TokenTexts.of_model(model_path)
-    items = [reward_pb2.ScoreItem(completion_text="?", token_ids=int32_bytes(sample.token_ids)) for sample in samples]
-    leases = [broker_pb2.ScoringLease(lease_id=str(number), item=item) for number, item in enumerate(items)]
-    assert await texts.read(leases) == {}
-    assert [lease.item.completion_text for lease in leases] == [sample.text for sample in samples]
-    assert any("\ufffd" in sample.text for sample in samples), "no character was cut"
-    assert len({sample.text for sample in samples}) > 1
+    await assert_said_by_their_tokens(samples, model_path)

@@ -11,12 +11,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from penstock.v1 import generator_pb2, types_pb2
+from services.generator.engine.model_files import load_text_decoder
 from services.generator.engines.vllm import process_setup
 from services.generator.engines.vllm.process_setup import VllmSettings
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from services.generator.generator import GeneratorFailedError
 from tests.contract.generator.test_generator import Bench
 from tests.helpers.brokers.scripted_generation import prompt
+from tests.helpers.generators import sent_texts
 from tests.helpers.models.tiny_model import make_tiny_model, write_perturbed
 from tests.helpers.waiting import until
 
@@ -58,8 +60,8 @@ async def running(bench, **settings):
         yield engine
 
 
-def submit_long(bench):
-    return bench.broker.submit(prompt("g", max_new_tokens=480, group_size=NUM_SAMPLES))
+def submit_long(bench, group_id="g"):
+    return bench.broker.submit(prompt(group_id, max_new_tokens=480, group_size=NUM_SAMPLES))
 
 
 def engine_process(engine):
@@ -69,27 +71,6 @@ def engine_process(engine):
 
 def has_gone_on(samples, before):
     return all(len(sample.token_ids) > len(prefix) + 4 for sample, prefix in zip(samples, before, strict=True))
-
-
-async def test_one_flipped_byte_in_the_engine_is_refused_and_the_run_goes_on(bench, monkeypatch):
-    monkeypatch.setattr(
-        process_setup, "_WORKER_EXTENSION", "tests.helpers.generators.flipping_worker.FlippingWorkerExtension"
-    )
-    samples = submit_long(bench)
-    await publish(bench, 0)
-    async with running(bench) as engine:
-        await until(lambda: all(len(sample.token_ids) > 4 for sample in samples), timeout_s=400)
-        # A packed layer: what is read back is what its kernel multiplies by.
-        await engine._llm.collective_rpc("penstock_flip_next", args=("model.layers.1.mlp.down_proj.weight",))
-        manifest = await publish(bench, 1)
-        await until(lambda: bench.generator._held.is_trusted is False)
-        assert [report.policy_version for report in bench.store.reports] == [0]
-        await until(lambda: bench.store.reports[-1].policy_version == 1)
-        assert bench.store.reports[-1].digest == manifest.digest
-        assert (await bench.view()).num_weights_refused == 1
-        await until(lambda: bench.broker.num_finished == NUM_SAMPLES, timeout_s=60)
-    assert all(sample.versions == sorted(sample.versions) for sample in samples)
-    assert all(sample.num_leases == 1 and len(sample.token_ids) == 480 for sample in samples)
 
 
 async def test_a_killed_and_a_hung_engine_give_samples_back_and_a_fresh_one_goes_on_with_the_newest_version(bench):
@@ -118,19 +99,40 @@ async def test_a_killed_and_a_hung_engine_give_samples_back_and_a_fresh_one_goes
         assert set(sample.versions[len(prefix) :]) == {1}
 
 
-async def test_an_engine_out_of_memory_gives_its_samples_back_with_their_tokens(bench, monkeypatch):
+async def test_a_flipped_byte_is_refused_and_running_out_of_memory_gives_samples_back(bench, monkeypatch):
+    """Three subjects on one engine: also what it sends as text while versions change."""
     monkeypatch.setattr(
         process_setup, "_WORKER_EXTENSION", "tests.helpers.generators.exhausted_worker.ExhaustedWorkerExtension"
     )
+    sent_texts.cut_characters(bench.tmp_path / "model")
+    bench.text = load_text_decoder(bench.tmp_path / "model", is_tokenizer_needed=True)
     samples = submit_long(bench)
     await publish(bench, 0)
     async with running(bench) as engine:
         await until(lambda: all(len(sample.token_ids) > 4 for sample in samples), timeout_s=400)
+        # A packed layer: what is read back is what its kernel multiplies by.
+        await engine._llm.collective_rpc("penstock_flip_next", args=("model.layers.1.mlp.down_proj.weight",))
+        manifest = await publish(bench, 1)
+        await until(lambda: bench.generator._held.is_trusted is False)
+        assert [report.policy_version for report in bench.store.reports] == [0]
+        await until(lambda: bench.store.reports[-1].policy_version == 1)
+        assert bench.store.reports[-1].digest == manifest.digest
+        assert (await bench.view()).num_weights_refused == 1
+        await until(lambda: bench.broker.num_finished == NUM_SAMPLES, timeout_s=60)
+        assert all(sample.versions == sorted(sample.versions) for sample in samples)
+        assert all(sample.num_leases == 1 and len(sample.token_ids) == 480 for sample in samples)
+
+        said = sent_texts.submit(bench)
+        await until(lambda: bench.broker.num_finished == NUM_SAMPLES + len(said), timeout_s=60)
+        await sent_texts.assert_said_by_their_tokens(said, bench.tmp_path / "model")
+
+        lost = submit_long(bench, "lost")
+        await until(lambda: all(len(sample.token_ids) > 4 for sample in lost), timeout_s=60)
         # A step that got what it asked for would go on, and nothing below would happen.
         await engine._llm.collective_rpc("penstock_exhaust")
         with pytest.raises(GeneratorFailedError, match="the vLLM engine process died"):
             await asyncio.wait_for(asyncio.shield(bench.tasks[0]), 60)
         assert (await bench.view()).state == generator_pb2.GENERATOR_STATE_FAILED
     assert (bench.num_engine_failures("failed"), bench.num_engine_failures("hung")) == (1, 0)
-    assert [sample.finish_reason for sample in samples] == [ABORTED] * NUM_SAMPLES
-    assert all(len(sample.token_ids) > 4 for sample in samples)
+    assert [sample.finish_reason for sample in lost] == [ABORTED] * NUM_SAMPLES
+    assert all(len(sample.token_ids) > 4 for sample in lost)

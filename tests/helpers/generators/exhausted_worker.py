@@ -1,4 +1,7 @@
-"""A vLLM worker that runs out of memory for real: the system grants its process no more, and a step asks for it."""
+"""A vLLM worker that runs out of memory for real: the system grants its process no more, and a step asks for it.
+
+Its memory can be made to fail, too, so that one engine serves for both faults.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from services.generator.engines.vllm.worker_extension import PenstockWorkerExtension
+from tests.helpers.generators.flipping_worker import FlippingWorkerExtension
 
 SPARE_BYTES = 2**30
 ASKED_FLOATS = 2**30
 
 
-class ExhaustedWorkerExtension(PenstockWorkerExtension):
+class ExhaustedWorkerExtension(FlippingWorkerExtension):
     """Limits its own process, and allocates beyond the limit in the next step."""
 
     def penstock_exhaust(self):
