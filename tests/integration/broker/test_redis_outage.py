@@ -71,37 +71,45 @@ def _status(run: Run, capsys: pytest.CaptureFixture[str], *, as_json: bool = Fal
     return status, capsys.readouterr().out
 
 
+def _outlast(
+    run: Run, redis: RedisProcess, capsys: pytest.CaptureFixture[str], *, is_killed: bool, away_s: float
+) -> None:
+    """One outage: the run stands still and says so, and goes on when Redis is back."""
+    assert _serving(run) == dict.fromkeys(SERVICES, True)
+    begun_s = time.monotonic()
+    (redis.kill if is_killed else redis.pause)()
+    run.wait_for("health off", lambda: not any(_serving(run).values()), timeout_s=90)
+    assert time.monotonic() - begun_s >= 10
+    status, told = _status(run, capsys)
+    assert status == 1
+    assert "Redis is away (" in told
+    assert "waiting for broker 127.0.0.1:" in told
+    assert " since 20" in told
+    document = json.loads(_status(run, capsys, as_json=True)[1])
+    assert "Redis is away" in document["broker_problem"]
+    assert "waiting for broker" in document["trainer"]["message"]
+    num_steps = run.num_steps
+    run.wait_for("the outage's end", lambda: time.monotonic() - begun_s > away_s)
+    assert run.num_steps == num_steps
+    (redis.start if is_killed else redis.resume)()
+    run.wait_for_step(num_steps + 3)
+    run.wait_for("health on", lambda: all(_serving(run).values()), timeout_s=60)
+    assert _status(run, capsys)[0] == 0
+    assert {record.num_restarts for record in run.folder.records()} == {0}
+
+
 @pytest.mark.parametrize(
-    ("is_killed", "away_s"),
-    [(True, 20.0), (False, 20.0), pytest.param(True, 130.0, marks=LONG_ONLY)],
-    ids=["killed", "hangs", "killed for long"],
+    "outages",
+    [[(True, 20.0), (False, 20.0)], pytest.param([(True, 130.0)], marks=LONG_ONLY)],
+    ids=["killed and hangs", "killed for long"],
 )
 def test_a_run_outlasts_its_redis(
-    tmp_path: Path, redis: RedisProcess, capsys: pytest.CaptureFixture[str], is_killed: bool, away_s: float
+    tmp_path: Path, redis: RedisProcess, capsys: pytest.CaptureFixture[str], outages: list[tuple[bool, float]]
 ) -> None:
     with running(_document(tmp_path, redis), tmp_path) as run:
         run.wait_for_step(2)
-        assert _serving(run) == dict.fromkeys(SERVICES, True)
-        begun_s = time.monotonic()
-        (redis.kill if is_killed else redis.pause)()
-        run.wait_for("health off", lambda: not any(_serving(run).values()), timeout_s=90)
-        assert time.monotonic() - begun_s >= 10
-        status, told = _status(run, capsys)
-        assert status == 1
-        assert "Redis is away (" in told
-        assert "waiting for broker 127.0.0.1:" in told
-        assert " since 20" in told
-        document = json.loads(_status(run, capsys, as_json=True)[1])
-        assert "Redis is away" in document["broker_problem"]
-        assert "waiting for broker" in document["trainer"]["message"]
-        num_steps = run.num_steps
-        run.wait_for("the outage's end", lambda: time.monotonic() - begun_s > away_s)
-        assert run.num_steps == num_steps
-        (redis.start if is_killed else redis.resume)()
-        run.wait_for_step(num_steps + 3)
-        run.wait_for("health on", lambda: all(_serving(run).values()), timeout_s=60)
-        assert _status(run, capsys)[0] == 0
-        assert {record.num_restarts for record in run.folder.records()} == {0}
+        for is_killed, away_s in outages:
+            _outlast(run, redis, capsys, is_killed=is_killed, away_s=away_s)
         run.process.send_signal(signal.SIGINT)
         assert run.end() == 130
         audit = run.summary()["audit"]
