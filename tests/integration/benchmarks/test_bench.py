@@ -94,18 +94,3 @@ def test_a_quick_run_of_the_weights_measures_every_way_they_travel() -> None:
     assert 1 <= result["link_copies"] < 1.01
     assert result["link"]["resent_ratio"] < 0.1
     assert result["swap_pause_ms"] > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["broker", "--engine", "vllm"], "unrecognized arguments: --engine vllm"),
-        (["weights", "--engine", "none"], "choose from 'transformers', 'vllm'"),
-        (["generator", "--only", "nothing"], "choose from 'updates', 'pressure', 'concurrency'"),
-    ],
-)
-def test_an_option_that_a_suite_does_not_have_is_a_mistake(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "console", "bench", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr

@@ -81,6 +81,20 @@ def test_the_status_of_a_suite_is_that_of_the_command(toy: list[list[str]]) -> N
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["broker", "--engine", "vllm"], "unrecognized arguments: --engine vllm"),
+        (["weights", "--engine", "none"], "choose from 'transformers', 'vllm'"),
+        (["generator", "--only", "nothing"], "choose from 'updates', 'pressure', 'concurrency'"),
+    ],
+)
+def test_an_option_that_a_suite_does_not_have_is_a_mistake(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [(["nothing"], "'nothing' is not known; there is: toy.one"), (["--json"], "name a suite; there is: toy.one")],
 )
