@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -20,20 +19,34 @@ pytestmark = pytest.mark.timeout(120)
 WAIT_S = 40.0
 
 
-@pytest.fixture
-def sentinels(tmp_path: Path) -> Iterator[SentinelGroup]:
-    group = SentinelGroup(tmp_path, num_replicas=2, num_sentinels=3)
+@pytest.fixture(scope="module")
+def sentinel_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentinelGroup]:
+    group = SentinelGroup(tmp_path_factory.mktemp("sentinel"), num_replicas=2, num_sentinels=3)
     group.start()
     yield group
     group.stop()
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[ClusterGroup]:
-    group = ClusterGroup(tmp_path, is_persistent=True, node_timeout_ms=500)
+def sentinels(sentinel_group: SentinelGroup) -> SentinelGroup:
+    """Shared and empty. The test that kills a server comes last."""
+    sentinel_group.flush()
+    return sentinel_group
+
+
+@pytest.fixture(scope="module")
+def cluster_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterGroup]:
+    group = ClusterGroup(tmp_path_factory.mktemp("cluster"), is_persistent=True, node_timeout_ms=500)
     group.start()
     yield group
     group.stop()
+
+
+@pytest.fixture
+def cluster(cluster_group: ClusterGroup) -> ClusterGroup:
+    """Shared and empty. The test that moves a slot comes last."""
+    cluster_group.flush()
+    return cluster_group
 
 
 class Submitter:
@@ -88,15 +101,6 @@ async def submitting(url: str, *, num_wait_replicas: int = 0) -> AsyncIterator[S
         await store.close()
 
 
-async def test_a_fail_over_loses_nothing_that_replicas_were_waited_for(sentinels: SentinelGroup) -> None:
-    master = sentinels.master()
-    async with submitting(sentinels.url, num_wait_replicas=1) as submitter:
-        master.kill()
-        await submitter.stores_more(50)
-        assert sentinels.master() is not master
-        assert submitter.num_refused > 0
-
-
 async def test_without_enough_replicas_nothing_is_answered_for(sentinels: SentinelGroup) -> None:
     store = RedisStore.from_url(sentinels.url, num_wait_replicas=3)
     async with serving(store) as broker:
@@ -116,6 +120,15 @@ async def test_a_master_that_hangs_and_comes_back_as_a_replica_takes_nothing_alo
         finally:
             master.resume()
         await submitter.stores_more(50)
+
+
+async def test_a_fail_over_loses_nothing_that_replicas_were_waited_for(sentinels: SentinelGroup) -> None:
+    master = sentinels.master()
+    async with submitting(sentinels.url, num_wait_replicas=1) as submitter:
+        master.kill()
+        await submitter.stores_more(50)
+        assert sentinels.master() is not master
+        assert submitter.num_refused > 0
 
 
 async def test_a_cluster_that_loses_a_node_is_waited_for(cluster: ClusterGroup) -> None:
