@@ -22,7 +22,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations.lifecycle import create_run
 from services.broker.records.store import Delta, Store
 from services.broker.records_pb2 import GroupRecord, PutColumns, SampleRecord
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis.redis_store import RedisStore
@@ -127,7 +127,7 @@ async def load(store: Store) -> dict[str, float]:
 
     On a busy machine that time is mostly other processes': its own share shows in its CPU time.
     """
-    hub = RunHub(RUN, store=store, clock=SystemClock())
+    replica = RunReplica(RUN, store=store, clock=SystemClock())
     longest_s = longest_cpu_s = 0.0
 
     async def beat() -> None:
@@ -141,7 +141,9 @@ async def load(store: Store) -> dict[str, float]:
     beating = asyncio.create_task(beat())
     await asyncio.sleep(0)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    num_groups = await hub.transact(lambda state: len(state.index.live) + sum(map(len, state.index.trained.values())))
+    num_groups = await replica.transact(
+        lambda state: len(state.index.live) + sum(map(len, state.index.trained.values()))
+    )
     took = {"wall_s": time.perf_counter() - start_s, "cpu_s": time.process_time() - start_cpu_s}
     # A stall counts once it is over.
     await asyncio.sleep(2 * BEAT_S)

@@ -19,7 +19,7 @@ from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.retention import Retention
-from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_registry import RunRegistry
 from services.broker.service import BrokerService
 from services.broker.storage.stores import StoreSettings, store_kind
 
@@ -43,27 +43,27 @@ def make_store(config: BrokerConfig, *, registry: CollectorRegistry, security: S
     )
 
 
-def make_hubs(
+def make_run_registry(
     store: Store,
     *,
     registry: CollectorRegistry,
     clock: Clock,
     scheduler: str | None = None,
     security: Security = NO_SECURITY,
-) -> Hubs:
+) -> RunRegistry:
     """The core of a broker over a store."""
     metrics = BrokerMetrics(registry)
     forecaster = Forecaster(scheduler, security=security, clock=clock, on_answer=metrics.count_forecasts)
     reporter = LengthReporter(scheduler, security=security, on_report=metrics.count_length_reports)
-    return Hubs(store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter)
+    return RunRegistry(store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter)
 
 
-def make_server(hubs: Hubs, *, listen: str, security: Security) -> rpc.Server:
+def make_server(run_registry: RunRegistry, *, listen: str, security: Security) -> rpc.Server:
     """A gRPC server of that core."""
     service = rpc.Service(
         name=SERVICE_NAME,
         add=broker_pb2_grpc.add_BrokerServiceServicer_to_server,
-        servicer=BrokerService(hubs),
+        servicer=BrokerService(run_registry),
     )
     # Healthy once the caretaker has seen the store.
     return rpc.Server(listen=listen, services=[service], security=security, serves_at_once=False)
@@ -78,20 +78,22 @@ async def serve(config: BrokerConfig) -> None:
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     store = make_store(config, registry=REGISTRY, security=security)
-    hubs = make_hubs(store, registry=REGISTRY, clock=SystemClock(), scheduler=config.scheduler, security=security)
-    server = make_server(hubs, listen=config.listen, security=security)
+    run_registry = make_run_registry(
+        store, registry=REGISTRY, clock=SystemClock(), scheduler=config.scheduler, security=security
+    )
+    server = make_server(run_registry, listen=config.listen, security=security)
     try:
         await rpc.run_until_stopped(
             server,
             loops=[
-                lambda: hubs.care(server.set_serving),
-                hubs.length_reporter.run,
-                Retention(hubs, keep_s=config.closed_run_retention_s).run,
+                lambda: run_registry.care(server.set_serving),
+                run_registry.length_reporter.run,
+                Retention(run_registry, keep_s=config.closed_run_retention_s).run,
             ],
             on_started=lambda: _log.info("broker serves", listen=config.listen),
-            before_stop=hubs.stop,
+            before_stop=run_registry.stop,
         )
     finally:
-        await hubs.length_reporter.close()
-        await hubs.forecaster.close()
+        await run_registry.length_reporter.close()
+        await run_registry.forecaster.close()
         await store.close()

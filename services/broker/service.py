@@ -26,7 +26,7 @@ from services.broker.ingest.validation import (
 from services.broker.operations import delivery, drops, ownership, submission
 from services.broker.runtime import removal
 from services.broker.runtime.run_list import list_runs
-from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_registry import RunRegistry
 from services.broker.stalls import stall_report
 from services.broker.state.run_audit import audit_rows, totals
 from services.broker.state.run_state import RunState
@@ -58,30 +58,30 @@ def _admit_trainer(
 class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     """See broker.proto for what each call promises."""
 
-    def __init__(self, hubs: Hubs) -> None:
-        self._hubs = hubs
+    def __init__(self, run_registry: RunRegistry) -> None:
+        self._run_registry = run_registry
 
     async def OpenRun(self, request: broker_pb2.OpenRunRequest, context: _Context) -> broker_pb2.OpenRunResponse:
         """Create, re-attach, rewind or catch up; see `lifecycle`."""
         check_run_id(request.run_id)
         check_count("steps", len(request.steps), MAX_STEP_RECORDS)
-        return await self._hubs.hub(request.run_id).open(request)
+        return await self._run_registry.replica(request.run_id).open(request)
 
     async def CloseRun(self, request: broker_pb2.CloseRunRequest, context: _Context) -> broker_pb2.CloseRunResponse:
         """Mark the run closed, dropping everything in flight if requested; its streams notice."""
         check_run_id(request.run_id)
         if request.drop_reason:
             check_reason(request.drop_reason, field="drop_reason")
-        hub = self._hubs.hub(request.run_id)
-        closed_s = await hub.store.now_s(request.run_id)
+        replica = self._run_registry.replica(request.run_id)
+        closed_s = await replica.store.now_s(request.run_id)
 
         def operation(state: RunState) -> None:
-            _admit_trainer(state, request, hub.clock.now_s())
+            _admit_trainer(state, request, replica.clock.now_s())
             if request.drop_reason:
                 drops.drop_all(state, request.drop_reason)
             state.run.is_closed, state.run.close_s = True, state.run.close_s or closed_s
 
-        await hub.transact(operation)
+        await replica.transact(operation)
         return broker_pb2.CloseRunResponse()
 
     async def SubmitPrompts(
@@ -91,15 +91,15 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         check_run_id(request.run_id)
         check_count("prompts", len(request.prompts), MAX_PROMPTS)
         check_bytes("prompts", request.ByteSize())
-        hub = self._hubs.hub(request.run_id)
-        retired = await hub.store.retired(request.run_id, [prompt.group_id for prompt in request.prompts])
-        forecasts = await self._hubs.forecaster.forecasts(request.run_id, request.prompts)
+        replica = self._run_registry.replica(request.run_id)
+        retired = await replica.store.retired(request.run_id, [prompt.group_id for prompt in request.prompts])
+        forecasts = await self._run_registry.forecaster.forecasts(request.run_id, request.prompts)
 
         def operation(state: RunState) -> tuple[broker_pb2.SubmitPromptsResponse, int]:
-            _admit_trainer(state, request, hub.clock.now_s())
+            _admit_trainer(state, request, replica.clock.now_s())
             num_before = state.run.last_sequence
             errors = submission.submit(
-                state, request.prompts, retired=retired, now_s=hub.clock.now_s(), forecasts=forecasts
+                state, request.prompts, retired=retired, now_s=replica.clock.now_s(), forecasts=forecasts
             )
             num_queued = sum(state.num_waiting(purpose) for purpose in state.index.ready)
             is_full = any(error.reason == "QUEUE_FULL" for error in errors)
@@ -108,8 +108,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             )
             return response, state.run.last_sequence - num_before
 
-        response, num_added = await hub.transact(operation)
-        invariants = self._hubs.metrics.invariants
+        response, num_added = await replica.transact(operation)
+        invariants = self._run_registry.metrics.invariants
         invariants.count_duplicates("prompt", len(request.prompts) - len(response.errors) - num_added)
         invariants.count_refusals("prompts", sum(error.reason == "QUEUE_FULL" for error in response.errors))
         return response
@@ -118,7 +118,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request_iterator: AsyncIterator[broker_pb2.StreamLeasesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamLeasesResponse]:
         """See `lease_stream`."""
-        stream = await LeaseStream.open(self._hubs, request_iterator)
+        stream = await LeaseStream.open(self._run_registry, request_iterator)
         async for response in stream.serve(request_iterator):
             yield response
 
@@ -126,14 +126,14 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request_iterator: AsyncIterator[broker_pb2.StreamTokensRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
         """See `token_stream`."""
-        async for response in serve_tokens(self._hubs, request_iterator):
+        async for response in serve_tokens(self._run_registry, request_iterator):
             yield response
 
     async def StreamScoring(
         self, request_iterator: AsyncIterator[broker_pb2.StreamScoringRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamScoringResponse]:
         """See `scoring_stream`."""
-        stream = await ScoringStream.open(self._hubs, request_iterator)
+        stream = await ScoringStream.open(self._run_registry, request_iterator)
         async for response in stream.serve(request_iterator):
             yield response
 
@@ -142,14 +142,14 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request_iterator: AsyncIterator[broker_pb2.PutTrajectoriesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.PutTrajectoriesResponse]:
         """See `trajectory_stream`."""
-        async for response in serve_puts(self._hubs, cast("AsyncIterator[bytes]", request_iterator)):
+        async for response in serve_puts(self._run_registry, cast("AsyncIterator[bytes]", request_iterator)):
             yield response
 
     async def StreamMicrobatches(
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamMicrobatchesResponse]:
         """Serve a trainer; responses are already serialized, which the server accepts (`penstock.network.guard`)."""
-        stream = await MicrobatchStream.open(self._hubs, request_iterator)
+        stream = await MicrobatchStream.open(self._run_registry, request_iterator)
         async for response in stream.serve(request_iterator):
             yield cast("broker_pb2.StreamMicrobatchesResponse", response)
 
@@ -157,18 +157,18 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         """Mark a step trained; see `delivery.acknowledge`."""
         check_run_id(request.run_id)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
-        hub = self._hubs.hub(request.run_id)
+        replica = self._run_registry.replica(request.run_id)
 
         def operation(state: RunState) -> tuple[broker_pb2.AckStepResponse, bool]:
-            ownership.admit(state, request.owner, hub.clock.now_s())
+            ownership.admit(state, request.owner, replica.clock.now_s())
             is_repeated = request.policy_version <= state.run.policy_version
             response = delivery.acknowledge(
-                state, request.consumer_id, list(request.group_ids), request.policy_version, hub.clock.now_s()
+                state, request.consumer_id, list(request.group_ids), request.policy_version, replica.clock.now_s()
             )
             return response, is_repeated
 
-        response, is_repeated = await hub.transact(operation)
-        self._hubs.metrics.invariants.count_duplicates("step", int(is_repeated))
+        response, is_repeated = await replica.transact(operation)
+        self._run_registry.metrics.invariants.count_duplicates("step", int(is_repeated))
         return response
 
     async def DropGroups(
@@ -178,23 +178,23 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         check_run_id(request.run_id)
         check_reason(request.reason)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
-        hub = self._hubs.hub(request.run_id)
+        replica = self._run_registry.replica(request.run_id)
 
         def operation(state: RunState) -> int:
-            _admit_trainer(state, request, hub.clock.now_s())
+            _admit_trainer(state, request, replica.clock.now_s())
             return drops.drop_groups(state, request.group_ids, request.reason)
 
-        num_samples = await hub.transact(operation)
+        num_samples = await replica.transact(operation)
         return broker_pb2.DropGroupsResponse(num_samples=num_samples)
 
     async def GetRun(self, request: broker_pb2.GetRunRequest, context: _Context) -> broker_pb2.GetRunResponse:
         """One coherent picture, taken from an up-to-date copy."""
         check_run_id(request.run_id)
         check_timestamp("busy_since", request.busy_since)
-        hub = self._hubs.hub(request.run_id)
+        replica = self._run_registry.replica(request.run_id)
         busy_since_s = request.busy_since.ToMicroseconds() / 1e6 if request.HasField("busy_since") else None
-        generators, workers = await hub.peers.views(busy_since_s)
-        present = replace(hub.peers.present(), generators=generators)
+        generators, workers = await replica.peers.views(busy_since_s)
+        present = replace(replica.peers.present(), generators=generators)
 
         def operation(state: RunState) -> broker_pb2.GetRunResponse:
             for view in generators:
@@ -210,18 +210,18 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 owner_time=timestamp(run.owner_s) if run.owner_s else None,
                 audit=totals(state),
                 generators=generators,
-                waits=stall_report.waits(state, present, hub.clock.now_s()),
+                waits=stall_report.waits(state, present, replica.clock.now_s()),
                 reward_worker_ids=workers,
-                reward_warnings=hub.peers.reward_warnings(),
-                dispatch_state=hub.dispatcher.describe(state, self._hubs.forecaster.state),
-                now_time=timestamp(hub.clock.now_s()),
+                reward_warnings=replica.peers.reward_warnings(),
+                dispatch_state=replica.dispatcher.describe(state, self._run_registry.forecaster.state),
+                now_time=timestamp(replica.clock.now_s()),
             )
 
-        return await hub.transact(operation)
+        return await replica.transact(operation)
 
     async def ListRuns(self, request: broker_pb2.ListRunsRequest, context: _Context) -> broker_pb2.ListRunsResponse:
         """The runs of the store that the caller may know of, oldest first; see `run_list`."""
-        answer, caller = await list_runs(self._hubs.store), current_caller()
+        answer, caller = await list_runs(self._run_registry.store), current_caller()
         of_caller = [run for run in answer.runs if caller.sees_run(run.run_id)]
         return broker_pb2.ListRunsResponse(
             runs=of_caller, run_ids=[run for run in answer.run_ids if caller.sees_run(run)]
@@ -230,19 +230,21 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     async def DeleteRun(self, request: broker_pb2.DeleteRunRequest, context: _Context) -> broker_pb2.DeleteRunResponse:
         """Delete a run, or continue deleting it; see `removal`."""
         check_run_id(request.run_id)
-        return await removal.delete(self._hubs.hub(request.run_id), is_forced=request.force)
+        return await removal.delete(self._run_registry.replica(request.run_id), is_forced=request.force)
 
     async def AuditRun(self, request: broker_pb2.AuditRunRequest, context: _Context) -> broker_pb2.AuditRunResponse:
         """The audit, counted now."""
         check_run_id(request.run_id)
-        return broker_pb2.AuditRunResponse(audit=await self._hubs.hub(request.run_id).read_books(audit_rows))
+        return broker_pb2.AuditRunResponse(
+            audit=await self._run_registry.replica(request.run_id).read_books(audit_rows)
+        )
 
     async def WatchPolicy(
         self, request: broker_pb2.WatchPolicyRequest, context: _Context
     ) -> AsyncIterator[broker_pb2.WatchPolicyResponse]:
         """The current version, and again at every change."""
         check_run_id(request.run_id)
-        hub = self._hubs.hub(request.run_id)
+        replica = self._run_registry.replica(request.run_id)
 
         def operation(state: RunState) -> tuple[broker_pb2.WatchPolicyResponse, bool]:
             run = state.run
@@ -250,10 +252,10 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             return current, run.is_closed
 
         last: broker_pb2.WatchPolicyResponse | None = None
-        with hub.listening() as wake:
+        with replica.listening() as wake:
             while True:
-                self._hubs.check_serving()
-                current, is_closed = await hub.transact(operation, must_verify=last is None)
+                self._run_registry.check_serving()
+                current, is_closed = await replica.transact(operation, must_verify=last is None)
                 if current != last:
                     last = current
                     yield current
@@ -266,5 +268,5 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     ) -> AsyncIterator[broker_pb2.ExportTrajectoriesResponse]:
         """Retained steps, and with follow later ones; see `export_stream`."""
         check_run_id(request.run_id)
-        async for response in export(self._hubs, request):
+        async for response in export(self._run_registry, request):
             yield response

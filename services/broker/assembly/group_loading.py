@@ -13,30 +13,32 @@ from penstock.wire.codec import Packed
 from services.broker.assembly.messages import kept_indices, trajectory_group
 from services.broker.operations import drops
 from services.broker.records_pb2 import GroupRecord
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.batches import slice_of
 
 _log = structlog.get_logger()
 
 
 async def load_records(
-    hub: RunHub, records: Sequence[GroupRecord], *, has_text: bool = False
+    replica: RunReplica, records: Sequence[GroupRecord], *, has_text: bool = False
 ) -> tuple[dict[str, types_pb2.TrajectoryGroup], dict[str, Packed]]:
     """Submitted groups, with the completions' text if requested, and packed groups of puts; by record.
 
     Submitted groups dropped meanwhile are left out. A put whose payload is lost is dropped, and empty.
     """
-    groups = await _load_submitted(hub, [record for record in records if not record.HasField("put")], has_text=has_text)
-    packed = await _load_puts(hub, [record for record in records if record.HasField("put")])
+    groups = await _load_submitted(
+        replica, [record for record in records if not record.HasField("put")], has_text=has_text
+    )
+    packed = await _load_puts(replica, [record for record in records if record.HasField("put")])
     return {group.prompt.group_id: group for group in groups}, packed
 
 
 async def _load_submitted(
-    hub: RunHub, groups: Sequence[GroupRecord], *, has_text: bool
+    replica: RunReplica, groups: Sequence[GroupRecord], *, has_text: bool
 ) -> list[types_pb2.TrajectoryGroup]:
-    prompts = await hub.prompts([group.group_id for group in groups])
+    prompts = await replica.prompts([group.group_id for group in groups])
     samples = [(group.group_id, index) for group in groups for index in kept_indices(group)]
-    stored = dict(zip(samples, await hub.store.chunks(hub.run_id, samples), strict=True))
+    stored = dict(zip(samples, await replica.store.chunks(replica.run_id, samples), strict=True))
     loaded: list[types_pb2.TrajectoryGroup] = []
     for group in groups:
         parts = [stored[(group.group_id, index)] for index in kept_indices(group)]
@@ -45,21 +47,21 @@ async def _load_submitted(
     return loaded
 
 
-async def _load_puts(hub: RunHub, records: Sequence[GroupRecord]) -> dict[str, Packed]:
+async def _load_puts(replica: RunReplica, records: Sequence[GroupRecord]) -> dict[str, Packed]:
     slices = [slice_of(record) for record in records]
     loaded: dict[str, Packed] = {}
-    for record, part, packed in zip(records, slices, await hub.payloads.load(slices), strict=True):
+    for record, part, packed in zip(records, slices, await replica.payloads.load(slices), strict=True):
         loaded[record.group_id] = packed
         if len(packed) < part.size_bytes:
             loaded[record.group_id] = b""
-            await give_up(hub, record)
+            await give_up(replica, record)
     return loaded
 
 
-async def give_up(hub: RunHub, record: GroupRecord) -> None:
+async def give_up(replica: RunReplica, record: GroupRecord) -> None:
     """Drop the groups of a put whose payload the store has lost."""
-    _log.error("payload is lost", run_id=hub.run_id, payload_id=record.put.payload_id)
-    await hub.transact(partial(drops.drop_groups, group_ids=list(record.put.group_ids), reason=drops.PAYLOAD_LOST))
+    _log.error("payload is lost", run_id=replica.run_id, payload_id=record.put.payload_id)
+    await replica.transact(partial(drops.drop_groups, group_ids=list(record.put.group_ids), reason=drops.PAYLOAD_LOST))
 
 
 def copy_of(record: GroupRecord) -> GroupRecord:

@@ -19,7 +19,7 @@ from services.broker.assembly.messages import kept_indices, trajectory
 from services.broker.records.store import PayloadSlice
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import group_version
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.batches import cut_at, num_groups, payload_bytes, slice_of
 
 BYTES_PER_TOKEN = 8
@@ -63,12 +63,12 @@ def single_groups(record: GroupRecord) -> list[GroupRecord]:
 
 
 async def read_pieces(
-    hub: RunHub, record: GroupRecord, *, has_text: bool = False, left_out: Counter[str] | None = None
+    replica: RunReplica, record: GroupRecord, *, has_text: bool = False, left_out: Counter[str] | None = None
 ) -> AsyncGenerator[types_pb2.GroupPiece, None]:
     """The one group of a record in pieces of PIECE_BYTES; the last one may be smaller.
 
     Args:
-        hub: The run's replica.
+        replica: The run's replica.
         record: A copy; see `single_groups` and `portions`.
         has_text: Whether to include the completions' text.
         left_out: If given, samples whose payload is lost are left out and counted here by group; a group without any
@@ -78,9 +78,9 @@ async def read_pieces(
         GivenUpError: The group was dropped meanwhile or, without `left_out`, some of its payload is lost.
     """
     if record.HasField("put"):
-        parts = _put_parts(hub, record, left_out)
+        parts = _put_parts(replica, record, left_out)
     else:
-        parts = _group_parts(hub, record, has_text, left_out)
+        parts = _group_parts(replica, record, has_text, left_out)
     waiting: bytearray | None = None
     async for part in parts:
         waiting = waiting if waiting is not None else bytearray()
@@ -100,16 +100,16 @@ def cut_group(group: types_pb2.TrajectoryGroup) -> Iterator[types_pb2.GroupPiece
 
 
 async def _group_parts(
-    hub: RunHub, group: GroupRecord, has_text: bool, left_out: Counter[str] | None
+    replica: RunReplica, group: GroupRecord, has_text: bool, left_out: Counter[str] | None
 ) -> AsyncIterator[bytes]:
     """Serialized messages whose concatenation is one message of all: protobuf appends repeated fields."""
-    prompts = await hub.prompts([group.group_id])
+    prompts = await replica.prompts([group.group_id])
     if group.group_id not in prompts:
         _note_lost(group.group_id, len(kept_indices(group)), left_out)
         return
     head = types_pb2.TrajectoryGroup(prompt=prompts[group.group_id], min_policy_version=group_version(group) or 0)
     for indices in _batches(group):
-        stored = await hub.store.chunks(hub.run_id, [(group.group_id, index) for index in indices])
+        stored = await replica.store.chunks(replica.run_id, [(group.group_id, index) for index in indices])
         if not all(stored):
             _note_lost(group.group_id, sum(not parts for parts in stored), left_out)
         head.trajectories.extend(
@@ -137,25 +137,25 @@ def _batches(group: GroupRecord) -> Iterator[Sequence[int]]:
         yield batch
 
 
-async def _put_parts(hub: RunHub, record: GroupRecord, left_out: Counter[str] | None) -> AsyncIterator[Packed]:
+async def _put_parts(replica: RunReplica, record: GroupRecord, left_out: Counter[str] | None) -> AsyncIterator[Packed]:
     """The bytes of the group itself, without the tag and the length that precede it in the payload."""
     whole = slice_of(record)
     # The end first: a payload stored whole is present whole or not at all.
-    if not await _load(hub, whole.payload_id, whole.end - 1, whole.end):
+    if not await _load(replica, whole.payload_id, whole.end - 1, whole.end):
         if left_out is None:
-            await give_up(hub, record)
+            await give_up(replica, record)
         _note_lost(record.put.group_ids[0], len(record.put.sample_tokens), left_out)
         return
     for start in range(whole.start, whole.end, READ_BYTES):
         end = min(whole.end, start + READ_BYTES)
-        data = await _load(hub, whole.payload_id, start, end)
+        data = await _load(replica, whole.payload_id, start, end)
         if len(data) < end - start:
             raise _given_up(record.put.group_ids[0])
         yield data[prefix_size(data) :] if start == whole.start else data
 
 
-async def _load(hub: RunHub, payload_id: str, start: int, end: int) -> Packed:
-    [data] = await hub.payloads.load([PayloadSlice(payload_id=payload_id, start=start, end=end)])
+async def _load(replica: RunReplica, payload_id: str, start: int, end: int) -> Packed:
+    [data] = await replica.payloads.load([PayloadSlice(payload_id=payload_id, start=start, end=end)])
     return data
 
 

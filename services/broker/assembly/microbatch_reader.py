@@ -18,7 +18,7 @@ from services.broker.assembly.group_loading import load_records
 from services.broker.assembly.large_groups import cut_group, is_large, read_pieces, size_bytes
 from services.broker.assembly.microbatch_frames import Frames
 from services.broker.records_pb2 import GroupRecord
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_replica import RunReplica
 
 MAX_READ_AHEAD_BYTES = 8 * 1024 * 1024
 ENVELOPE_BYTES = 4096
@@ -26,7 +26,11 @@ ENVELOPE_BYTES = 4096
 
 
 async def load_frames(
-    hub: RunHub, hello: broker_pb2.TrainerHello, microbatches: Sequence[Sequence[GroupRecord]], *, policy_version: int
+    replica: RunReplica,
+    hello: broker_pb2.TrainerHello,
+    microbatches: Sequence[Sequence[GroupRecord]],
+    *,
+    policy_version: int,
 ) -> AsyncGenerator[bytes, None]:
     """Serialized StreamMicrobatchesResponses with all groups whose payload is present.
 
@@ -38,14 +42,14 @@ async def load_frames(
     for batch in _batches(microbatches):
         _microbatch, first = batch[0]
         if is_large(first) and hello.accepts_group_pieces:
-            async with aclosing(read_pieces(hub, first)) as pieces:
+            async with aclosing(read_pieces(replica, first)) as pieces:
                 async for piece in pieces:
                     frames.add_piece(piece)
                     for frame in frames.take():
                         yield frame
             continue
         records = [record for _microbatch, record in batch]
-        by_id, packed = await load_records(hub, records)
+        by_id, packed = await load_records(replica, records)
         for microbatch, record in batch:
             if microbatch != number:
                 frames.close()

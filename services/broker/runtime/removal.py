@@ -15,7 +15,7 @@ from penstock.v1 import broker_pb2
 from services.broker.operations import drops
 from services.broker.records.store import ConflictError, Delta, Root, Store
 from services.broker.records_pb2 import RunRecord
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_replica import RunReplica
 
 DELETED, EXPIRED = "deleted", "expired"
 CALL_S = 2.0
@@ -25,52 +25,52 @@ WORKING_S = 60.0
 MAX_ATTEMPTS = 50
 
 
-async def delete(hub: RunHub, *, is_forced: bool) -> broker_pb2.DeleteRunResponse:
+async def delete(replica: RunReplica, *, is_forced: bool) -> broker_pb2.DeleteRunResponse:
     """Delete a run, or continue deleting it; see DeleteRun.
 
     Raises:
         RunConflictError: it is open and in use, and the caller does not force it.
         ServiceUnavailableError: the store is unavailable, or others kept changing the run.
     """
-    store, until_s, num_keys = hub.store, time.monotonic() + CALL_S, 0
-    existed = hub.run_id in await store.run_ids()
+    store, until_s, num_keys = replica.store, time.monotonic() + CALL_S, 0
+    existed = replica.run_id in await store.run_ids()
     for _ in range(MAX_ATTEMPTS):
-        [root] = await store.roots([hub.run_id])
+        [root] = await store.roots([replica.run_id])
         existed = existed or root is not None
         try:
             if root is None:
-                await store.delete(hub.run_id, None)
-                hub.forget()
+                await store.delete(replica.run_id, None)
+                replica.forget()
                 return broker_pb2.DeleteRunResponse(existed=existed, num_keys=num_keys, is_complete=True)
             run = RunRecord.FromString(root.run)
             if run.payload_gone != DELETED:
                 if not is_forced:
-                    await _check_idle(hub, run)
+                    await _check_idle(replica, run)
                 await _mark(store, root, lambda run: _set_gone(run, DELETED))
                 continue
-            async for num_cut in store.purge(hub.run_id, root.mark):
+            async for num_cut in store.purge(replica.run_id, root.mark):
                 num_keys += num_cut
                 if time.monotonic() > until_s:
                     return broker_pb2.DeleteRunResponse(existed=True, num_keys=num_keys)
-            await store.delete(hub.run_id, root.mark)
+            await store.delete(replica.run_id, root.mark)
         except ConflictError:
             continue
-    raise ServiceUnavailableError(f"run {hub.run_id!r}: others kept changing it while it was being deleted")
+    raise ServiceUnavailableError(f"run {replica.run_id!r}: others kept changing it while it was being deleted")
 
 
-async def expire(hub: RunHub, root: Root) -> None:
+async def expire(replica: RunReplica, root: Root) -> None:
     """Mark a closed run for payload deletion; samples still in flight are dropped with reason `expired` first.
 
     Raises ConflictError if the run was changed meanwhile.
     """
     run = RunRecord.FromString(root.run)
     if run.submitted != run.trained + sum(run.dropped.values()):
-        await hub.transact(lambda state: drops.drop_all(state, EXPIRED) if state.run.is_closed else 0)
-        [fresh] = await hub.store.roots([hub.run_id])
+        await replica.transact(lambda state: drops.drop_all(state, EXPIRED) if state.run.is_closed else 0)
+        [fresh] = await replica.store.roots([replica.run_id])
         if fresh is None or not RunRecord.FromString(fresh.run).is_closed:
             return
         root = fresh
-    await _mark(hub.store, root, lambda run: _set_gone(run, EXPIRED))
+    await _mark(replica.store, root, lambda run: _set_gone(run, EXPIRED))
 
 
 async def note_closed(store: Store, root: Root, now_s: float) -> None:
@@ -93,17 +93,17 @@ def _set_gone(run: RunRecord, reason: str) -> None:
     run.is_closed, run.payload_gone = True, reason
 
 
-async def _check_idle(hub: RunHub, run: RunRecord) -> None:
+async def _check_idle(replica: RunReplica, run: RunRecord) -> None:
     if run.is_closed:
         return
     who = ""
-    generators, workers = await hub.peers.views(None)
-    idle_s = hub.clock.now_s() - max(run.open_s, run.version_s, run.owner_s)
+    generators, workers = await replica.peers.views(None)
+    idle_s = replica.clock.now_s() - max(run.open_s, run.version_s, run.owner_s)
     if generators:
         who = f"generator {generators[0].hello.generator_id}"
     elif workers:
         who = f"reward worker {workers[0]}"
-    elif hub.num_listeners:
+    elif replica.num_listeners:
         who = "a stream of it is open"
     elif idle_s < WORKING_S:
         who = f"it was opened or took a step {max(0.0, idle_s):.0f} s ago"

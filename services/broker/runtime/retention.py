@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from services.broker.records.store import ConflictError, Root
 from services.broker.records_pb2 import RunRecord
 from services.broker.runtime import removal
-from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_registry import RunRegistry
 
 CHECK_EVERY_S = 600.0
 """Also the delay of the first check after a broker's start: a trainer started with it may reopen its run."""
@@ -25,9 +25,9 @@ _log = structlog.get_logger()
 class Retention:
     """See the module."""
 
-    def __init__(self, hubs: Hubs, *, keep_s: float | None) -> None:
+    def __init__(self, run_registry: RunRegistry, *, keep_s: float | None) -> None:
         """`keep_s`: how long the payload of a closed run is kept, seconds; None keeps it until the run is deleted."""
-        self._hubs = hubs
+        self._run_registry = run_registry
         self._keep_s = keep_s
 
     async def run(self) -> None:
@@ -41,10 +41,10 @@ class Retention:
 
     async def check(self) -> None:
         """Check every run once. Raises ServiceUnavailableError."""
-        run_ids = await self._hubs.store.run_ids()
+        run_ids = await self._run_registry.store.run_ids()
         for start in range(0, len(run_ids), ROOTS_AT_ONCE):
             some = run_ids[start : start + ROOTS_AT_ONCE]
-            for run_id, root in zip(some, await self._hubs.store.roots(some), strict=True):
+            for run_id, root in zip(some, await self._run_registry.store.roots(some), strict=True):
                 try:
                     if root is not None:
                         await self._look_at(run_id, root)
@@ -52,10 +52,10 @@ class Retention:
                     _log.info("a closed run changed while it was looked at", run_id=run_id)
 
     async def _look_at(self, run_id: str, root: Root) -> None:
-        store, hub = self._hubs.store, self._hubs.hub(run_id)
+        store, replica = self._run_registry.store, self._run_registry.replica(run_id)
         run = RunRecord.FromString(root.run)
         if run.payload_gone == removal.DELETED:
-            while not (await removal.delete(hub, is_forced=True)).is_complete:
+            while not (await removal.delete(replica, is_forced=True)).is_complete:
                 pass
             _log.info("a deletion left half done was finished", run_id=run_id)
         elif run.payload_gone:
@@ -67,7 +67,7 @@ class Retention:
             if not run.close_s:
                 await removal.note_closed(store, root, now_s)
             elif now_s - run.close_s >= self._keep_s:
-                await removal.expire(hub, root)
+                await removal.expire(replica, root)
                 [marked] = await store.roots([run_id])
                 if marked is not None and RunRecord.FromString(marked.run).payload_gone:
                     await self._look_at(run_id, marked)

@@ -20,7 +20,7 @@ from services.broker.records.store import Store
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.stalls import stall_report
 from services.broker.state.run_state import RunState
 
@@ -36,7 +36,7 @@ IDLE_RUN_S = 60.0
 _log = structlog.get_logger()
 
 
-class Hubs:
+class RunRegistry:
     """Run replicas by run id, created on demand.
 
     Promise: a run has one replica as long as anything refers to it, including a stream that is still attaching;
@@ -57,8 +57,8 @@ class Hubs:
         self.metrics = metrics
         self.forecaster = forecaster
         self.length_reporter = length_reporter
-        self._hubs: WeakValueDictionary[str, RunHub] = WeakValueDictionary()
-        self._used_lately: dict[str, RunHub] = {}
+        self._run_registry: WeakValueDictionary[str, RunReplica] = WeakValueDictionary()
+        self._used_lately: dict[str, RunReplica] = {}
         """Kept, with their copies, even if nothing refers to them now."""
         self._listeners: set[asyncio.Event] = set()
         self.is_stopping = False
@@ -72,19 +72,19 @@ class Hubs:
         finally:
             self._listeners.discard(event)
 
-    def hub(self, run_id: str) -> RunHub:
+    def replica(self, run_id: str) -> RunReplica:
         """The replica of a run that may or may not exist."""
-        hub = self._hubs.get(run_id)
-        if hub is None:
-            hub = self._hubs[run_id] = RunHub(run_id, store=self.store, clock=self.clock)
-        self._used_lately[run_id] = hub
-        return hub
+        replica = self._run_registry.get(run_id)
+        if replica is None:
+            replica = self._run_registry[run_id] = RunReplica(run_id, store=self.store, clock=self.clock)
+        self._used_lately[run_id] = replica
+        return replica
 
     async def stop(self) -> None:
         """End every stream: the process drains."""
         self.is_stopping = True
-        for hub in list(self._hubs.values()):
-            hub.wake()
+        for replica in list(self._run_registry.values()):
+            replica.wake()
         for event in self._listeners:
             event.set()
 
@@ -99,8 +99,8 @@ class Hubs:
         while True:
             try:
                 await self.store.ping()
-                for hub in list(self._hubs.values()):
-                    await self._care_for(hub)
+                for replica in list(self._run_registry.values()):
+                    await self._care_for(replica)
                 is_healthy = True
             except ServiceUnavailableError as error:
                 is_healthy = False
@@ -112,52 +112,52 @@ class Hubs:
                 _log.info("health changed", is_serving=is_serving)
             await asyncio.sleep(POLL_EVERY_S)
 
-    async def _care_for(self, hub: RunHub) -> None:
-        is_idle = hub.copy is None or self.clock.monotonic_s() - hub.last_used_s > IDLE_RUN_S
-        if is_idle and not hub.num_listeners:
-            self._used_lately.pop(hub.run_id, None)
+    async def _care_for(self, replica: RunReplica) -> None:
+        is_idle = replica.copy is None or self.clock.monotonic_s() - replica.last_used_s > IDLE_RUN_S
+        if is_idle and not replica.num_listeners:
+            self._used_lately.pop(replica.run_id, None)
             return
-        used_s = hub.last_used_s
+        used_s = replica.last_used_s
         try:
-            await hub.keep_time()
-            await hub.poll()
-            await expire(hub, self.metrics)
-            await hub.peers.refresh()
-            await self._observe_books(hub)
-            if hub.copy is not None:
-                await hub.dispatcher.review(hub.copy, hub.clock.now_s())
+            await replica.keep_time()
+            await replica.poll()
+            await expire(replica, self.metrics)
+            await replica.peers.refresh()
+            await self._observe_books(replica)
+            if replica.copy is not None:
+                await replica.dispatcher.review(replica.copy, replica.clock.now_s())
         except ServiceUnavailableError:
             raise
         except PenstockError as error:
-            _log.warning("run not cared for", run_id=hub.run_id, error=str(error))
-        hub.last_used_s = used_s
-        self._observe(hub)
+            _log.warning("run not cared for", run_id=replica.run_id, error=str(error))
+        replica.last_used_s = used_s
+        self._observe(replica)
 
-    def _observe(self, hub: RunHub) -> None:
-        at_s, now_s = self.clock.monotonic_s(), hub.clock.now_s()
-        if hub.copy is not None and at_s - hub.observed_s >= OBSERVE_EVERY_S:
-            hub.observed_s = at_s
+    def _observe(self, replica: RunReplica) -> None:
+        at_s, now_s = self.clock.monotonic_s(), replica.clock.now_s()
+        if replica.copy is not None and at_s - replica.observed_s >= OBSERVE_EVERY_S:
+            replica.observed_s = at_s
             self.metrics.observe(
-                hub.copy,
-                num_conflicts=hub.num_conflicts,
-                waits=stall_report.waits(hub.copy, hub.peers.present(), now_s),
+                replica.copy,
+                num_conflicts=replica.num_conflicts,
+                waits=stall_report.waits(replica.copy, replica.peers.present(), now_s),
                 now_s=now_s,
             )
 
-    async def _observe_books(self, hub: RunHub) -> None:
+    async def _observe_books(self, replica: RunReplica) -> None:
         at_s = self.clock.monotonic_s()
-        if hub.copy is not None and at_s - hub.books_read_s >= BOOKS_EVERY_S:
-            hub.books_read_s = at_s
-            self.metrics.observe_books(hub.run_id, await hub.read_books(lambda _state, counts: counts))
+        if replica.copy is not None and at_s - replica.books_read_s >= BOOKS_EVERY_S:
+            replica.books_read_s = at_s
+            self.metrics.observe_books(replica.run_id, await replica.read_books(lambda _state, counts: counts))
 
 
-async def expire(hub: RunHub, metrics: BrokerMetrics) -> None:
+async def expire(replica: RunReplica, metrics: BrokerMetrics) -> None:
     """Reclaim any expired leases, as of the last reading of the run's clock and not later."""
-    if hub.copy is None:
+    if replica.copy is None:
         return
 
     def operation(state: RunState) -> tuple[int, int]:
-        clock = hub.clock.reading
+        clock = replica.clock.reading
         if clock is None:
             return 0, 0
         now_s, since_s = clock.now_s, clock.unbroken_since_s
@@ -166,6 +166,6 @@ async def expire(hub: RunHub, metrics: BrokerMetrics) -> None:
             scores.expire_scoring(state, now_s, unbroken_since_s=since_s),
         )
 
-    num_generation, num_scoring = await hub.transact(operation, must_verify=False)
+    num_generation, num_scoring = await replica.transact(operation, must_verify=False)
     metrics.count_expired("generation", num_generation)
     metrics.count_expired("scoring", num_scoring)

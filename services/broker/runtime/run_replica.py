@@ -66,7 +66,7 @@ class _Request:
         return self.create is not None or self.reading is not None
 
 
-class RunHub:
+class RunReplica:
     """See the module."""
 
     def __init__(self, run_id: str, *, store: Store, clock: Clock) -> None:

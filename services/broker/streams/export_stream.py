@@ -26,8 +26,8 @@ from services.broker.assembly.large_groups import is_large, read_pieces, single_
 from services.broker.assembly.messages import kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
 from services.broker.records_pb2 import GroupRecord
-from services.broker.runtime.run_registry import Hubs
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_registry import RunRegistry
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.state import tallies
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import wait_for_event
@@ -117,29 +117,31 @@ def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
     return min(cursor.next_version, *(rewind.policy_version + 1 for rewind in unheard))
 
 
-async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> AsyncIterator[_Response]:
+async def export(run_registry: RunRegistry, request: broker_pb2.ExportTrajectoriesRequest) -> AsyncIterator[_Response]:
     """All responses of an ExportTrajectories call."""
-    hub, cursor = hubs.hub(request.run_id), cursor_of(request)
+    replica, cursor = run_registry.replica(request.run_id), cursor_of(request)
     must_verify, spoke_s = True, 0.0
-    with hub.listening() as wake:
+    with replica.listening() as wake:
         while True:
-            hubs.check_serving()
-            planned = await hub.transact(partial(plan, cursor=cursor), must_verify=must_verify)
+            run_registry.check_serving()
+            planned = await replica.transact(partial(plan, cursor=cursor), must_verify=must_verify)
             must_verify = False
             if not planned.is_due and (planned.is_closed or not request.follow):
                 return
             num_sent, num_missing = 0, planned.num_lost
-            while records := await hub.transact(partial(_records, planned=planned, start=num_sent), must_verify=False):
+            while records := await replica.transact(
+                partial(_records, planned=planned, start=num_sent), must_verify=False
+            ):
                 if is_large(records[0]) and request.accepts_group_pieces:
                     left_out: Counter[str] = Counter()
-                    async with aclosing(_pieces(hub, planned, records[0], left_out)) as pieces:
+                    async with aclosing(_pieces(replica, planned, records[0], left_out)) as pieces:
                         async for response in pieces:
                             yield response
                     num_sent += 1
                     num_missing += left_out.total()
                     continue
-                groups, num_without = await _load(hub, records)
-                if num_without and not await _is_still_there(hub, planned):
+                groups, num_without = await _load(replica, records)
+                if num_without and not await _is_still_there(replica, planned):
                     break
                 num_sent += len(records)
                 num_missing += num_without
@@ -155,7 +157,7 @@ async def export(hubs: Hubs, request: broker_pb2.ExportTrajectoriesRequest) -> A
                     history=planned.history,
                     num_missing_samples=num_missing if is_sent else 0,
                 )
-            await _wait_for_news(hubs, hub, cursor, wake, spoke_s + SIGN_OF_LIFE_S)
+            await _wait_for_news(run_registry, replica, cursor, wake, spoke_s + SIGN_OF_LIFE_S)
 
 
 def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]:
@@ -187,21 +189,21 @@ def _whole(group: types_pb2.TrajectoryGroup, planned: Plan) -> _Response:
 
 
 async def _pieces(
-    hub: RunHub, planned: Plan, record: GroupRecord, left_out: Counter[str]
+    replica: RunReplica, planned: Plan, record: GroupRecord, left_out: Counter[str]
 ) -> AsyncGenerator[_Response, None]:
     """A record with groups too many or too large for one message, each in pieces; lost samples are counted."""
     if not record.HasField("put"):
         left_out[record.group_id] += _leave_out_lost(record)
     for portion in single_groups(record):
-        async with aclosing(read_pieces(hub, portion, has_text=True, left_out=left_out)) as pieces:
+        async with aclosing(read_pieces(replica, portion, has_text=True, left_out=left_out)) as pieces:
             async for piece in pieces:
                 yield _Response(piece=piece, policy_version=planned.version, history=planned.history)
 
 
-async def _load(hub: RunHub, records: list[GroupRecord]) -> tuple[list[types_pb2.TrajectoryGroup], int]:
+async def _load(replica: RunReplica, records: list[GroupRecord]) -> tuple[list[types_pb2.TrajectoryGroup], int]:
     """The groups of the records with their payload, and the number of samples without payload."""
     num_without = sum(_leave_out_lost(record) for record in records)
-    by_id, packed = await load_records(hub, records, has_text=True)
+    by_id, packed = await load_records(replica, records, has_text=True)
     groups: list[types_pb2.TrajectoryGroup] = []
     for record in records:
         if record.group_id in packed:
@@ -225,18 +227,20 @@ def _leave_out_lost(copy: GroupRecord) -> int:
     return len(lost)
 
 
-async def _is_still_there(hub: RunHub, planned: Plan) -> bool:
+async def _is_still_there(replica: RunReplica, planned: Plan) -> bool:
     """Decide whether missing payload is lost, or its step was removed while it was read."""
-    if not await hub.transact(partial(_records, planned=planned, start=0)):
+    if not await replica.transact(partial(_records, planned=planned, start=0)):
         return False
-    _log.warning("payload of a step is lost and left out of an export", run_id=hub.run_id, version=planned.version)
+    _log.warning("payload of a step is lost and left out of an export", run_id=replica.run_id, version=planned.version)
     return True
 
 
-async def _wait_for_news(hubs: Hubs, hub: RunHub, cursor: Cursor, wake: asyncio.Event, until_s: float) -> None:
+async def _wait_for_news(
+    run_registry: RunRegistry, replica: RunReplica, cursor: Cursor, wake: asyncio.Event, until_s: float
+) -> None:
     """Wait until the copy may have data after `cursor`, or until `until_s` of the monotonic clock."""
-    while not hubs.is_stopping and (timeout_s := until_s - time.monotonic()) > 0:
-        run = None if hub.copy is None else hub.copy.run
+    while not run_registry.is_stopping and (timeout_s := until_s - time.monotonic()) > 0:
+        run = None if replica.copy is None else replica.copy.run
         if run is None or run.is_closed or run.history != cursor.history or run.policy_version >= cursor.next_version:
             return
         await wait_for_event(wake, timeout_s)

@@ -17,7 +17,7 @@ from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, che
 from services.broker.operations import leasing
 from services.broker.operations.leasing import GeneratorFacts, Grant, Grants
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
-from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, first_request, wait_for_event
 
@@ -42,11 +42,11 @@ class LeaseStream:
     Leases are committed before they are sent; one that never arrives is named in no heartbeat and so expires.
     """
 
-    def __init__(self, hubs: Hubs, hello: broker_pb2.GeneratorHello) -> None:
+    def __init__(self, run_registry: RunRegistry, hello: broker_pb2.GeneratorHello) -> None:
         check_hello(hello)
-        self._hubs = hubs
+        self._run_registry = run_registry
         self._hello = hello
-        self._hub = hubs.hub(hello.run_id)
+        self._replica = run_registry.replica(hello.run_id)
         self._beat: broker_pb2.GeneratorBeat | None = None
         self._num_sent = 0
         self._known: set[str] = set()
@@ -61,25 +61,27 @@ class LeaseStream:
         """The run's owner as last reported to the generator."""
 
     @classmethod
-    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> LeaseStream:
+    async def open(
+        cls, run_registry: RunRegistry, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]
+    ) -> LeaseStream:
         """Read the hello."""
         request = await first_request(requests)
         if request.WhichOneof("frame") != "hello":
             raise InvalidFieldError("hello: the first frame of a lease stream must be hello", field="hello")
-        return cls(hubs, request.hello)
+        return cls(run_registry, request.hello)
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncIterator[_Response]:
         """All responses, until the run is closed or the client disconnects."""
-        if await self._hub.transact(lambda state: state.run.is_closed):
+        if await self._replica.transact(lambda state: state.run.is_closed):
             raise RunClosedError(f"run {self._hello.run_id!r} is closed", run_id=self._hello.run_id)
-        await self._hub.peers.see_generator(self._hello, None)
+        await self._replica.peers.see_generator(self._hello, None)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
-        with self._hub.listening() as wake:
+        with self._replica.listening() as wake:
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
-                    self._hubs.check_serving()
+                    self._run_registry.check_serving()
                     frames = self._owner_news() + self._revocations() + await self._leases()
                     for frame in frames:
                         yield frame
@@ -96,11 +98,11 @@ class LeaseStream:
                         spoke_s = loop.time()
                         yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
                 intake.check()
-        await self._hub.peers.leave(self._hello.generator_id)
+        await self._replica.peers.leave(self._hello.generator_id)
 
     def _patience_s(self) -> float:
         """How long to wait for a change before asking again anyway."""
-        now_s = self._hub.clock.now_s()
+        now_s = self._replica.clock.now_s()
         move_s = 0.0 if self._idle_since_s is None else self._idle_since_s + IDLE_BEFORE_MOVE_S
         # Nothing is checked before it may ask again; a past time was skipped, and would be every time.
         due_s = next((at_s for at_s in (self._ask_again_s, move_s) if at_s > now_s), now_s + IDLE_EVERY_S)
@@ -115,12 +117,12 @@ class LeaseStream:
         self._known.update(beat.active_lease_ids)
         if beat.active_lease_ids:
             await self._renew(list(beat.active_lease_ids))
-        await self._hub.peers.see_generator(self._hello, beat, num_free=self._credit)
+        await self._replica.peers.see_generator(self._hello, beat, num_free=self._credit)
 
     async def _renew(self, lease_ids: list[str]) -> None:
         """Renew leases; logs once for each lease that is not renewed because no token arrived."""
-        clock, generator_id = self._hub.clock, self._hello.generator_id
-        speed = self._hub.peers.sample_speed(generator_id)
+        clock, generator_id = self._replica.clock, self._hello.generator_id
+        speed = self._replica.peers.sample_speed(generator_id)
 
         def operation(state: RunState) -> tuple[list[str], SilenceLimit]:
             silent = leasing.renew(
@@ -133,7 +135,7 @@ class LeaseStream:
             )
             return silent, state.limits.token_silence(generator_id, speed)
 
-        silent, limit = await self._hub.transact(operation, must_verify=False)
+        silent, limit = await self._replica.transact(operation, must_verify=False)
         for lease_id in set(silent) - self._silent:
             _log.warning(
                 "a lease is left to expire: no token came", lease_id=lease_id, generator=generator_id, limit=str(limit)
@@ -141,7 +143,7 @@ class LeaseStream:
         self._silent = set(silent)
 
     async def _leases(self) -> list[_Response]:
-        beat, state = self._beat, self._hub.copy
+        beat, state = self._beat, self._replica.copy
         if beat is None:
             return []
         if beat.is_draining:
@@ -151,14 +153,14 @@ class LeaseStream:
         if not credit:
             self._reason = "the generator has no free slot"
             return []
-        now_s = self._hub.clock.now_s()
+        now_s = self._replica.clock.now_s()
         if now_s < self._ask_again_s:
             return []
         facts = GeneratorFacts(
             generator_id=self._hello.generator_id,
             policy_version=beat.policy_version,
             max_context_tokens=self._hello.max_context_tokens,
-            longest_context_tokens=self._hub.peers.longest_context_tokens(),
+            longest_context_tokens=self._replica.peers.longest_context_tokens(),
             history=beat.history if beat.HasField("history") else None,
             instance_id=beat.instance_id,
         )
@@ -170,22 +172,22 @@ class LeaseStream:
         if grants:
             self._idle_since_s = None
         self._num_sent += len(grants)
-        self._hub.peers.note_free(facts.generator_id, self._credit)
+        self._replica.peers.note_free(facts.generator_id, self._credit)
         self._known.update(grant.lease_id for grant in grants)
-        self._hubs.metrics.count_leases("generation", len(grants))
+        self._run_registry.metrics.count_leases("generation", len(grants))
         return await self._encode(grants)
 
     async def _lease(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
         """Lease new work from the queue."""
 
         def operation(state: RunState) -> Grants:
-            choice = self._hub.dispatcher.choose(state, facts, self._credit, now_s)
+            choice = self._replica.dispatcher.choose(state, facts, self._credit, now_s)
             return leasing.lease(state, facts, max_leases=credit, now_s=now_s, make_suffix=_suffix, choice=choice)
 
-        grants = await self._hub.transact(operation, must_verify=False)
+        grants = await self._replica.transact(operation, must_verify=False)
         self._reason = grants.reason
         is_left = not grants.grants and grants.reason == leasing.LEFT_TO_OTHERS
-        self._hub.dispatcher.note(facts.generator_id, is_left=is_left, now_s=now_s)
+        self._replica.dispatcher.note(facts.generator_id, is_left=is_left, now_s=now_s)
         if is_left:
             self._ask_again_s = now_s + ASK_AGAIN_S
         return grants.grants
@@ -202,10 +204,10 @@ class LeaseStream:
         def operation(state: RunState) -> list[Grant]:
             if leasing.holds_abandoned(state, facts):
                 return []
-            return self._hub.dispatcher.take_over(state, facts, credit, now_s, _suffix)
+            return self._replica.dispatcher.take_over(state, facts, credit, now_s, _suffix)
 
-        grants = await self._hub.transact(operation, must_verify=False)
-        self._hubs.metrics.count_moves(len(grants))
+        grants = await self._replica.transact(operation, must_verify=False)
+        self._run_registry.metrics.count_moves(len(grants))
         return grants
 
     @property
@@ -216,9 +218,9 @@ class LeaseStream:
     async def _encode(self, grants: list[Grant]) -> list[_Response]:
         if not grants:
             return []
-        prompts = await self._hub.prompts([grant.sample[0] for grant in grants])
+        prompts = await self._replica.prompts([grant.sample[0] for grant in grants])
         continued = [grant for grant in grants if grant.num_prefix_tokens]
-        stored = await self._hub.store.chunks(self._hub.run_id, [grant.sample for grant in continued])
+        stored = await self._replica.store.chunks(self._replica.run_id, [grant.sample for grant in continued])
         prefixes = {grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)}
         return [
             _Response(
@@ -239,7 +241,7 @@ class LeaseStream:
 
     def _owner_news(self) -> list[_Response]:
         """The run's owner, if the generator does not know it yet."""
-        state = self._hub.copy
+        state = self._replica.copy
         if state is None or state.run.owner == self._owner:
             return []
         self._owner = broker_pb2.RunOwner()
@@ -247,7 +249,7 @@ class LeaseStream:
         return [_Response(owner=self._owner)]
 
     def _revocations(self) -> list[_Response]:
-        state = self._hub.copy
+        state = self._replica.copy
         if state is None:
             return []
         gone = self._known - state.generation_leases.get(self._hello.generator_id, {}).keys()
@@ -263,7 +265,7 @@ class LeaseStream:
         ]
 
     def _is_closed(self) -> bool:
-        return self._hub.copy is not None and self._hub.copy.run.is_closed
+        return self._replica.copy is not None and self._replica.copy.run.is_closed
 
 
 def _is_finished(state: RunState, lease_id: str) -> bool:

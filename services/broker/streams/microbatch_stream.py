@@ -18,7 +18,7 @@ from services.broker.ingest.validation import MAX_GROUP_IDS, check_count, check_
 from services.broker.operations import delivery, ownership
 from services.broker.operations.delivery import Consumer
 from services.broker.records_pb2 import GroupRecord
-from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_registry import RunRegistry
 from services.broker.stalls import stall_report
 from services.broker.state.batches import num_groups
 from services.broker.state.run_state import RunState
@@ -56,7 +56,7 @@ def _num_groups(records: Sequence[GroupRecord]) -> int:
 class MicrobatchStream:
     """Sends ready groups while the trainer has credit; otherwise reports why there are none."""
 
-    def __init__(self, hubs: Hubs, first: broker_pb2.StreamMicrobatchesRequest) -> None:
+    def __init__(self, run_registry: RunRegistry, first: broker_pb2.StreamMicrobatchesRequest) -> None:
         hello = first.hello
         if not first.HasField("hello"):
             raise InvalidFieldError("hello: must be set in the first message", field="hello")
@@ -65,8 +65,8 @@ class MicrobatchStream:
         check_count("hello.held_group_ids", len(hello.held_group_ids), MAX_GROUP_IDS)
         if hello.purpose not in (types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE):
             raise InvalidFieldError("hello.purpose: must be TRAIN or EVALUATE", field="hello.purpose")
-        self._hubs = hubs
-        self._hub = hubs.hub(hello.run_id)
+        self._run_registry = run_registry
+        self._replica = run_registry.replica(hello.run_id)
         self._hello = hello
         self._consumer = Consumer(consumer_id=hello.consumer_id, purpose=hello.purpose, stream_id=secrets.token_hex(8))
         self._credit_total = first.credit_total
@@ -78,30 +78,32 @@ class MicrobatchStream:
         """The delivery made by another call's commit."""
 
     @classmethod
-    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> MicrobatchStream:
+    async def open(
+        cls, run_registry: RunRegistry, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]
+    ) -> MicrobatchStream:
         """Read the first message."""
-        return cls(hubs, await first_request(requests))
+        return cls(run_registry, await first_request(requests))
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Frame]:
         """All responses, until the run is closed or the client disconnects."""
-        self._consumer = await self._hub.transact(self._attach)
+        self._consumer = await self._replica.transact(self._attach)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         last_sent_s = loop.time()
-        with self._hub.listening(self._wake) as wake, self._hub.following(self._follow, self._take):
+        with self._replica.listening(self._wake) as wake, self._replica.following(self._follow, self._take):
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
-                    self._hubs.check_serving()
+                    self._run_registry.check_serving()
                     handed_over = await self._next()
                     if handed_over is not None:
                         async with aclosing(self._load(handed_over)) as frames:
                             async for frame in frames:
                                 last_sent_s = loop.time()
                                 yield frame
-                    if self._hub.copy is not None:
-                        if self._hub.copy.run.is_closed:
+                    if self._replica.copy is not None:
+                        if self._replica.copy.run.is_closed:
                             return
-                        self._check_serving(self._hub.copy)
+                        self._check_serving(self._replica.copy)
                     if loop.time() - last_sent_s >= WAITING_EVERY_S:
                         last_sent_s = loop.time()
                         yield await self._waiting()
@@ -111,7 +113,7 @@ class MicrobatchStream:
     def _attach(self, state: RunState) -> Consumer:
         if state.run.is_closed:
             raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
-        ownership.admit(state, self._hello.owner, self._hub.clock.now_s())
+        ownership.admit(state, self._hello.owner, self._replica.clock.now_s())
         return delivery.attach(state, self._consumer, held=frozenset(self._hello.held_group_ids))
 
     def _check_serving(self, state: RunState) -> None:
@@ -152,7 +154,7 @@ class MicrobatchStream:
         return operation
 
     def _follow(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
-        """See `RunHub.following`: groups that another call makes ready are delivered by the same commit."""
+        """See `RunReplica.following`: groups that another call makes ready are delivered by the same commit."""
         operation = None if self._is_delivering else self._next_delivery(state)
         self._is_delivering = self._is_delivering or operation is not None
         return operation
@@ -169,15 +171,15 @@ class MicrobatchStream:
         if self._followed is not None:
             followed, self._followed, self._is_delivering = self._followed, None, False
             return self._counted(followed.result())
-        if self._hub.copy is None:
-            await self._hub.transact(lambda state: None, must_verify=False)
-        copy = self._hub.copy
+        if self._replica.copy is None:
+            await self._replica.transact(lambda state: None, must_verify=False)
+        copy = self._replica.copy
         operation = None if self._is_delivering or copy is None else self._next_delivery(copy)
         if operation is None:
             return None
         self._is_delivering = True
         try:
-            handed_over = await self._hub.transact(operation, must_verify=False)
+            handed_over = await self._replica.transact(operation, must_verify=False)
         finally:
             self._is_delivering = False
         return self._counted(handed_over)
@@ -191,9 +193,13 @@ class MicrobatchStream:
 
     def _load(self, handed_over: _Delivery) -> AsyncGenerator[bytes, None]:
         """The groups with their payload, in frames."""
-        return load_frames(self._hub, self._hello, handed_over.microbatches, policy_version=handed_over.policy_version)
+        return load_frames(
+            self._replica, self._hello, handed_over.microbatches, policy_version=handed_over.policy_version
+        )
 
     async def _waiting(self) -> _Response:
-        now_s, present = self._hub.clock.now_s(), self._hub.peers.present()
-        waiting = await self._hub.transact(lambda state: stall_report.waiting(state, present, now_s), must_verify=False)
+        now_s, present = self._replica.clock.now_s(), self._replica.peers.present()
+        waiting = await self._replica.transact(
+            lambda state: stall_report.waiting(state, present, now_s), must_verify=False
+        )
         return _Response(waiting=waiting)

@@ -22,7 +22,7 @@ from services.broker.ingest.validation import (
 from services.broker.operations import scores
 from services.broker.operations.scores import Receipts, ScoringGrant
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
-from services.broker.runtime.run_registry import Hubs
+from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, first_request, wait_for_event
 
@@ -37,41 +37,43 @@ _Response = broker_pb2.StreamScoringResponse
 class ScoringStream:
     """Sends finished samples while the worker has credit, a receipt for every result, and signs of life."""
 
-    def __init__(self, hubs: Hubs, first: broker_pb2.StreamScoringRequest) -> None:
+    def __init__(self, run_registry: RunRegistry, first: broker_pb2.StreamScoringRequest) -> None:
         if not first.HasField("hello"):
             raise InvalidFieldError("hello: must be set in the first message", field="hello")
         check_run_id(first.hello.run_id)
         check_id("hello.worker_id", first.hello.worker_id)
-        self._hubs = hubs
+        self._run_registry = run_registry
         self._first = first
         self._worker_id = first.hello.worker_id
-        self._hub = hubs.hub(first.hello.run_id)
+        self._replica = run_registry.replica(first.hello.run_id)
         self._credit_total = 0
         self._num_sent = 0
         self._receipts = Receipts(accepted=[], lost=[])
 
     @classmethod
-    async def open(cls, hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> ScoringStream:
+    async def open(
+        cls, run_registry: RunRegistry, requests: AsyncIterator[broker_pb2.StreamScoringRequest]
+    ) -> ScoringStream:
         """Read the first message."""
-        return cls(hubs, await first_request(requests))
+        return cls(run_registry, await first_request(requests))
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncIterator[_Response]:
         """All responses, until the run is closed or the client disconnects."""
-        if await self._hub.transact(lambda state: state.run.is_closed):
-            raise RunClosedError(f"run {self._hub.run_id!r} is closed", run_id=self._hub.run_id)
+        if await self._replica.transact(lambda state: state.run.is_closed):
+            raise RunClosedError(f"run {self._replica.run_id!r} is closed", run_id=self._replica.run_id)
         await self._take(self._first)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
-        with self._hub.listening() as wake:
+        with self._replica.listening() as wake:
             async with Intake(requests, self._on_request, wake) as intake:
                 while True:
                     is_ended = intake.is_ended
-                    self._hubs.check_serving()
+                    self._run_registry.check_serving()
                     frames = self._take_receipts() + ([] if is_ended else await self._leases())
                     for frame in frames:
                         yield frame
-                    if is_ended or (self._hub.copy is not None and self._hub.copy.run.is_closed):
+                    if is_ended or (self._replica.copy is not None and self._replica.copy.run.is_closed):
                         break
                     if frames:
                         spoke_s = loop.time()
@@ -79,7 +81,7 @@ class ScoringStream:
                         # Others' commits wake this stream too, many times a second: it must send signs of life all the
                         # same.
                         spoke_s = loop.time()
-                        await self._hub.peers.see_worker(self._worker_id)
+                        await self._replica.peers.see_worker(self._worker_id)
                         yield _Response()
                 intake.check()
 
@@ -101,18 +103,18 @@ class ScoringStream:
         held = request.holding_reason if request.active_lease_ids else None
         # A new stream may belong to a new process, which has no warnings yet.
         warning = request.warning if request.warning or request.HasField("hello") else None
-        await self._hub.peers.see_worker(self._worker_id, holding_reason=held, warning=warning)
+        await self._replica.peers.see_worker(self._worker_id, holding_reason=held, warning=warning)
         if not request.results and not request.active_lease_ids:
             return
 
         def operation(state: RunState) -> Receipts:
-            now_s = self._hub.clock.now_s()
+            now_s = self._replica.clock.now_s()
             receipts = scores.accept_results(state, self._worker_id, request.results, now_s)
             scores.renew_scoring(state, self._worker_id, request.active_lease_ids, now_s)
             return receipts
 
-        receipts = await self._hub.transact(operation, must_verify=bool(request.results))
-        self._hubs.metrics.invariants.count_duplicates("score", receipts.num_repeated)
+        receipts = await self._replica.transact(operation, must_verify=bool(request.results))
+        self._run_registry.metrics.invariants.count_duplicates("score", receipts.num_repeated)
         self._receipts.accepted.extend(receipts.accepted)
         self._receipts.lost.extend(receipts.lost)
 
@@ -124,7 +126,7 @@ class ScoringStream:
 
     async def _leases(self) -> list[_Response]:
         credit = min(self._credit_total - self._num_sent, MAX_LEASES_PER_FRAME)
-        state = self._hub.copy
+        state = self._replica.copy
         if credit <= 0 or (state is not None and not state.finished):
             return []
 
@@ -133,27 +135,27 @@ class ScoringStream:
                 state,
                 self._worker_id,
                 max_leases=credit,
-                now_s=self._hub.clock.now_s(),
+                now_s=self._replica.clock.now_s(),
                 make_suffix=lambda: secrets.token_hex(LEASE_SECRET_BYTES),
             )
 
-        grants = await self._hub.transact(operation, must_verify=False)
+        grants = await self._replica.transact(operation, must_verify=False)
         self._num_sent += len(grants)
-        self._hubs.metrics.count_leases("scoring", len(grants))
+        self._run_registry.metrics.count_leases("scoring", len(grants))
         return await self._encode(grants)
 
     async def _encode(self, grants: list[ScoringGrant]) -> list[_Response]:
         if not grants:
             return []
-        prompts = await self._hub.prompts([grant.sample[0] for grant in grants])
-        stored = await self._hub.store.chunks(self._hub.run_id, [grant.sample for grant in grants])
+        prompts = await self._replica.prompts([grant.sample[0] for grant in grants])
+        stored = await self._replica.store.chunks(self._replica.run_id, [grant.sample for grant in grants])
         frames, num_bytes = [_Response()], 0
         for grant, parts in zip(grants, stored, strict=True):
             prompt = prompts.get(grant.sample[0])
             if prompt is None:
                 continue
             key = sample_key(grant.sample, grant.attempt)
-            item = score_item(self._hub.run_id, prompt, key, grant.finish_reason, parts)
+            item = score_item(self._replica.run_id, prompt, key, grant.finish_reason, parts)
             lease = broker_pb2.ScoringLease(
                 lease_id=grant.lease_id,
                 item=item,

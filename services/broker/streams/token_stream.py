@@ -21,8 +21,8 @@ from services.broker.ingest.validation import (
 from services.broker.operations import append_tokens
 from services.broker.operations.append_tokens import Accepted
 from services.broker.runtime.metrics import BrokerMetrics
-from services.broker.runtime.run_registry import Hubs
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_registry import RunRegistry
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, wait_for_event
 
@@ -32,7 +32,7 @@ _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LEN
 
 
 async def serve_tokens(
-    hubs: Hubs, requests: AsyncIterator[broker_pb2.StreamTokensRequest]
+    run_registry: RunRegistry, requests: AsyncIterator[broker_pb2.StreamTokensRequest]
 ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
     """Answer each request in turn; one commit holds all its chunks.
 
@@ -41,14 +41,14 @@ async def serve_tokens(
     """
     wake = asyncio.Event()
     answers: asyncio.Queue[broker_pb2.StreamTokensResponse] = asyncio.Queue(MAX_UNREAD)
-    runs: dict[str, RunHub] = {}
+    runs: dict[str, RunReplica] = {}
     with ExitStack() as listening:
-        listening.enter_context(hubs.listening(wake))
+        listening.enter_context(run_registry.listening(wake))
 
         async def handle(request: broker_pb2.StreamTokensRequest) -> None:
-            await answers.put(await accept(hubs, request))
+            await answers.put(await accept(run_registry, request))
             if request.run_id not in runs:
-                runs[request.run_id] = hubs.hub(request.run_id)
+                runs[request.run_id] = run_registry.replica(request.run_id)
                 listening.enter_context(runs[request.run_id].listening(wake, only_end=True))
 
         async with Intake(requests, handle, wake) as intake:
@@ -58,33 +58,33 @@ async def serve_tokens(
                     yield answers.get_nowait()
                 if is_ended:
                     break
-                hubs.check_serving()
+                run_registry.check_serving()
                 intake.check_begun()
-                if any(hub.copy is not None and hub.copy.run.is_closed for hub in runs.values()):
+                if any(replica.copy is not None and replica.copy.run.is_closed for replica in runs.values()):
                     return
                 await wait_for_event(wake, min(CHECK_EVERY_S, intake.patience_s))
             intake.check()
 
 
-async def accept(hubs: Hubs, request: broker_pb2.StreamTokensRequest) -> broker_pb2.StreamTokensResponse:
+async def accept(run_registry: RunRegistry, request: broker_pb2.StreamTokensRequest) -> broker_pb2.StreamTokensResponse:
     """Store the chunks of one request."""
     check_run_id(request.run_id)
     check_id("generator_id", request.generator_id)
     check_count("chunks", len(request.chunks), MAX_CHUNKS)
     check_bytes("chunks", request.ByteSize(), most=MAX_TOKENS_REQUEST_BYTES)
-    hub = hubs.hub(request.run_id)
+    replica = run_registry.replica(request.run_id)
     generator_id = request.generator_id
     chunks = read_chunks(request.chunks)
 
     def operation(state: RunState) -> _Outcome:
         if state.run.is_closed:
             raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
-        accepted = append_tokens.accept_chunks(state, generator_id, chunks, hub.clock.now_s())
+        accepted = append_tokens.accept_chunks(state, generator_id, chunks, replica.clock.now_s())
         return _Outcome(accepted=accepted, policy_version=state.run.policy_version)
 
-    outcome = await hub.transact(operation)
-    _count(hubs.metrics, chunks, outcome)
-    _report_lengths(hubs, request.run_id, chunks, outcome)
+    outcome = await replica.transact(operation)
+    _count(run_registry.metrics, chunks, outcome)
+    _report_lengths(run_registry, request.run_id, chunks, outcome)
     return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=outcome.accepted.errors)
 
 
@@ -94,7 +94,7 @@ class _Outcome:
     policy_version: int
 
 
-def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
+def _report_lengths(run_registry: RunRegistry, run_id: str, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:
     """Note the lengths of the samples that this request finished, each once."""
     finished = [chunk for chunk in chunks if chunk.finish_reason in _FINISHED]
     if not finished:
@@ -103,7 +103,7 @@ def _report_lengths(hubs: Hubs, run_id: str, chunks: Sequence[ChunkFacts], outco
     passed_over |= {(chunk.group_id, chunk.sample_index, chunk.lease_id) for chunk in outcome.accepted.repeated}
     for chunk in finished:
         if (chunk.group_id, chunk.sample_index, chunk.lease_id) not in passed_over:
-            hubs.length_reporter.note(run_id, chunk.group_id, chunk.end)
+            run_registry.length_reporter.note(run_id, chunk.group_id, chunk.end)
 
 
 def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outcome) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from penstock.errors import DeadlineError, InvalidFieldError
 from penstock.v1 import broker_pb2
 from penstock.wire.pieces import MAX_GROUP_BYTES
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_replica import RunReplica
 
 MAX_RECEIVING_BYTES = 512 * 1024 * 1024
 MAX_PART_SILENCE_S = 30.0
@@ -34,7 +34,7 @@ class PutParts:
     """The put that one stream receives."""
 
     def __init__(self) -> None:
-        self._hub: RunHub | None = None
+        self._replica: RunReplica | None = None
         self._incoming: _Incoming | None = None
         self._refused: str | None = None
         """The put whose other parts are ignored."""
@@ -56,18 +56,18 @@ class PutParts:
             )
         return request.offset == 0
 
-    def has_room(self, hub: RunHub, total_bytes: int) -> bool:
+    def has_room(self, replica: RunReplica, total_bytes: int) -> bool:
         """Whether a put may begin now."""
-        others = hub.receiving_bytes - self._reserved_bytes
+        others = replica.receiving_bytes - self._reserved_bytes
         return not others or others + total_bytes <= MAX_RECEIVING_BYTES
 
-    def begin(self, hub: RunHub, request: _Request) -> None:
+    def begin(self, replica: RunReplica, request: _Request) -> None:
         """Take the first part, replacing a put that was not completed."""
         self.release()
-        self._hub, self._refused = hub, None
+        self._replica, self._refused = replica, None
         self._heard_s = asyncio.get_running_loop().time()
         self._incoming = _Incoming(put_id=request.put_id, total_bytes=request.total_bytes)
-        hub.receiving_bytes += request.total_bytes
+        replica.receiving_bytes += request.total_bytes
 
     def refuse(self, request: _Request) -> None:
         """Ignore the put that begins with this part."""
@@ -99,10 +99,10 @@ class PutParts:
         return num_bytes, memoryview(incoming.data)
 
     @staticmethod
-    def give_back(hub: RunHub, total_bytes: int) -> None:
+    def give_back(replica: RunReplica, total_bytes: int) -> None:
         """Release the capacity of a complete put that was stored or refused, so that others may begin."""
-        hub.receiving_bytes -= total_bytes
-        hub.wake()
+        replica.receiving_bytes -= total_bytes
+        replica.wake()
 
     def check(self) -> None:
         """Raise DeadlineError if the next part of a put is overdue."""
@@ -114,8 +114,8 @@ class PutParts:
 
     def release(self) -> None:
         """Discard the received parts of an incomplete put."""
-        if self._hub is not None:
-            self._hub.receiving_bytes -= self._reserved_bytes
+        if self._replica is not None:
+            self._replica.receiving_bytes -= self._reserved_bytes
         self._incoming = None
 
     @property

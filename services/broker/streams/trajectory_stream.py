@@ -23,8 +23,8 @@ from services.broker.ingest.validation import check_id
 from services.broker.operations import append_trajectories
 from services.broker.operations.append_trajectories import Put
 from services.broker.runtime.invariant_metrics import InvariantMetrics
-from services.broker.runtime.run_registry import Hubs
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_registry import RunRegistry
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, wait_for_event
 from services.broker.streams.trajectory_parts import PutParts
@@ -46,7 +46,7 @@ _Request = broker_pb2.PutTrajectoriesRequest
 _Response = broker_pb2.PutTrajectoriesResponse
 
 
-async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterator[_Response]:
+async def serve_puts(run_registry: RunRegistry, requests: AsyncIterator[bytes]) -> AsyncIterator[_Response]:
     """Answer each request in turn; requests arrive serialized.
 
     Once MAX_UNANSWERED answers wait, the client's requests are not read either. The stream ends with OK when its run
@@ -54,19 +54,19 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterato
     """
     wake = asyncio.Event()
     with ExitStack() as listening:
-        listening.enter_context(hubs.listening(wake))
-        stream = _PutStream(hubs, wake, listening)
+        listening.enter_context(run_registry.listening(wake))
+        stream = _PutStream(run_registry, wake, listening)
         async with Intake(requests, stream.handle, wake) as intake:
             try:
                 while True:
                     is_ended = intake.is_ended
                     while not stream.answers.empty():
                         response = await stream.answers.get_nowait()
-                        _count(hubs.metrics.invariants, response)
+                        _count(run_registry.metrics.invariants, response)
                         yield response
                     if is_ended:
                         break
-                    hubs.check_serving()
+                    run_registry.check_serving()
                     intake.check_begun()
                     stream.parts.check()
                     if stream.is_over:
@@ -80,9 +80,9 @@ async def serve_puts(hubs: Hubs, requests: AsyncIterator[bytes]) -> AsyncIterato
 class _PutStream:
     """One producer's stream: its run, the put that it receives in parts, and the answers it is due."""
 
-    def __init__(self, hubs: Hubs, wake: asyncio.Event, listening: ExitStack) -> None:
-        self._hubs, self._wake, self._listening = hubs, wake, listening
-        self._hub: RunHub | None = None
+    def __init__(self, run_registry: RunRegistry, wake: asyncio.Event, listening: ExitStack) -> None:
+        self._run_registry, self._wake, self._listening = run_registry, wake, listening
+        self._replica: RunReplica | None = None
         self.parts = PutParts()
         self.answers: asyncio.Queue[asyncio.Future[_Response]] = asyncio.Queue(MAX_UNANSWERED)
         listening.callback(self.parts.release)
@@ -90,7 +90,7 @@ class _PutStream:
     @property
     def is_over(self) -> bool:
         """Whether the run is closed and no answer is due."""
-        copy = None if self._hub is None else self._hub.copy
+        copy = None if self._replica is None else self._replica.copy
         return copy is not None and copy.run.is_closed and self.answers.empty()
 
     async def handle(self, data: bytes) -> None:
@@ -104,17 +104,17 @@ class _PutStream:
             return
         request, put = read_request(data)
         current_caller().check_message(request)
-        hub = self._hub_of(request.run_id)
-        await _wait_for_room(hub, put)
-        await self.answers.put(asyncio.create_task(store(hub, request.put_id, put)))
+        replica = self._hub_of(request.run_id)
+        await _wait_for_room(replica, put)
+        await self.answers.put(asyncio.create_task(store(replica, request.put_id, put)))
 
-    def _hub_of(self, run_id: str) -> RunHub:
-        if self._hub is None:
-            self._hub = self._hubs.hub(run_id)
-            self._listening.enter_context(self._hub.listening(self._wake, only_end=True))
-        if self._hub.run_id != run_id:
-            raise InvalidFieldError(f"run_id: {run_id!r}; the stream is of {self._hub.run_id!r}", field="run_id")
-        return self._hub
+    def _hub_of(self, run_id: str) -> RunReplica:
+        if self._replica is None:
+            self._replica = self._run_registry.replica(run_id)
+            self._listening.enter_context(self._replica.listening(self._wake, only_end=True))
+        if self._replica.run_id != run_id:
+            raise InvalidFieldError(f"run_id: {run_id!r}; the stream is of {self._replica.run_id!r}", field="run_id")
+        return self._replica
 
 
 def read_request(data: bytes) -> tuple[_Request, Put]:
@@ -153,32 +153,34 @@ def _check_names(request: _Request) -> None:
     check_id("put_id", request.put_id)
 
 
-async def _wait_for_room(hub: RunHub, put: Put) -> None:
+async def _wait_for_room(replica: RunReplica, put: Put) -> None:
     """Wait until the run's copy, which may be behind, has capacity for the request and the puts being stored."""
-    if _has_room(hub, put):
+    if _has_room(replica, put):
         return
-    with hub.listening() as wake, suppress(TimeoutError):
+    with replica.listening() as wake, suppress(TimeoutError):
         async with asyncio.timeout(HOLD_S):
-            while not _has_room(hub, put):
+            while not _has_room(replica, put):
                 await wake.wait()
                 wake.clear()
 
 
-def _has_room(hub: RunHub, put: Put) -> bool:
+def _has_room(replica: RunReplica, put: Put) -> bool:
     """Whether there is capacity, or never will be."""
-    if hub.copy is None or hub.copy.run.is_closed:
+    if replica.copy is None or replica.copy.run.is_closed:
         return True
-    num_groups = hub.num_groups_coming + len(put.groups)
-    return not _is_too_much(hub, put) and not append_trajectories.is_full(hub.copy, num_groups, len(put.payload))
+    num_groups = replica.num_groups_coming + len(put.groups)
+    return not _is_too_much(replica, put) and not append_trajectories.is_full(
+        replica.copy, num_groups, len(put.payload)
+    )
 
 
-async def _take_part(hub: RunHub, parts: PutParts, request: _Request) -> asyncio.Future[_Response] | None:
+async def _take_part(replica: RunReplica, parts: PutParts, request: _Request) -> asyncio.Future[_Response] | None:
     """Receive a part of a put; returns the immediate answer, if any. Raises InvalidFieldError."""
     if parts.begins(request):
-        if not await _has_room_in_time(hub, parts, request.total_bytes):
+        if not await _has_room_in_time(replica, parts, request.total_bytes):
             parts.refuse(request)
             return _answered(_Response(put_id=request.put_id, retry_delay=RETRY_DELAY))
-        parts.begin(hub, request)
+        parts.begin(replica, request)
     elif parts.is_refused(request):
         return None
     received_bytes, whole = parts.add(request)
@@ -192,21 +194,21 @@ async def _take_part(hub: RunHub, parts: PutParts, request: _Request) -> asyncio
             is_stored_ahead=True,
         )
     except BaseException:
-        parts.give_back(hub, len(whole))
+        parts.give_back(replica, len(whole))
         raise
-    storing = asyncio.create_task(_store_ahead(hub, request.put_id, put))
-    storing.add_done_callback(lambda _task: parts.give_back(hub, len(whole)))
+    storing = asyncio.create_task(_store_ahead(replica, request.put_id, put))
+    storing.add_done_callback(lambda _task: parts.give_back(replica, len(whole)))
     return storing
 
 
-async def _has_room_in_time(hub: RunHub, parts: PutParts, total_bytes: int) -> bool:
+async def _has_room_in_time(replica: RunReplica, parts: PutParts, total_bytes: int) -> bool:
     """Whether a put of this many bytes may begin, now or within HOLD_S."""
 
     def has_room() -> bool:
-        is_full = hub.copy is not None and append_trajectories.is_full(hub.copy, 1, total_bytes)
-        return parts.has_room(hub, total_bytes) and not is_full
+        is_full = replica.copy is not None and append_trajectories.is_full(replica.copy, 1, total_bytes)
+        return parts.has_room(replica, total_bytes) and not is_full
 
-    with hub.listening() as wake, suppress(TimeoutError):
+    with replica.listening() as wake, suppress(TimeoutError):
         async with asyncio.timeout(HOLD_S):
             while not has_room():
                 await wake.wait()
@@ -214,15 +216,17 @@ async def _has_room_in_time(hub: RunHub, parts: PutParts, total_bytes: int) -> b
     return has_room()
 
 
-async def _store_ahead(hub: RunHub, put_id: str, put: Put) -> _Response:
+async def _store_ahead(replica: RunReplica, put_id: str, put: Put) -> _Response:
     """Store a large put: first its payload, without delaying the run's other calls, then the rest."""
-    await hub.store.put_payload(hub.run_id, put.payload_id, put.payload)
-    with hub.listening() as wake, suppress(TimeoutError):
+    await replica.store.put_payload(replica.run_id, put.payload_id, put.payload)
+    with replica.listening() as wake, suppress(TimeoutError):
         async with asyncio.timeout(HOLD_LARGE_S):
-            while hub.copy is not None and append_trajectories.is_full(hub.copy, len(put.groups), len(put.payload)):
+            while replica.copy is not None and append_trajectories.is_full(
+                replica.copy, len(put.groups), len(put.payload)
+            ):
                 await wake.wait()
                 wake.clear()
-    return await _commit(hub, put_id, put)
+    return await _commit(replica, put_id, put)
 
 
 def _answered(response: _Response) -> asyncio.Future[_Response]:
@@ -231,50 +235,50 @@ def _answered(response: _Response) -> asyncio.Future[_Response]:
     return answer
 
 
-def _is_too_much(hub: RunHub, put: Put) -> bool:
+def _is_too_much(replica: RunReplica, put: Put) -> bool:
     """Whether this process is storing too much; never because of one request alone."""
-    return bool(hub.coming_bytes) and hub.coming_bytes + len(put.payload) > MAX_COMING_BYTES
+    return bool(replica.coming_bytes) and replica.coming_bytes + len(put.payload) > MAX_COMING_BYTES
 
 
-async def store(hub: RunHub, put_id: str, put: Put) -> _Response:
+async def store(replica: RunReplica, put_id: str, put: Put) -> _Response:
     """Store a request and answer it."""
-    if _is_too_much(hub, put):
+    if _is_too_much(replica, put):
         return _Response(put_id=put_id, retry_delay=RETRY_DELAY)
-    hub.num_groups_coming += len(put.groups)
-    hub.coming_bytes += len(put.payload)
+    replica.num_groups_coming += len(put.groups)
+    replica.coming_bytes += len(put.payload)
     try:
-        return await _commit(hub, put_id, put)
+        return await _commit(replica, put_id, put)
     finally:
-        hub.num_groups_coming -= len(put.groups)
-        hub.coming_bytes -= len(put.payload)
+        replica.num_groups_coming -= len(put.groups)
+        replica.coming_bytes -= len(put.payload)
 
 
-async def _commit(hub: RunHub, put_id: str, put: Put) -> _Response:
+async def _commit(replica: RunReplica, put_id: str, put: Put) -> _Response:
     def operation(state: RunState) -> append_trajectories.PutOutcome:
-        return append_trajectories.put(state, put, hub.clock.now_s())
+        return append_trajectories.put(state, put, replica.clock.now_s())
 
-    hub.payloads.add(put.payload_id, put.payload)
+    replica.payloads.add(put.payload_id, put.payload)
     try:
-        outcome = await hub.transact(operation)
+        outcome = await replica.transact(operation)
     except BaseException:
-        hub.payloads.discard(put.payload_id)
+        replica.payloads.discard(put.payload_id)
         raise
     if not outcome.num_samples:
-        hub.payloads.discard(put.payload_id)
+        replica.payloads.discard(put.payload_id)
     return _Response(
         put_id=put_id,
         num_samples=outcome.num_samples,
-        errors=await _without_retired(hub, put, outcome.errors),
+        errors=await _without_retired(replica, put, outcome.errors),
         retry_delay=RETRY_DELAY if outcome.is_full else None,
     )
 
 
 async def _without_retired(
-    hub: RunHub, put: Put, errors: Sequence[types_pb2.ItemError]
+    replica: RunReplica, put: Put, errors: Sequence[types_pb2.ItemError]
 ) -> Sequence[types_pb2.ItemError]:
     """Accept groups that the run had before and dropped: a repetition is accepted without effect."""
     refused = [put.groups.group_ids[error.index] for error in errors]
-    retired = await hub.store.retired(hub.run_id, refused) if refused else frozenset()
+    retired = await replica.store.retired(replica.run_id, refused) if refused else frozenset()
     return [error for error in errors if put.groups.group_ids[error.index] not in retired]
 
 

@@ -106,10 +106,10 @@ async def test_a_long_sample_moves_to_a_fast_generator_and_every_token_is_stored
         await broker.open(run_id=RUN, group_size=1, groups_per_step=1, max_completion_tokens=NUM_TOKENS)
         sampling = types_pb2.SamplingParams(max_new_tokens=NUM_TOKENS, temperature=1.0, seed=SEED)
         await broker.submit(prompt("a", group_size=1, sampling=sampling), run_id=RUN)
-        hub = broker.hubs.hub(RUN)
+        replica = broker.run_registry.replica(RUN)
 
         async def has_tokens() -> bool:
-            return hub.copy is not None and hub.copy.groups["a"].samples[0].num_tokens > 0
+            return replica.copy is not None and replica.copy.groups["a"].samples[0].num_tokens > 0
 
         async def is_finished() -> bool:
             return (await run_of(broker)).audit.in_flight_by_state["finished"] == 1
@@ -119,11 +119,11 @@ async def test_a_long_sample_moves_to_a_fast_generator_and_every_token_is_stored
             await eventually(has_tokens)
             async with generating("fast", engine_of(0.001), broker=address, weights=target, folder=tmp_path / "fast"):
                 await eventually(is_finished)
-        assert hub.copy is not None
-        sample = hub.copy.groups["a"].samples[0]
+        assert replica.copy is not None
+        sample = replica.copy.groups["a"].samples[0]
         assert (sample.num_moves, sample.num_tokens) == (1, NUM_TOKENS)
         assert sample.generator_id.startswith("fast")
-        (chunks,) = await hub.store.chunks(RUN, [("a", 0)])
+        (chunks,) = await replica.store.chunks(RUN, [("a", 0)])
         stored = [types_pb2.TokenChunk.FromString(chunk) for chunk in chunks]
         assert [token for chunk in stored for token in int32_array(chunk.token_ids, "t").tolist()] == await script()
         await broker.audit(RUN)

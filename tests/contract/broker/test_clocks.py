@@ -80,7 +80,7 @@ def step_redis_clock(redis: RedisProcess, seconds: float) -> None:
 
 def num_expired(brokers: list[RunningBroker]) -> float:
     """Leases that any of the brokers took back."""
-    registries = [broker.hubs.metrics.registry for broker in brokers]
+    registries = [broker.run_registry.metrics.registry for broker in brokers]
     kinds = ("generation", "scoring")
     values = [
         registry.get_sample_value("penstock_broker_leases_expired_total", {"kind": kind})

@@ -237,11 +237,11 @@ async def test_an_idle_stream_speaks_while_the_commits_of_others_wake_it(
     await broker.open()
     idle = Generator.connect(broker.channel)
     idle.beat(credits=1)
-    hub = broker.hubs.hub(RUN)
+    replica = broker.run_registry.replica(RUN)
 
     async def wake() -> None:
         while True:
-            hub.wake()
+            replica.wake()
             await asyncio.sleep(0.01)
 
     waking = asyncio.create_task(wake())

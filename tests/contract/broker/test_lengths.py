@@ -169,6 +169,6 @@ async def test_a_broker_without_a_scheduler_keeps_no_lengths() -> None:
         generator = Generator.connect(broker.channel)
         generator.beat(credits=1)
         await generator.finish(await generator.leases(1))
-        assert not broker.hubs.length_reporter._kept
+        assert not broker.run_registry.length_reporter._kept
         run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
         assert run.audit.in_flight_by_state["finished"] == 1

@@ -11,8 +11,8 @@ from penstock.clock import SystemClock
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker.records.store import Delta, Mark, Snapshot, Store
-from services.broker.runtime import run_replica as hub_module
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime import run_replica
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.storage.redis.redis_store import RedisStore
 from tests.helpers.brokers.broker import limits
@@ -44,8 +44,8 @@ class _Doubtful:
         return await self._store.commit(run_id, expected, delta)
 
 
-def _hub(store: object) -> RunHub:
-    return RunHub(RUN, store=cast("Store", store), clock=SystemClock())
+def _replica(store: object) -> RunReplica:
+    return RunReplica(RUN, store=cast("Store", store), clock=SystemClock())
 
 
 def _records(state: RunState) -> dict[str, bytes]:
@@ -57,43 +57,43 @@ async def test_after_a_commit_that_timed_out_only_the_difference_is_loaded(
     store: Store, fate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubtful = _Doubtful(store)
-    hub = _hub(doubtful)
-    await hub.open(broker_pb2.OpenRunRequest(run_id=RUN, limits=limits(max_queued_groups=100)))
-    await hub.transact(lambda state: submit(state, "before"))
+    replica = _replica(doubtful)
+    await replica.open(broker_pb2.OpenRunRequest(run_id=RUN, limits=limits(max_queued_groups=100)))
+    await replica.transact(lambda state: submit(state, "before"))
     doubtful.loads.clear()
 
     doubtful.fate = fate
     with monkeypatch.context() as scaled:
-        scaled.setattr(hub_module, "TRANSACTION_TIMEOUT_S", 0.1)
+        scaled.setattr(run_replica, "TRANSACTION_TIMEOUT_S", 0.1)
         with pytest.raises(ServiceUnavailableError):
-            await hub.transact(lambda state: submit(state, "doubtful"))
+            await replica.transact(lambda state: submit(state, "doubtful"))
     doubtful.fate = ""
 
-    await hub.transact(lambda state: submit(state, "after"))
-    assert hub.copy is not None
-    assert set(hub.copy.groups) == {"before", "after"} | ({"doubtful"} if fate == "stored" else set())
+    await replica.transact(lambda state: submit(state, "after"))
+    assert replica.copy is not None
+    assert set(replica.copy.groups) == {"before", "after"} | ({"doubtful"} if fate == "stored" else set())
     assert doubtful.loads
     assert None not in doubtful.loads
-    fresh = _hub(store)
+    fresh = _replica(store)
     state = await fresh.transact(lambda state: state)
-    assert _records(state) == _records(hub.copy)
-    assert state.run == hub.copy.run
+    assert _records(state) == _records(replica.copy)
+    assert state.run == replica.copy.run
 
 
 async def test_what_others_stored_meanwhile_is_taken_over_too(store: Store) -> None:
-    doubtful, others = _Doubtful(store), _hub(store)
-    hub = _hub(doubtful)
-    await hub.open(broker_pb2.OpenRunRequest(run_id=RUN, limits=limits(max_queued_groups=100)))
+    doubtful, others = _Doubtful(store), _replica(store)
+    replica = _replica(doubtful)
+    await replica.open(broker_pb2.OpenRunRequest(run_id=RUN, limits=limits(max_queued_groups=100)))
     doubtful.fate, doubtful.loads = "lost", []
-    call = asyncio.create_task(hub.transact(lambda state: submit(state, "lost")))
+    call = asyncio.create_task(replica.transact(lambda state: submit(state, "lost")))
     await others.transact(lambda state: submit(state, "other"))
     async with asyncio.timeout(60):
         with pytest.raises(ServiceUnavailableError):
             await call
     doubtful.fate = ""
-    await hub.transact(lambda state: submit(state, "after"))
-    assert hub.copy is not None
-    assert set(hub.copy.groups) == {"other", "after"}
+    await replica.transact(lambda state: submit(state, "after"))
+    assert replica.copy is not None
+    assert set(replica.copy.groups) == {"other", "after"}
     assert None not in doubtful.loads
 
 

@@ -112,7 +112,7 @@ async def test_a_deletion_in_many_calls_keeps_everybody_out_until_it_is_done(
             await export(broker)
         monkeypatch.setattr(removal, "CALL_S", 2.0)
         # Whoever began it is gone; a broker finishes it.
-        await Retention(broker.hubs, keep_s=None).check()
+        await Retention(broker.run_registry, keep_s=None).check()
         assert await keys_of(store) == set()
 
 
@@ -146,10 +146,10 @@ async def test_the_payload_of_a_closed_run_expires_and_its_audit_stays(store: St
         await fill(broker)
         before = await broker.audit()
         await close(broker)
-        await Retention(broker.hubs, keep_s=3600.0).check()
-        await Retention(broker.hubs, keep_s=None).check()
+        await Retention(broker.run_registry, keep_s=3600.0).check()
+        await Retention(broker.run_registry, keep_s=None).check()
         assert await export(broker)
-        await Retention(broker.hubs, keep_s=0.0).check()
+        await Retention(broker.run_registry, keep_s=0.0).check()
         books = await broker.audit()
         assert (books.trained, books.submitted, books.in_flight) == (before.trained, before.submitted, 0)
         assert dict(books.dropped) == {"expired": before.in_flight}
@@ -175,7 +175,7 @@ async def test_a_run_that_is_opened_again_does_not_expire(store: Store) -> None:
         await train_step(broker, "a", "b")
         await close(broker)
         await broker.open(version=1)
-        await Retention(broker.hubs, keep_s=0.0).check()
+        await Retention(broker.run_registry, keep_s=0.0).check()
         assert len(await export(broker)) == 2
 
 

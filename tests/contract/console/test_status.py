@@ -60,7 +60,7 @@ async def pass_time(broker: RunningBroker, clock: ManualClock, seconds: float) -
 
 async def has_ticked(broker: RunningBroker, clock: ManualClock) -> bool:
     """Whether the run's clock was advanced after the last step."""
-    store = broker.hubs.store
+    store = broker.run_registry.store
     assert isinstance(store, MemoryStore)
     return store._runs[RUN].clock._at_s == clock.now_s()
 

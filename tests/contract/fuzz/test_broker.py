@@ -37,7 +37,7 @@ async def broker() -> AsyncIterator[RunningBroker]:
 
 
 def _mark(broker: RunningBroker) -> Any:
-    store = broker.hubs.store
+    store = broker.run_registry.store
     assert isinstance(store, MemoryStore)
     return {run_id: run.mark for run_id, run in store._runs.items()}
 
@@ -166,6 +166,6 @@ async def test_more_calls_than_a_process_bears_are_refused_until_idle_ones_are_e
 
 
 async def _is_well_again(broker: RunningBroker) -> None:
-    await until(lambda: broker.hubs.hub(RUN).num_listeners == 0)
+    await until(lambda: broker.run_registry.replica(RUN).num_listeners == 0)
     await asyncio.sleep(0)
     assert (await broker.audit()).balanced

@@ -1,4 +1,4 @@
-"""A broker process without its process: the real service over the real hubs, called directly, on a virtual clock.
+"""A broker without its process: the real service over the real run registry, on a virtual clock.
 
 Messages are copied at each hand-over, as the wire does. A killed broker reaches the store no more, whatever it was
 about to do; a store can fail before or after a commit, and can lose its last commits.
@@ -22,7 +22,7 @@ from penstock.errors import InternalError, PenstockError, ServiceUnavailableErro
 from penstock.v1 import broker_pb2
 from services.broker.records.run_clock import MAX_GAP_S, Reading, StoredClock
 from services.broker.records.store import Delta, Mark, Snapshot, Store
-from services.broker.server import make_hubs
+from services.broker.server import make_run_registry
 from services.broker.service import BrokerService
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis.keys import RunKeys
@@ -205,14 +205,14 @@ class InProcessBroker:
         self.clock = SkewedClock(loop, skew_s)
         self.store = StoreHandle(backing, loop, time)
         self.registry = CollectorRegistry()
-        self.hubs = make_hubs(self.store, registry=self.registry, clock=self.clock)
-        self.service = BrokerService(self.hubs)
+        self.run_registry = make_run_registry(self.store, registry=self.registry, clock=self.clock)
+        self.service = BrokerService(self.run_registry)
         self.streams: set[Stream] = set()
         self._caretaker = loop.create_task(self._care())
 
     async def _care(self) -> None:
         try:
-            await self.hubs.care(_ignore)
+            await self.run_registry.care(_ignore)
         except Exception as error:
             # A process whose caretaker fails ends.
             self.crashes.append(error)

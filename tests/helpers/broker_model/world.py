@@ -92,7 +92,7 @@ class World:
         """A broker's copy of the run, up to date."""
         await self.audit(at=at)
         for broker in self.brokers[at:] + self.brokers[:at]:
-            state = broker.hubs.hub(RUN).copy
+            state = broker.run_registry.replica(RUN).copy
             if state is not None:
                 return state
         raise AssertionError("no broker has a copy")

@@ -21,8 +21,8 @@ from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
 from services.broker.records.store import Store
-from services.broker.runtime.run_registry import Hubs
-from services.broker.server import make_hubs, make_server
+from services.broker.runtime.run_registry import RunRegistry
+from services.broker.server import make_run_registry, make_server
 
 RUN = "run-1"
 TIMEOUT_S = 15.0
@@ -309,7 +309,7 @@ class Trainer:
 class RunningBroker:
     """A served broker."""
 
-    hubs: Hubs
+    run_registry: RunRegistry
     server: rpc.Server
     channel: grpc.aio.Channel
     stub: broker_pb2_grpc.BrokerServiceStub
@@ -369,21 +369,26 @@ async def serving(
     security: Security = NO_SECURITY,
 ) -> AsyncIterator[RunningBroker]:
     """A broker over `store`, on a free port if none is given, its caretaker running; called as itself."""
-    hubs = make_hubs(store, registry=registry or CollectorRegistry(), clock=clock or SystemClock(), scheduler=scheduler)
-    server = make_server(hubs, listen=listen, security=security)
+    run_registry = make_run_registry(
+        store, registry=registry or CollectorRegistry(), clock=clock or SystemClock(), scheduler=scheduler
+    )
+    server = make_server(run_registry, listen=listen, security=security)
     port = await server.start()
-    loops = [asyncio.create_task(hubs.care(server.set_serving)), asyncio.create_task(hubs.length_reporter.run())]
+    loops = [
+        asyncio.create_task(run_registry.care(server.set_serving)),
+        asyncio.create_task(run_registry.length_reporter.run()),
+    ]
     async with rpc.open_channel(f"127.0.0.1:{port}", security) as channel:
         try:
-            yield RunningBroker(hubs, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
+            yield RunningBroker(run_registry, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
         finally:
-            await hubs.stop()
+            await run_registry.stop()
             await server.stop(grace_s=1.0)
             for loop in loops:
                 loop.cancel()
             await asyncio.wait(loops)
-            await hubs.length_reporter.close()
-            await hubs.forecaster.close()
+            await run_registry.length_reporter.close()
+            await run_registry.forecaster.close()
 
 
 async def eventually(condition: Callable[[], Any], *, timeout_s: float = TIMEOUT_S) -> None:

@@ -17,7 +17,7 @@ from penstock.security import NO_SECURITY, Security
 from penstock.security.roles import Role, role_name
 from penstock.v1 import broker_pb2_grpc
 from services.broker.server import SERVICE_NAME as BROKER_NAME
-from services.broker.server import make_hubs
+from services.broker.server import make_run_registry
 from services.broker.service import BrokerService
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RunningBroker, prompt
@@ -32,23 +32,23 @@ SECURITY = Security(token="the-operators-own", accepted_tokens=tuple(TOKENS.valu
 async def main() -> None:
     """Serve."""
     configure_logging("fuzz")
-    hubs = make_hubs(
+    run_registry = make_run_registry(
         MemoryStore(), registry=CollectorRegistry(), clock=SystemClock(), scheduler=None, security=NO_SECURITY
     )
     broker = Service(
-        name=BROKER_NAME, add=broker_pb2_grpc.add_BrokerServiceServicer_to_server, servicer=BrokerService(hubs)
+        name=BROKER_NAME, add=broker_pb2_grpc.add_BrokerServiceServicer_to_server, servicer=BrokerService(run_registry)
     )
     server = Server(listen="127.0.0.1:0", services=[broker, *make_services()], security=SECURITY)
     port = await server.start()
-    care = asyncio.create_task(hubs.care(server.set_serving))
+    care = asyncio.create_task(run_registry.care(server.set_serving))
     async with open_channel(f"127.0.0.1:{port}", SECURITY) as channel:
-        running = RunningBroker(hubs, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
+        running = RunningBroker(run_registry, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
         await running.open()
         await running.submit(prompt("a"))
     print(PORTS, port, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     care.cancel()
-    await hubs.stop()
+    await run_registry.stop()
     await server.stop(grace_s=1.0)
 
 

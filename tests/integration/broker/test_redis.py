@@ -52,7 +52,7 @@ async def test_commits_racing_on_one_run_all_happen_once(store: Store) -> None:
         await asyncio.gather(*submissions)
         books = await one.audit()
         assert (books.submitted, books.in_flight) == (120, 120)
-        assert len(set(one.hubs.hub(RUN).copy.groups)) == 60  # type: ignore[union-attr]
+        assert len(set(one.run_registry.replica(RUN).copy.groups)) == 60  # type: ignore[union-attr]
 
 
 async def test_a_lease_expires_once_whatever_the_number_of_brokers(store: Store) -> None:

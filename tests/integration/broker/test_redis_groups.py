@@ -96,7 +96,7 @@ async def submitting(url: str, *, num_wait_replicas: int = 0) -> AsyncIterator[S
             await task
         for broker in (one, two):
             assert (await broker.audit()).submitted == 2 * len(submitter.stored)
-            assert set(broker.hubs.hub(RUN).copy.groups) == set(submitter.stored)  # type: ignore[union-attr]
+            assert set(broker.run_registry.replica(RUN).copy.groups) == set(submitter.stored)  # type: ignore[union-attr]
     for store in stores:
         await store.close()
 

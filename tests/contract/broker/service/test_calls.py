@@ -125,7 +125,7 @@ async def test_a_draining_broker_ends_streams_with_unavailable(store: Store) -> 
         await broker.open()
         generator = Generator.connect(broker.channel)
         await generator.idle_reason()
-        await broker.hubs.stop()
+        await broker.run_registry.stop()
         for stream in (generator.stream, generator.tokens):
             assert isinstance(await error_of(stream), ServiceUnavailableError)
 
@@ -136,10 +136,10 @@ async def test_a_cancelled_stream_leaves_the_run_usable(broker: RunningBroker) -
         generator = Generator.connect(broker.channel)
         generator.beat(credits=1)
         generator.stream.call.cancel()
-    hub = broker.hubs.hub(RUN)
+    replica = broker.run_registry.replica(RUN)
 
     async def nobody_listens() -> bool:
-        return hub.num_listeners == 0
+        return replica.num_listeners == 0
 
     await eventually(nobody_listens)
     trainer = await train_step(broker, "a")

@@ -155,7 +155,7 @@ async def test_a_draining_broker_sends_its_followers_elsewhere(broker: RunningBr
     await train_step(broker, "a", "b")
     follower = _Follower(broker)
     await follower.step()
-    await broker.hubs.stop()
+    await broker.run_registry.stop()
     with pytest.raises(ServiceUnavailableError):
         await follower.step()
 

@@ -108,7 +108,7 @@ async def test_a_put_of_1024_samples_of_8192_tokens_is_stored_trained_and_export
                 receipt = await producer.store([made])
             assert (receipt.num_samples, receipt.refused, producer.num_refusals) == (1024, [], 0)
             assert await receive(trainer, 1) == [made]
-            assert broker.hubs.hub(RUN).receiving_bytes == 0
+            assert broker.run_registry.replica(RUN).receiving_bytes == 0
             assert (await ack(broker, ["a"], 1)).num_samples == 1024
         assert await exported(broker) == [made]
 
@@ -278,18 +278,18 @@ async def test_parts_are_received_answered_and_stored_as_one_put(open_broker: Ru
 
 
 async def test_a_put_that_breaks_off_leaves_nothing_and_is_sent_again(open_broker: RunningBroker) -> None:
-    hub = open_broker.hubs.hub(RUN)
+    replica = open_broker.run_registry.replica(RUN)
     parts = parts_of(pack_groups(groups("a", "b")))
     stream = Duplex(open_broker.stub.PutTrajectories, *parts[:3])
     assert [(await stream.receive()).received_bytes for _ in range(3)] == [50, 100, 150]
-    assert hub.receiving_bytes == parts[0].total_bytes
+    assert replica.receiving_bytes == parts[0].total_bytes
     # Begun again on the same stream, it takes its own place.
     for part in parts[:2]:
         stream.send(part)
     assert [(await stream.receive()).received_bytes for _ in range(2)] == [50, 100]
-    assert hub.receiving_bytes == parts[0].total_bytes
+    assert replica.receiving_bytes == parts[0].total_bytes
     stream.call.cancel()
-    await eventually(lambda: _is(hub.receiving_bytes == 0))
+    await eventually(lambda: _is(replica.receiving_bytes == 0))
     assert (await open_broker.audit()).submitted == 0
     assert (await answer(Duplex(open_broker.stub.PutTrajectories, *parts))).num_samples == 4
 
@@ -318,7 +318,7 @@ async def test_parts_that_do_not_fit_together_are_refused(
     error = await error_of(Duplex(open_broker.stub.PutTrajectories, first, second))
     assert isinstance(error, InvalidFieldError)
     assert message in str(error)
-    await eventually(lambda: _is(open_broker.hubs.hub(RUN).receiving_bytes == 0))
+    await eventually(lambda: _is(open_broker.run_registry.replica(RUN).receiving_bytes == 0))
 
 
 async def test_a_put_for_which_there_is_no_room_is_refused_at_its_first_part(
@@ -345,7 +345,7 @@ async def test_a_producer_that_goes_silent_within_a_put_loses_its_stream(
     error = await error_of(Duplex(open_broker.stub.PutTrajectories, parts_of(pack_groups(groups("a")))[0]))
     assert isinstance(error, DeadlineError)
     assert "no part of put 'one' came" in str(error)
-    await eventually(lambda: _is(open_broker.hubs.hub(RUN).receiving_bytes == 0))
+    await eventually(lambda: _is(open_broker.run_registry.replica(RUN).receiving_bytes == 0))
 
 
 async def test_a_large_put_that_is_refused_on_its_way_is_sent_again_by_the_client(

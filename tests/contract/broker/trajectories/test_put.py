@@ -288,14 +288,14 @@ async def test_a_broker_with_too_much_in_its_hands_asks_for_patience(monkeypatch
     monkeypatch.setattr(trajectory_stream, "HOLD_S", 0.02)
     async with serving(MemoryStore()) as broker:
         await broker.open(groups_per_step=4)
-        hub = broker.hubs.hub(RUN)
-        hub.coming_bytes = trajectory_stream.MAX_COMING_BYTES
+        replica = broker.run_registry.replica(RUN)
+        replica.coming_bytes = trajectory_stream.MAX_COMING_BYTES
         (refused,) = await answer(broker, request("1", *groups("a")))
         assert (refused.num_samples, refused.HasField("retry_delay")) == (0, True)
-        hub.coming_bytes = 0
+        replica.coming_bytes = 0
         (stored,) = await answer(broker, request("1", *groups("a")))
         assert (stored.num_samples, stored.HasField("retry_delay")) == (2, False)
-        assert (hub.coming_bytes, hub.num_groups_coming) == (0, 0)
+        assert (replica.coming_bytes, replica.num_groups_coming) == (0, 0)
 
 
 async def test_microbatches_follow_one_another_without_anybody_else_doing_anything(

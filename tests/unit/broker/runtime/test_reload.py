@@ -15,7 +15,7 @@ from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker.operations.lifecycle import reopen_run
 from services.broker.records.store import Delta, Mark, Snapshot
-from services.broker.runtime.run_replica import TRANSACTION_TIMEOUT_S, RunHub
+from services.broker.runtime.run_replica import TRANSACTION_TIMEOUT_S, RunReplica
 from services.broker.state.run_audit import audit
 from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
@@ -80,7 +80,7 @@ async def test_others_run_between_the_slices_of_a_load() -> None:
             await asyncio.sleep(0)
 
     beating = asyncio.create_task(heartbeat())
-    state = await RunHub(RUN, store=store, clock=SystemClock()).transact(lambda state: state)
+    state = await RunReplica(RUN, store=store, clock=SystemClock()).transact(lambda state: state)
     beating.cancel()
     assert len(state.groups) == 3_000
     assert num_turns >= 20
@@ -106,49 +106,49 @@ class SlowStore(MemoryStore):
         return await super().commit(run_id, expected, delta)
 
 
-def in_virtual_time(scenario: Callable[[VirtualLoop, SlowStore, RunHub], Any]) -> None:
-    """Play a scenario with a hub that has not loaded its run yet."""
+def in_virtual_time(scenario: Callable[[VirtualLoop, SlowStore, RunReplica], Any]) -> None:
+    """Play a scenario with a replica that has not loaded its run yet."""
 
     async def play() -> None:
         store = SlowStore()
         await stored(store, 1)
-        await scenario(loop, store, RunHub(RUN, store=store, clock=loop))
+        await scenario(loop, store, RunReplica(RUN, store=store, clock=loop))
 
     with closing(VirtualLoop()) as loop:
         loop.run_until_complete(play())
 
 
 def test_calls_wait_for_a_load_however_long_it_takes() -> None:
-    async def scenario(loop: VirtualLoop, _store: SlowStore, hub: RunHub) -> None:
-        first = asyncio.create_task(hub.transact(lambda state: submit(state, "first")))
+    async def scenario(loop: VirtualLoop, _store: SlowStore, replica: RunReplica) -> None:
+        first = asyncio.create_task(replica.transact(lambda state: submit(state, "first")))
         await asyncio.sleep(TRANSACTION_TIMEOUT_S - 1)
-        late = asyncio.create_task(hub.transact(lambda state: submit(state, "late")))
+        late = asyncio.create_task(replica.transact(lambda state: submit(state, "late")))
         assert await asyncio.gather(first, late) == [[], []]
-        assert hub.copy is not None
-        assert hub.copy.groups.keys() >= {"first", "late"}
+        assert replica.copy is not None
+        assert replica.copy.groups.keys() >= {"first", "late"}
         assert loop.time() == LOAD_S
 
     in_virtual_time(scenario)
 
 
 def test_after_a_load_the_deadlines_go_on() -> None:
-    async def scenario(loop: VirtualLoop, store: SlowStore, hub: RunHub) -> None:
+    async def scenario(loop: VirtualLoop, store: SlowStore, replica: RunReplica) -> None:
         store.is_stuck = True
         with pytest.raises(ServiceUnavailableError):
-            await hub.transact(lambda state: submit(state, "a"))
+            await replica.transact(lambda state: submit(state, "a"))
         assert loop.time() == LOAD_S + TRANSACTION_TIMEOUT_S
 
     in_virtual_time(scenario)
 
 
 def test_a_load_goes_on_when_nobody_waits_for_it_any_more_and_the_next_call_finds_it_done() -> None:
-    async def scenario(loop: VirtualLoop, store: SlowStore, hub: RunHub) -> None:
+    async def scenario(loop: VirtualLoop, store: SlowStore, replica: RunReplica) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S / 2):
-                await hub.transact(lambda state: submit(state, "gone"))
+                await replica.transact(lambda state: submit(state, "gone"))
         await asyncio.sleep(LOAD_S)
         before_s = loop.time()
-        assert await hub.transact(lambda state: submit(state, "b")) == []
+        assert await replica.transact(lambda state: submit(state, "b")) == []
         assert (loop.time(), store.loads.count(None)) == (before_s, 1)
 
     in_virtual_time(scenario)

@@ -13,7 +13,7 @@ from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import append_tokens, submission
 from services.broker.records.store import Delta, Mark
-from services.broker.runtime.run_replica import RunHub
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import chunk, limits, prompt
@@ -39,10 +39,10 @@ class SlowStore(MemoryStore):
         return mark
 
 
-async def open_hub(store: MemoryStore) -> RunHub:
-    hub = RunHub("run-1", store=store, clock=SystemClock())
-    await hub.open(broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(max_queued_groups=1000)))
-    return hub
+async def open_hub(store: MemoryStore) -> RunReplica:
+    replica = RunReplica("run-1", store=store, clock=SystemClock())
+    await replica.open(broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(max_queued_groups=1000)))
+    return replica
 
 
 def submit(state: RunState, name: str) -> int:
@@ -50,19 +50,19 @@ def submit(state: RunState, name: str) -> int:
     return state.run.last_sequence
 
 
-async def submit_all(hub: RunHub, *names: str) -> list[object]:
-    calls = [hub.transact(lambda state, name=name: submit(state, name)) for name in names]
+async def submit_all(replica: RunReplica, *names: str) -> list[object]:
+    calls = [replica.transact(lambda state, name=name: submit(state, name)) for name in names]
     return list(await asyncio.gather(*calls, return_exceptions=True))
 
 
 async def test_what_waits_during_a_commit_is_committed_by_the_next_one_in_order() -> None:
     store = SlowStore()
-    hub = await open_hub(store)
+    replica = await open_hub(store)
     store.gate.clear()
-    first = asyncio.create_task(hub.transact(lambda state: submit(state, "first")))
+    first = asyncio.create_task(replica.transact(lambda state: submit(state, "first")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    rest = asyncio.create_task(submit_all(hub, *(f"g{number}" for number in range(20))))
+    rest = asyncio.create_task(submit_all(replica, *(f"g{number}" for number in range(20))))
     await asyncio.sleep(0)
     store.gate.set()
     assert await first == 1
@@ -71,7 +71,7 @@ async def test_what_waits_during_a_commit_is_committed_by_the_next_one_in_order(
 
 
 async def test_an_operation_that_fails_leaves_no_trace_and_the_others_are_stored() -> None:
-    hub = await open_hub(SlowStore())
+    replica = await open_hub(SlowStore())
 
     def spoil(state: RunState) -> None:
         submit(state, "spoilt")
@@ -82,22 +82,22 @@ async def test_an_operation_that_fails_leaves_no_trace_and_the_others_are_stored
         submit(state, "broken")
         raise RuntimeError("a fault of the broker")
 
-    calls = [hub.transact(lambda state: submit(state, "a")), hub.transact(spoil), hub.transact(break_down)]
-    calls += [hub.transact(lambda state: submit(state, "b"))]
+    calls = [replica.transact(lambda state: submit(state, "a")), replica.transact(spoil), replica.transact(break_down)]
+    calls += [replica.transact(lambda state: submit(state, "b"))]
     one, spoilt, broken, two = await asyncio.gather(*calls, return_exceptions=True)
     assert (one, two) == (1, 2)
     assert isinstance(spoilt, InvalidFieldError)
     assert isinstance(broken, RuntimeError)
-    for state in (hub.copy, (await open_again(hub.store)).copy):
+    for state in (replica.copy, (await open_again(replica.store)).copy):
         assert state is not None
         assert set(state.groups) == {"a", "b"}
         assert (state.run.submitted, dict(state.run.dropped)) == (4, {})
 
 
-async def open_again(store: MemoryStore) -> RunHub:
-    hub = RunHub("run-1", store=store, clock=SystemClock())
-    await hub.transact(lambda state: None)
-    return hub
+async def open_again(store: MemoryStore) -> RunReplica:
+    replica = RunReplica("run-1", store=store, clock=SystemClock())
+    await replica.transact(lambda state: None)
+    return replica
 
 
 async def test_two_hubs_that_race_store_everything_once() -> None:
@@ -116,34 +116,34 @@ async def test_two_hubs_that_race_store_everything_once() -> None:
 
 async def test_a_commit_of_unknown_outcome_fails_its_batch_and_the_next_one_begins_anew() -> None:
     store = SlowStore()
-    hub = await open_hub(store)
+    replica = await open_hub(store)
     store.is_away = True
-    failed = await submit_all(hub, "a", "b")
+    failed = await submit_all(replica, "a", "b")
     assert all(isinstance(error, ServiceUnavailableError) for error in failed)
     store.is_away = False
-    assert await submit_all(hub, "c") == [1]
+    assert await submit_all(replica, "c") == [1]
 
 
 async def test_a_caller_that_goes_away_before_its_turn_changes_nothing() -> None:
     store = SlowStore()
-    hub = await open_hub(store)
+    replica = await open_hub(store)
     store.gate.clear()
-    first = asyncio.create_task(hub.transact(lambda state: submit(state, "first")))
+    first = asyncio.create_task(replica.transact(lambda state: submit(state, "first")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    gone = asyncio.create_task(hub.transact(lambda state: submit(state, "gone")))
+    gone = asyncio.create_task(replica.transact(lambda state: submit(state, "gone")))
     await asyncio.sleep(0)
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
     store.gate.set()
     assert await first == 1
-    assert await submit_all(hub, "last") == [2]
+    assert await submit_all(replica, "last") == [2]
 
 
 async def test_what_a_follower_does_is_part_of_the_commit_it_follows() -> None:
     store = SlowStore()
-    hub = await open_hub(store)
+    replica = await open_hub(store)
     answers: list[asyncio.Future[int]] = []
     asked: list[int] = []
 
@@ -151,64 +151,64 @@ async def test_what_a_follower_does_is_part_of_the_commit_it_follows() -> None:
         asked.append(len(state.groups))
         return None if "late" in state.groups else lambda after: submit(after, "late")
 
-    with hub.following(follower, answers.append):
-        assert await submit_all(hub, "a", "b") == [1, 2]
+    with replica.following(follower, answers.append):
+        assert await submit_all(replica, "a", "b") == [1, 2]
         assert [await answer for answer in answers] == [3]
         assert store.num_commits == 2
-        assert await submit_all(hub, "c") == [4]
-    await submit_all(hub, "d")
+        assert await submit_all(replica, "c") == [4]
+    await submit_all(replica, "d")
     assert asked == [2, 4]
     assert len(answers) == 1
 
 
 async def test_a_follower_that_fails_leaves_no_trace_in_the_commit_it_follows() -> None:
-    hub = await open_hub(SlowStore())
+    replica = await open_hub(SlowStore())
     answers: list[asyncio.Future[None]] = []
 
     def spoil(state: RunState) -> None:
         submit(state, "spoilt")
         raise InvalidFieldError("no", field="x")
 
-    with hub.following(lambda state: spoil, answers.append):
-        assert await submit_all(hub, "a") == [1]
+    with replica.following(lambda state: spoil, answers.append):
+        assert await submit_all(replica, "a") == [1]
     assert isinstance(answers[0].exception(), InvalidFieldError)
-    assert hub.copy is not None
-    assert set(hub.copy.groups) == {"a"}
+    assert replica.copy is not None
+    assert set(replica.copy.groups) == {"a"}
 
 
 async def test_listeners_are_woken_by_changes_but_not_where_samples_only_grow() -> None:
-    hub = await open_hub(SlowStore())
-    await submit_all(hub, "a")
-    (grant,) = await hub.transact(lambda state: lease(state, 1))
+    replica = await open_hub(SlowStore())
+    await submit_all(replica, "a")
+    (grant,) = await replica.transact(lambda state: lease(state, 1))
 
     async def decode(offset: int, *tokens: int, **more: Any) -> None:
         facts = read_chunk(chunk(as_lease(grant), list(tokens), offset=offset, **more))
-        accepted = await hub.transact(lambda state: append_tokens.accept_chunks(state, "gen-1", [facts], 3.0))
+        accepted = await replica.transact(lambda state: append_tokens.accept_chunks(state, "gen-1", [facts], 3.0))
         assert accepted.errors == []
 
-    with hub.listening() as every, hub.listening(only_end=True) as end:
+    with replica.listening() as every, replica.listening(only_end=True) as end:
         await decode(0, 5, 6)
         await decode(2, 7)
         assert not every.is_set()
         await decode(3, 8, finish=types_pb2.FINISH_REASON_STOP)
         assert every.is_set()
         every.clear()
-        await submit_all(hub, "b")
+        await submit_all(replica, "b")
         assert every.is_set()
         assert not end.is_set()
-        await hub.transact(lambda state: setattr(state.run, "is_closed", True))
+        await replica.transact(lambda state: setattr(state.run, "is_closed", True))
         assert end.is_set()
 
 
 async def test_a_sample_that_grows_in_the_commit_of_another_change_wakes_listeners() -> None:
     store = SlowStore()
-    hub = await open_hub(store)
-    await submit_all(hub, "a")
-    (grant,) = await hub.transact(lambda state: lease(state, 1))
+    replica = await open_hub(store)
+    await submit_all(replica, "a")
+    (grant,) = await replica.transact(lambda state: lease(state, 1))
     facts = read_chunk(chunk(as_lease(grant), [5, 6]))
-    with hub.listening() as every:
-        grown = hub.transact(lambda state: append_tokens.accept_chunks(state, "gen-1", [facts], 3.0))
+    with replica.listening() as every:
+        grown = replica.transact(lambda state: append_tokens.accept_chunks(state, "gen-1", [facts], 3.0))
         before = store.num_commits
-        await asyncio.gather(submit_all(hub, "b"), grown)
+        await asyncio.gather(submit_all(replica, "b"), grown)
         assert store.num_commits == before + 1
         assert every.is_set()
