@@ -47,7 +47,7 @@ async def test_another_policy_is_a_conflict_and_the_runs_own_is_shown(broker: Ru
     )
 
 
-async def test_what_became_too_stale_is_revoked_and_leased_anew_as_the_next_attempt(broker: RunningBroker) -> None:
+async def test_what_became_too_stale_is_revoked_and_leased_again_as_the_next_attempt(broker: RunningBroker) -> None:
     await broker.open(policy=broker_pb2.RunPolicy(stale=broker_pb2.STALE_POLICY_DROP))
     slow, quick = Generator.connect(broker.channel, "slow"), Generator.connect(broker.channel, "quick")
     worker, trainer = Worker.connect(broker.channel), Trainer.connect(broker.channel)

@@ -228,7 +228,7 @@ async def test_a_run_that_ends_while_a_step_is_recorded_has_it_once(
     assert (len(path.read_text().splitlines()), notes) == (4, [])
 
 
-async def test_a_gap_in_a_runs_recording_is_told_and_the_rest_is_recorded(tmp_path: Path) -> None:
+async def test_a_gap_in_a_runs_recording_is_reported_and_the_rest_is_recorded(tmp_path: Path) -> None:
     path, notes = tmp_path / "run.jsonl", list[str]()
     async with serving(MemoryStore()) as broker:
         policy = broker_pb2.RunPolicy(num_retained_steps=1)

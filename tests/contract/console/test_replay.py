@@ -114,7 +114,7 @@ async def test_a_trainer_of_another_run_gets_the_same_groups_in_the_same_steps(
     assert (books.submitted, books.trained, dict(books.trained_by_staleness)) == (12, 12, {0: 4, 1: 8})
 
 
-async def test_a_replay_begins_where_it_is_told(broker: RunningBroker, recording: Path) -> None:
+async def test_a_replay_begins_where_it_is_reported(broker: RunningBroker, recording: Path) -> None:
     await broker.open(run_id=SECOND, max_staleness=2)
     async with training(broker) as trained:
         assert (await replayed(broker, recording, from_version=2, from_offset=1)).num_groups == 3
@@ -153,7 +153,7 @@ async def test_a_replay_that_is_repeated_adds_nothing(broker: RunningBroker, rec
     assert (await broker.audit(SECOND)).submitted == 12
 
 
-async def test_groups_too_stale_for_the_run_are_refused_and_told(broker: RunningBroker, recording: Path) -> None:
+async def test_groups_too_stale_for_the_run_are_refused_and_reported(broker: RunningBroker, recording: Path) -> None:
     await broker.open(run_id=SECOND, max_staleness=0)
     async with training(broker) as trained:
         result = await replayed(broker, recording)

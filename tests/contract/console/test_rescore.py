@@ -91,7 +91,7 @@ def test_what_is_judged_is_the_recorded_text_or_what_the_tokens_say(
     assert ("note: 1 of 1 texts were not what their tokens say" in capsys.readouterr().out) == decodes
 
 
-def test_a_tokenizer_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_none_is_reported(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", recorded())
     with pytest.raises(ConfigError, match=r"--tokenizer: .*: holds no tokenizer.json; give the directory of the model"):
         rescore_command(file, reward="exact_match", out=tmp_path / "b.jsonl", tokenizer=tmp_path, as_json=False)
@@ -158,7 +158,7 @@ async def test_a_model_that_never_answers_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "words"), [("exact_mtach", "did you mean 'exact_match'"), ("nowhere_at_all:f", "no module")]
 )
-def test_a_model_that_does_not_exist_is_told(tmp_path: Path, model: str, words: str) -> None:
+def test_a_model_that_does_not_exist_is_reported(tmp_path: Path, model: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         rescored(write(tmp_path / "a.jsonl", recorded()), tmp_path / "b.jsonl", model)
     assert not (tmp_path / "b.jsonl").exists()

@@ -55,7 +55,7 @@ async def test_runs_are_listed_shown_and_deleted(broker: RunningBroker, capsys) 
     assert len(json.loads(await output(list_command, capsys, broker=target, as_json=True))) == 1
 
 
-async def test_what_cannot_be_done_is_told_in_one_line(broker: RunningBroker) -> None:
+async def test_what_cannot_be_done_is_reported_in_one_line(broker: RunningBroker) -> None:
     target = f"127.0.0.1:{broker.server.port}"
     with pytest.raises(ConfigError, match="knows no run 'third'"):
         await asyncio.to_thread(show_command, "third", broker=target, runs_dir=NOWHERE, as_json=False)

@@ -71,7 +71,7 @@ async def first_wait(broker: RunningBroker) -> broker_pb2.Wait:
     return wait
 
 
-async def test_a_generator_that_goes_silent_is_told_of_until_its_lease_ends(
+async def test_a_generator_that_goes_silent_is_reported_of_until_its_lease_ends(
     broker: RunningBroker, clock: ManualClock
 ) -> None:
     await broker.submit(prompt("g17"))

@@ -489,7 +489,7 @@ async def test_vllm_attestation_notices_that_its_own_reload_leaves_a_tied_head_b
     assert not await engine._attest([model_path / "model.safetensors"], names)
 
 
-async def test_vllm_computes_a_groups_prompt_once_and_anew_under_new_weights(
+async def test_vllm_computes_a_groups_prompt_once_and_again_under_new_weights(
     engine: Engine, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not isinstance(engine, VllmEngine):

@@ -115,7 +115,7 @@ async def test_no_more_leases_come_than_there_are_slots_and_freed_slots_bring_mo
         await until(lambda: len(holder.leases) == 2 and broker.beats[-1].credit_total == 3)
 
 
-async def test_a_reconnect_keeps_id_and_leases_and_counts_credits_anew():
+async def test_a_reconnect_keeps_id_and_leases_and_counts_credits_again():
     broker, holder = ScriptedGenerationBroker(), Holder(num_slots=3)
     broker.submit(prompt(group_size=2))
     async with leasing(holder, broker):

@@ -90,7 +90,7 @@ async def test_choices_seeds_and_limits_reach_the_engine(model):
     assert {(r.sampling.temperature, r.sampling.top_p, r.sampling.max_new_tokens) for r in requests} == {(0.5, 0.9, 4)}
 
 
-async def test_streamed_choices_are_told_apart(model):
+async def test_streamed_choices_are_distinguished(model):
     answers = iter(["first", "other"])
     async with endpoint_bench(model, lambda _prompt: next(answers)) as bench:
         texts = {0: "", 1: ""}

@@ -116,7 +116,7 @@ async def test_sampled_tokens_are_never_tokenised_again(model):
     assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if not m]).count("user\nagain") == 2
 
 
-async def test_history_that_was_written_anew_begins_a_trajectory_of_its_own(model):
+async def test_history_that_was_written_again_begins_a_trajectory_of_its_own(model):
     async with endpoint_bench(model, limits={"group_size": 3}, group_size=2) as bench:
         client = bench.client("s1", "task")
         await ask(client, [user("one")])

@@ -69,7 +69,7 @@ def assert_refused(answer):
         "http://127.0.0.1\n.example/",
     ],
 )
-async def test_a_relay_that_is_not_the_callers_is_told_to_nobody(url):
+async def test_a_relay_that_is_not_the_callers_is_passed_on_to_no_one(url):
     async with weight_store() as target:
         assert_refused(await find(target, "evil", url))
         assert await find(target, "victim", "") == []

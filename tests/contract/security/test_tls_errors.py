@@ -121,7 +121,7 @@ SERVERS: dict[str, tuple[Credentials, str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), SERVERS.values(), ids=list(SERVERS))
-async def test_a_server_whose_certificate_is_wrong_is_told_by_its_clients(
+async def test_a_server_whose_certificate_is_wrong_is_reported_by_its_clients(
     authority: Path, good: Security, other: Security, make: Credentials, message: str
 ) -> None:
     async with serving(security=make(authority, good, other)) as (_, target):
@@ -130,7 +130,7 @@ async def test_a_server_whose_certificate_is_wrong_is_told_by_its_clients(
     assert re.search(message, told), told
 
 
-async def test_a_name_that_does_not_fit_is_told_with_those_that_would(good: Security) -> None:
+async def test_a_name_that_does_not_fit_is_reported_with_those_that_would(good: Security) -> None:
     server = Server(listen="127.0.0.2:0", services=[], security=good)
     await server.start()
     try:

@@ -145,7 +145,7 @@ class ForgetfulBroker(ScriptedTrainingBroker):
         return await super().OpenRun(request, context)
 
 
-async def test_a_broker_that_lost_a_step_and_hands_out_nothing_is_told_of_it(tmp_path, model, monkeypatch) -> None:
+async def test_a_broker_that_lost_a_step_and_hands_out_nothing_is_reported_of_it(tmp_path, model, monkeypatch) -> None:
     monkeypatch.setattr(loop, "RESTATE_S", 0.2)
     broker = ForgetfulBroker(max_queued=1)
     async with serving(broker.service()) as (_, target), running_trainer() as trainer:

@@ -45,7 +45,7 @@ async def test_one_broadcast_brings_a_version_to_all_receivers_and_nothing_is_fe
         assert receiver.num_received > size_bytes
 
 
-async def test_a_group_is_used_again_until_somebody_leaves_or_joins(origin):
+async def test_a_group_is_used_again_until_a_member_leaves_or_joins(origin):
     first, second, third = [await origin.receiver(name) for name in ("a", "b", "c")]
     before = groups_formed()
     await fetch_all(origin, 1, [first, second, third])

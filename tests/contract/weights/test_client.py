@@ -124,7 +124,7 @@ async def test_a_complete_file_is_not_fetched_twice_and_a_damaged_one_is(store, 
     assert (await downloader.fetch(manifest, tmp_path / "v1")).fetched_bytes == manifest.size_bytes
 
 
-async def test_a_version_that_is_gone_and_a_dead_server_are_told_apart(store, downloader, tmp_path):
+async def test_a_version_that_is_gone_and_a_dead_server_are_distinguished(store, downloader, tmp_path):
     manifest = await store.publish(1)
     store.is_gone = True
     with pytest.raises(UnknownVersionError):

@@ -35,7 +35,7 @@ async def test_the_next_version_comes_by_the_connections_of_the_one_before(tmp_p
         assert made.link.num_connects == NUM_CONNECTIONS
 
 
-async def test_a_connection_that_broke_between_two_versions_is_made_anew_and_no_failure_of_the_source(
+async def test_a_connection_that_broke_between_two_versions_is_made_again_and_no_failure_of_the_source(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("penstock.transfer.sources.MAX_FAILURES", 1)

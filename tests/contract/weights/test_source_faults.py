@@ -59,7 +59,7 @@ async def test_weights_over_tls_say_what_is_wrong_with_a_certificate(authority: 
         assert "it refuses this process's certificate: PENSTOCK_TLS_CERT" in await failure(made, with_other)
 
 
-async def test_tls_to_a_plain_server_is_told(authority: Path, tmp_path: Path) -> None:
+async def test_tls_to_a_plain_server_is_reported(authority: Path, tmp_path: Path) -> None:
     async with site(tmp_path) as made:
         manifest = made.publish(size_bytes=1000)
         manifest.urls[:] = [url.replace("http", "https") for url in manifest.urls]

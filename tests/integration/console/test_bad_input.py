@@ -39,21 +39,21 @@ def refused(folder: Path, value: dict[str, Any] | None, *overrides: str) -> str:
     return lines[0]
 
 
-def test_broken_yaml_is_told_with_its_line(tmp_path: Path) -> None:
+def test_broken_yaml_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {path: m\ndata: [")
     line = refused(tmp_path, None)
     assert "not valid YAML" in line
     assert "line 2" in line
 
 
-def test_an_unknown_key_is_told_with_the_nearest_known_one(tmp_path: Path) -> None:
+def test_an_unknown_key_is_reported_with_the_nearest_known_one(tmp_path: Path) -> None:
     value = document(tmp_path)
     value["algorithm"] = {"group_sise": 8}
     line = refused(tmp_path, value)
     assert "algorithm.group_sise: unknown key; did you mean 'group_size'?" in line
 
 
-def test_a_missing_model_is_told_with_its_path(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_with_its_path(tmp_path: Path) -> None:
     value = document(tmp_path)
     value["model"]["path"] = str(tmp_path / "nowhere")
     line = refused(tmp_path, value)
@@ -61,7 +61,7 @@ def test_a_missing_model_is_told_with_its_path(tmp_path: Path) -> None:
     assert f"{tmp_path / 'nowhere'}: no such directory" in line
 
 
-def test_a_model_without_the_file_by_which_text_is_decoded_is_told(tmp_path: Path) -> None:
+def test_a_model_without_the_file_by_which_text_is_decoded_is_reported(tmp_path: Path) -> None:
     value = document(tmp_path)
     tokenizer = Path(value["model"]["path"]) / "tokenizer.json"
     tokenizer.rename(tokenizer.with_name("vocab.json"))
@@ -75,28 +75,28 @@ def test_a_model_without_the_file_by_which_text_is_decoded_is_told(tmp_path: Pat
     assert trusted.exit_code == 0, trusted.output
 
 
-def test_empty_data_is_told(tmp_path: Path) -> None:
+def test_empty_data_is_reported(tmp_path: Path) -> None:
     value = document(tmp_path)
     Path(value["data"]["train"]).write_text("\n")
     assert "data.train" in (line := refused(tmp_path, value))
     assert "holds no rows" in line
 
 
-def test_a_row_without_an_answer_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_row_without_an_answer_is_reported_with_its_line(tmp_path: Path) -> None:
     value = document(tmp_path)
     write_rows(Path(value["data"]["train"]), {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2="})
     line = refused(tmp_path, value)
     assert "train.jsonl, line 2: no answer" in line
 
 
-def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         line = refused(tmp_path, document(tmp_path), f"listen.broker=127.0.0.1:{port}")
     assert f"listen.broker: port {port} is in use" in line
 
 
-def test_an_unreachable_redis_is_told_without_its_password(tmp_path: Path) -> None:
+def test_an_unreachable_redis_is_reported_without_its_password(tmp_path: Path) -> None:
     value = document(tmp_path)
     value["broker"] = {"redis_url": "redis://:secret@127.0.0.1:1/0"}
     line = refused(tmp_path, value)
@@ -104,17 +104,17 @@ def test_an_unreachable_redis_is_told_without_its_password(tmp_path: Path) -> No
     assert "secret" not in line
 
 
-def test_a_reward_server_that_is_down_is_told(tmp_path: Path) -> None:
+def test_a_reward_server_that_is_down_is_reported(tmp_path: Path) -> None:
     line = refused(tmp_path, document(tmp_path), "reward=grpc://127.0.0.1:1")
     assert "reward.model: reward server: nothing answers at 127.0.0.1:1" in line
 
 
-def test_prompts_and_completions_longer_than_the_context_are_told(tmp_path: Path) -> None:
+def test_prompts_and_completions_longer_than_the_context_are_reported(tmp_path: Path) -> None:
     line = refused(tmp_path, document(tmp_path), "sampling.max_new_tokens=500")
     assert "64 + 500 = 564, longer than the model's context of 512 tokens" in line
 
 
-def test_data_with_only_overlong_prompts_is_told(tmp_path: Path) -> None:
+def test_data_with_only_overlong_prompts_is_reported(tmp_path: Path) -> None:
     value = document(tmp_path)
     write_rows(Path(value["data"]["train"]), {"prompt": "1+" * 100 + "1=", "answer": "101"})
     line = refused(tmp_path, value)
@@ -122,7 +122,7 @@ def test_data_with_only_overlong_prompts_is_told(tmp_path: Path) -> None:
     assert "every prompt is longer than data.max_prompt_tokens = 64" in line
 
 
-def test_a_wrong_type_is_told_with_the_value(tmp_path: Path) -> None:
+def test_a_wrong_type_is_reported_with_the_value(tmp_path: Path) -> None:
     line = refused(tmp_path, document(tmp_path), "run.num_steps=many")
     assert "run.num_steps" in line
     assert "got 'many'" in line
@@ -132,19 +132,19 @@ def test_a_wrong_type_is_told_with_the_value(tmp_path: Path) -> None:
     ("reward", "words"),
     [("exact_macth", "did you mean 'exact_match'"), ("no_such_module:f", "no module 'no_such_module'")],
 )
-def test_a_reward_that_does_not_exist_is_told(tmp_path: Path, reward: str, words: str) -> None:
+def test_a_reward_that_does_not_exist_is_reported(tmp_path: Path, reward: str, words: str) -> None:
     assert words in refused(tmp_path, document(tmp_path), f"reward={reward}")
 
 
 @pytest.mark.parametrize("override", ["sampling.top_p=0.9", "sampling.top_k=50", "sampling.min_p=0.05"])
-def test_sampling_from_another_distribution_than_the_trainers_is_told(tmp_path: Path, override: str) -> None:
+def test_sampling_from_another_distribution_than_the_trainers_is_reported(tmp_path: Path, override: str) -> None:
     name, value = override.removeprefix("sampling.").split("=")
     line = refused(tmp_path, document(tmp_path), override, "--dry-run")
     assert f"sampling: {name}: {value} would sample from another distribution" in line
     assert f"leave {name} out" in line
 
 
-def test_an_endpoint_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_an_endpoint_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     line = refused(tmp_path, document(tmp_path), "endpoints.broker=127.0.0.1:1")
     assert "endpoints.broker: nothing answers at 127.0.0.1:1" in line
 

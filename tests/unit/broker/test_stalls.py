@@ -209,7 +209,7 @@ def test_a_ready_group_waits_for_one_that_is_due() -> None:
     assert deliver(state) == ["old"]
 
 
-def test_evaluation_waits_are_told_apart() -> None:
+def test_evaluation_waits_are_distinguished() -> None:
     state = open_state()
     submission.submit(state, [evaluation("e")], retired=(), now_s=1.0)
     assert lines(state)[1] == "evaluation > generators: 1 group waits for a free slot of a generator"

@@ -72,7 +72,7 @@ def test_help_answers_at_once_and_imports_nothing_heavy(tmp_path: Path) -> None:
         (("quickstart", "run.num_stps=3"), "did you mean 'num_steps'?"),
     ],
 )
-def test_a_mistake_is_told_in_one_line_with_status_2(
+def test_a_mistake_is_reported_in_one_line_with_status_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -147,7 +147,7 @@ def test_a_followed_file_holds_each_step_as_soon_as_it_is_over(tmp_path: Path) -
         ({"group_size": None}, "group_size: expected a whole number"),
     ],
 )
-def test_a_damaged_row_is_told_with_its_line(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_a_damaged_row_is_reported_with_its_line(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     path = write(tmp_path / "a.jsonl", recorded())
     path.write_text(json.dumps(json.loads(path.read_text()) | change) + "\n")
     with pytest.raises(RecordingError, match=r"a\.jsonl, line 1: ") as told:
@@ -155,7 +155,7 @@ def test_a_damaged_row_is_told_with_its_line(tmp_path: Path, change: dict[str, A
     assert words in str(told.value)
 
 
-def test_a_missing_column_is_told(tmp_path: Path) -> None:
+def test_a_missing_column_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", recorded())
     row = json.loads(path.read_text())
     del row["token_ids"]
@@ -165,7 +165,7 @@ def test_a_missing_column_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
-def test_what_is_no_recording_is_told(tmp_path: Path, name: str) -> None:
+def test_what_is_no_recording_is_reported(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     with pytest.raises(RecordingError, match=name):
         list(read_samples(path))

@@ -95,7 +95,7 @@ async def test_a_follower_that_waits_hears_that_the_broker_lives(
         assert (response.HasField("group"), response.policy_version) == (False, 0)
 
 
-async def test_steps_trained_anew_after_a_rewind_are_sent_again(broker: RunningBroker) -> None:
+async def test_steps_trained_again_after_a_rewind_are_sent_again(broker: RunningBroker) -> None:
     await train_step(broker, "a", "b")
     await train_step(broker, "c", "d", version=1)
     follower = _Follower(broker, from_policy_version=1)
@@ -129,7 +129,9 @@ async def test_a_step_no_longer_retained_is_an_error_and_not_a_gap(forgetful: Ru
     assert await _Follower(broker).step() == (2, 0, ("c", "d"))
 
 
-async def test_a_follower_that_falls_behind_is_told(forgetful: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_follower_that_falls_behind_is_reported(
+    forgetful: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broker = forgetful
     monkeypatch.setattr(export_stream, "MAX_BATCH_RECORDS", 1)
     await train_step(broker, "a", "b")

@@ -114,7 +114,7 @@ def _slow_and_ready(stale: broker_pb2.StalePolicy.ValueType) -> tuple[RunState, 
     return state, slow
 
 
-def test_drop_does_not_wait_for_a_due_group_and_begins_it_anew() -> None:
+def test_drop_does_not_wait_for_a_due_group_and_begins_it_again() -> None:
     state, slow = _slow_and_ready(DROP)
     assert put(state, slow[0], [5, 6, 7]) == []
     assert deliver(state) == ["c", "d"]
@@ -165,7 +165,7 @@ def test_continue_waits_for_a_due_group() -> None:
     assert audit(state).dropped == {}
 
 
-def test_continue_drops_and_begins_anew_what_does_not_fit_into_its_last_step() -> None:
+def test_continue_drops_and_starts_again_what_does_not_fit_into_its_last_step() -> None:
     state = open_state(groups_per_step=1, max_staleness=1, policy=broker_pb2.RunPolicy(stale=CONTINUE))
     make_ready(state, "a", "b")
     acknowledge(state, deliver(state), 1)
@@ -187,7 +187,7 @@ def test_wait_refuses_what_continue_admits() -> None:
     assert lease(state, 2, version=0) == []
 
 
-def test_a_group_in_the_trainers_hands_is_not_begun_anew() -> None:
+def test_a_group_in_the_trainers_hands_is_not_restarted() -> None:
     state = open_state(groups_per_step=2, max_staleness=0, policy=broker_pb2.RunPolicy(stale=DROP))
     make_ready(state, "a", "b")
     assert set(deliver(state)) == {"a", "b"}
@@ -196,7 +196,7 @@ def test_a_group_in_the_trainers_hands_is_not_begun_anew() -> None:
     assert (audit(state).dropped, audit(state).submitted) == ({"stale": 2}, 4)
 
 
-def test_a_generator_beyond_the_bound_gets_no_part_of_a_group_begun_anew() -> None:
+def test_a_generator_beyond_the_bound_gets_no_part_of_a_group_restarted() -> None:
     state, _slow = _slow_and_ready(DROP)
     acknowledge(state, deliver(state), 2)
     assert lease(state, 2, version=0) == []

@@ -114,7 +114,7 @@ async def test_two_hubs_that_race_store_everything_once() -> None:
     assert len(one.copy.groups) == 60
 
 
-async def test_a_commit_of_unknown_outcome_fails_its_batch_and_the_next_one_begins_anew() -> None:
+async def test_a_commit_of_unknown_outcome_fails_its_batch_and_the_next_one_starts_again() -> None:
     store = SlowStore()
     replica = await open_hub(store)
     store.is_away = True

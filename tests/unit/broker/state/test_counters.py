@@ -70,7 +70,7 @@ def test_rows_show_what_was_dropped_by_version_and_length() -> None:
     assert _submitted(state) == {0: 6, 1: 2}
 
 
-def test_what_is_begun_anew_counts_under_the_version_of_its_new_beginning() -> None:
+def test_what_is_restarted_counts_under_the_version_of_its_new_beginning() -> None:
     state = open_state(policy=broker_pb2.RunPolicy(stale=broker_pb2.STALE_POLICY_DROP))
     submit(state, "slow")
     assert put(state, lease(state, 2)[0], [1, 2, 3]) == []

@@ -78,7 +78,7 @@ def test_of_a_step_that_the_store_lost_exactly_the_samples_that_the_trainer_name
 
 
 @pytest.mark.parametrize("forecast", [7.5, None])
-def test_a_sample_begun_anew_keeps_its_forecast_and_nothing_else(forecast: float | None) -> None:
+def test_a_sample_restarted_keeps_its_forecast_and_nothing_else(forecast: float | None) -> None:
     state = open_state(groups_per_step=1, policy=broker_pb2.RunPolicy(stale=broker_pb2.STALE_POLICY_DROP))
     submission.submit(state, [prompt("a")], retired=(), now_s=1.0)
     with state.edit("a") as group:

@@ -80,7 +80,7 @@ def test_drop_gives_the_whole_group_up_at_its_first_lost_sample() -> None:
     assert score_one(state, others[0]).lost == [others[0].lease_id]
 
 
-def test_wait_begins_a_lost_sample_anew_and_trains_on_the_whole_group() -> None:
+def test_wait_begins_a_lost_sample_again_and_trains_on_the_whole_group() -> None:
     state = _open(partial_groups=WAIT)
     first, *others = _finished(state, "a")
     score_one(state, first, FAILED)
@@ -111,7 +111,7 @@ def test_wait_gives_a_group_up_whose_sample_was_lost_too_often() -> None:
     assert _books(state) == (4, 0, {"reward_failed": 2, "too_many_attempts": 2}, 0)
 
 
-def test_wait_begins_a_sample_anew_that_had_too_many_leases() -> None:
+def test_wait_begins_a_sample_again_that_had_too_many_leases() -> None:
     state = _open(partial_groups=WAIT, max_leases=2)
     submit(state, "a")
     for now_s in (0.0, 100.0):

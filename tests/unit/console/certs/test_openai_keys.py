@@ -37,7 +37,7 @@ def test_a_key_is_what_generators_with_the_secret_take():
         (("--valid", "soon"), "--valid 'soon'"),
     ],
 )
-def test_mistakes_are_told_in_one_line(arguments, problem):
+def test_mistakes_are_reported_in_one_line(arguments, problem):
     text = made(*arguments, expected=2)
     assert text.startswith(f"penstock: {problem}")
     assert len(text.splitlines()) == 1

@@ -184,7 +184,7 @@ def test_a_problem_that_trains_a_critic_is_run_by_ppo_whose_groups_may_be_of_one
         deployed(streamrl, of=split, run={**PLAIN_RUN, "algorithm": {"name": "rloo"}})
 
 
-def test_what_cannot_be_written_is_told(model, tmp_path):
+def test_what_cannot_be_written_is_reported(model, tmp_path):
     (tmp_path / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not an empty folder"):
         write_deployment(tmp_path, model, PLAN)

@@ -49,7 +49,7 @@ def test_emulated_replicas_share_a_process():
 
 
 @pytest.mark.parametrize("wrong", [generators(first=6, tp=4), {**generators(tp=4), "accelerator_indices": [0, 1]}])
-def test_gpus_that_the_machine_does_not_have_are_not_used_and_told(wrong):
+def test_gpus_that_the_machine_does_not_have_are_not_used_and_reported(wrong):
     assert placements(plan(wrong, generators("b", first=6, tp=4)), config()) == {}
     (told,) = misfits(plan(wrong, generators("b", first=6, tp=4)), config())
     assert "of 4 GPUs" in told

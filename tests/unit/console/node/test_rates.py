@@ -44,7 +44,7 @@ def test_the_time_between_tokens_does_not_depend_on_how_much_there_is_to_do():
         assert rate.tokens_per_second == pytest.approx(at_once / 0.02, rel=0.01)
 
 
-def test_nothing_is_said_before_enough_was_decoded_and_then_of_each_window_anew():
+def test_nothing_is_said_before_enough_was_decoded_and_then_of_each_window_again():
     meter, counters = Meter(), Counters("a", at_once=10, step_s=0.02)
     assert watched(meter, (ONE, counters), seconds=MIN_BUSY_S / 2) == []
     assert watched(meter, (ONE, counters), seconds=MIN_BUSY_S / 2)[0].token_s == pytest.approx(0.02, rel=0.01)
@@ -76,7 +76,7 @@ def test_emulated_gpus_are_measured_in_emulated_seconds():
     assert rate.tokens_per_second == pytest.approx(10 / 0.4, rel=0.01)
 
 
-def test_what_was_measured_is_told_until_generators_of_another_degree_run():
+def test_what_was_measured_is_reported_until_generators_of_another_degree_run():
     meter = Meter()
     watched(meter, (ONE, Counters("a", at_once=10, step_s=0.02)))
     meter.expect({})

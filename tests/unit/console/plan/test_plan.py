@@ -110,7 +110,7 @@ def test_a_cluster_that_is_too_small_ends_with_status_1_and_the_reason(tmp_path)
         (["nowhere.json"], "nowhere.json: cannot be read"),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments, told):
+def test_mistakes_are_reported_in_a_line(arguments, told):
     result = plan(*arguments)
 
     assert result.exit_code == 2
@@ -118,7 +118,7 @@ def test_mistakes_are_told_in_a_line(arguments, told):
 
 
 @pytest.mark.timeout(300)
-def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_told():
+def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_reported():
     # Advice is what the budget leaves over: a busy machine must not leave nothing.
     told = plan(EXAMPLE, "--explain", "--budget-s", "120")
     for words in (

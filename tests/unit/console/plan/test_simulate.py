@@ -54,7 +54,7 @@ def test_people_get_lines_and_a_picture(plan_file, tmp_path):
         (["--fail", "h20-0@50"], "nothing goes on"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(plan_file, arguments, told):
+def test_a_mistake_is_reported_in_a_line(plan_file, arguments, told):
     result = simulate("--plan", plan_file, *arguments)
 
     assert result.exit_code == 2

@@ -45,7 +45,7 @@ def test_a_port_alone_stays_on_loopback() -> None:
         urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=10)
 
 
-def test_an_address_that_is_taken_is_told_in_one_line() -> None:
+def test_an_address_that_is_taken_is_reported_in_one_line() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()

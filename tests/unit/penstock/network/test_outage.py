@@ -83,7 +83,7 @@ def test_what_waiting_cannot_heal_is_raised_at_once(error: PenstockError) -> Non
         assert loop.run_until_complete(work()) < 1
 
 
-def test_an_outage_is_told_with_its_beginning_at_growing_distances_and_its_end() -> None:
+def test_an_outage_is_reported_with_its_beginning_at_growing_distances_and_its_end() -> None:
     clock, told = ManualClock(1_700_000_000.0), list[tuple[float, str]]()
     outage = Outage("broker b:1", on_notice=lambda text: told.append((clock.monotonic_s(), text)), clock=clock)
     begun_s = clock.monotonic_s()
@@ -118,7 +118,9 @@ def test_a_short_outage_is_not_told() -> None:
         ("a server without TLS", "it speaks plain text, this process TLS"),
     ],
 )
-async def test_tls_that_cannot_work_is_told_and_waited_for_until_it_is_mended(tmp_path, kind: str, reason: str) -> None:
+async def test_tls_that_cannot_work_is_reported_and_waited_for_until_it_is_mended(
+    tmp_path, kind: str, reason: str
+) -> None:
     (tmp_path / "other").mkdir()
     security, other = make_security(tmp_path), make_security(tmp_path / "other")
     served = NO_SECURITY if kind == "a server without TLS" else security

@@ -73,7 +73,7 @@ def test_a_traceback_keeps_its_end(log, capsys):
     assert json.loads(line)["exception"].endswith("the end")
 
 
-def test_an_event_has_a_budget_and_what_was_left_out_is_told_once(log, capsys):
+def test_an_event_has_a_budget_and_what_was_left_out_is_reported_once(log, capsys):
     for number in range(5000):
         log.warning("refused", number=number, text="y" * 500)
     log.warning("something else")

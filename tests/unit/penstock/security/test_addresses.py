@@ -113,7 +113,7 @@ def test_a_peers_own_address_is_taken(url, peer, trusted):
         ("http://10.0.0.5:7000", PEER, ("192.168.0.0/16",)),
     ],
 )
-def test_an_address_of_somebody_else_is_refused(url, peer, trusted):
+def test_an_address_of_another_peer_is_refused(url, peer, trusted):
     assert not is_taken(url, peer, *trusted)
 
 
@@ -148,7 +148,7 @@ def test_an_address_of_somebody_else_is_refused(url, peer, trusted):
         "http://203.0.113.7/" + "x" * 2048,
     ],
 )
-def test_what_is_no_plain_address_is_refused_whoever_registers_it(url):
+def test_what_is_no_plain_address_is_refused_regardless_of_who_registers_it(url):
     assert not is_taken(url, PEER, "0.0.0.0/0", "::/0")
 
 

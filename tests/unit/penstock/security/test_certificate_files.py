@@ -104,7 +104,7 @@ def test_files_that_cannot_be_used_are_named_at_first(authority: Path, content: 
         Followed(security.tls_files, held)
 
 
-def test_a_key_with_a_password_is_told_as_such(authority: Path) -> None:
+def test_a_key_with_a_password_is_reported_as_such(authority: Path) -> None:
     security = issue(authority)
     assert security.key_file is not None
     security.key_file.write_text(security.key_file.read_text().replace("PRIVATE", "ENCRYPTED PRIVATE"))

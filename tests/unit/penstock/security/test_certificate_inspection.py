@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[Callable[[Path], Security], bool, str]] = {
 
 
 @pytest.mark.parametrize(("make", "is_error", "message"), WRONG.values(), ids=list(WRONG))
-def test_what_is_wrong_is_told_with_file_name_and_fix(
+def test_what_is_wrong_is_reported_with_file_name_and_fix(
     authority: Path, make: Callable[[Path], Security], is_error: bool, message: str
 ) -> None:
     security = make(authority)

@@ -28,7 +28,7 @@ def test_what_judges_are_shown_is_never_the_clusters(monkeypatch: pytest.MonkeyP
     assert Security.from_environment(JUDGES) == judges
 
 
-def test_files_that_cannot_be_used_are_told_with_the_variable_that_names_them(
+def test_files_that_cannot_be_used_are_reported_with_the_variable_that_names_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made = make_security(tmp_path)

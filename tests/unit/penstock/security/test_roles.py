@@ -74,7 +74,7 @@ def test_further_tokens_are_read_from_a_file(monkeypatch, tmp_path):
         Security.from_environment()
 
 
-def test_tokens_are_told_apart():
+def test_tokens_are_distinguished():
     tokens = Tokens(["plain", f"generator:{SECRET}"])
     caller = tokens.caller(f"Bearer generator:{SECRET}")
     assert caller is not None

@@ -66,7 +66,7 @@ async def test_training_goes_on_while_files_are_written(checkpoints, written, tm
     assert len(backend.futures) == 2, "a step that has its checkpoint was saved again"
 
 
-async def test_a_disk_that_refuses_is_told_at_once_and_leaves_nothing_half_written(checkpoints, written, tmp_path):
+async def test_a_disk_that_refuses_is_reported_at_once_and_leaves_nothing_half_written(checkpoints, written, tmp_path):
     backend = SlowBackend()
     await checkpoints.begin(backend, state_at(1))
     backend.futures[0].set_result(None)

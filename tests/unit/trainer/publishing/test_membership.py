@@ -50,7 +50,7 @@ def test_where_nobody_stands_out_all_are_left_out_and_never_longer_than_the_limi
     assert attendance.expected(now_s=MAX_LEFT_OUT_S) == {"a", "b"}
 
 
-def test_who_comes_back_begins_anew():
+def test_who_comes_back_starts_again():
     attendance = watched_by("a")
     attendance.note_end({"a": None}, is_sent=False, now_s=0)
     attendance.leave("a")

@@ -6,7 +6,7 @@ from penstock.clock import ManualClock
 from services.trainer.publishing.source_failures import FORGET_S, MAX_FAILURES, SourceFailures
 
 
-def test_a_failure_is_told_until_it_has_not_been_repeated_for_a_while() -> None:
+def test_a_failure_is_reported_until_it_has_not_been_repeated_for_a_while() -> None:
     clock = ManualClock()
     failures = SourceFailures(clock)
     failures.note("gen-1", "https://a:1/weights/r/x", "why")
