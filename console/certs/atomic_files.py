@@ -23,7 +23,7 @@ class File:
 
 
 @contextlib.contextmanager
-def told(path: Path, doing: str) -> Iterator[None]:
+def named_errors(path: Path, doing: str) -> Iterator[None]:
     """Turn an OSError into a ConfigError of one line that names the path."""
     try:
         yield
@@ -43,13 +43,13 @@ def staged(folder: Path, files: Sequence[File]) -> Iterator[None]:
     """
     try:
         for file in files:
-            with told(folder / file.name, "written"):
+            with named_errors(folder / file.name, "written"):
                 _write_beside(folder, file)
         yield
         for file in files:
-            with told(folder / file.name, "replaced"):
+            with named_errors(folder / file.name, "replaced"):
                 os.replace(_beside(folder, file), folder / file.name)
-        with told(folder, "written"):
+        with named_errors(folder, "written"):
             sync_folder(folder)
     finally:
         for file in files:
@@ -60,7 +60,7 @@ def staged(folder: Path, files: Sequence[File]) -> Iterator[None]:
 def write_new(folder: Path, file: File) -> None:
     """Write a file that must not exist yet. Raises ConfigError, and then leaves no file behind."""
     path = folder / file.name
-    with told(path, "written"):
+    with named_errors(path, "written"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file.mode)
         try:
             _fill(descriptor, file)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from console.certs.atomic_files import File, told, write_new
+from console.certs.atomic_files import File, named_errors, write_new
 from console.certs.request import Request, as_address
 from penstock.config import ConfigError
 from penstock.process.durable_files import sync_folder
@@ -53,7 +53,7 @@ class Authority:
         if not os.path.lexists(path):
             raise ConfigError(f"{folder}: holds no {KEY_FILE}, so it is no authority's folder; name that with --dir")
         try:
-            with told(path, "read"):
+            with named_errors(path, "read"):
                 key = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}: holds no private key in PEM without a password; put the key back") from error
@@ -90,7 +90,7 @@ def make_authority(folder: Path, *, name: str, days: int, now: datetime) -> Auth
         raise ConfigError(f"--name {name[:80]!r}: must be 1 to 64 printable characters")
     if not 1 <= days <= MAX_AUTHORITY_DAYS:
         raise ConfigError(f"--days {days}: must be 1 to {MAX_AUTHORITY_DAYS}")
-    with told(folder, "made"):
+    with named_errors(folder, "made"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_another(folder)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -109,7 +109,7 @@ def make_authority(folder: Path, *, name: str, days: int, now: datetime) -> Auth
         for name_made in (CERTIFICATE_FILE, KEY_FILE):
             (folder / name_made).unlink(missing_ok=True)
         raise
-    with told(folder, "written"):
+    with named_errors(folder, "written"):
         sync_folder(folder)
     return Authority(folder, certificate, key)
 
@@ -118,7 +118,7 @@ def read_certificate(folder: Path) -> x509.Certificate:
     """Load the certificate of the authority in a folder. Raises ConfigError."""
     path = folder / CERTIFICATE_FILE
     try:
-        with told(path, "read"):
+        with named_errors(path, "read"):
             return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
         raise ConfigError(f"{path}: holds no certificate in PEM; put the authority's back") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from console.certs.atomic_files import told
+from console.certs.atomic_files import named_errors
 
 INDEX_FILE = "issued.jsonl"
 
@@ -58,14 +58,14 @@ class Index:
     def locked(self) -> Iterator[None]:
         """Lock out other writers of this list and of the folders in it. Raises ConfigError."""
         with contextlib.ExitStack() as stack:
-            with told(self._path, "locked"):
+            with named_errors(self._path, "locked"):
                 file = stack.enter_context(self._path.open("ab"))
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def append(self, issued: Issued) -> None:
         """Append a line atomically. Raises ConfigError."""
-        with told(self._path, "written"), self._path.open("ab+", buffering=0) as file:
+        with named_errors(self._path, "written"), self._path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             line = issued.model_dump_json().encode() + b"\n"
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
@@ -81,7 +81,7 @@ class Index:
     def read(self) -> Listing:
         """The issued certificates; empty if there is no list yet. Raises ConfigError."""
         issued, num_unreadable = [], 0
-        with told(self._path, "read"), contextlib.suppress(FileNotFoundError):
+        with named_errors(self._path, "read"), contextlib.suppress(FileNotFoundError):
             for line in self._path.read_bytes().splitlines():
                 try:
                     issued.append(Issued.model_validate_json(line))

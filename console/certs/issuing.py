@@ -15,7 +15,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from console.certs.atomic_files import File, staged, told
+from console.certs.atomic_files import File, named_errors, staged
 from console.certs.authority import (
     CERTIFICATE_FILE,
     PRIVATE,
@@ -52,7 +52,7 @@ def issue(
     if at is not None and not at.is_absolute():
         raise ConfigError(f"--at {str(at)!r}: must be an absolute path; it is one of the other machine")
     signed = authority.sign(request, validity=validity, now=now)
-    with told(out, "made"):
+    with named_errors(out, "made"):
         out.mkdir(parents=True, exist_ok=True)
         if out.samefile(authority.folder):
             raise ConfigError(f"--out {out}: is the authority's folder, whose key goes to no site; name another one")
@@ -78,7 +78,7 @@ def _authority_file(authority: Authority, out: Path, name: str) -> list[File]:
     if not path.exists():
         return [File(CERTIFICATE_FILE, certificate_pem(authority.certificate), PUBLIC)]
     try:
-        with told(path, "read"):
+        with named_errors(path, "read"):
             trusted = x509.load_pem_x509_certificates(path.read_bytes())
     except ValueError:
         trusted = []
@@ -94,7 +94,7 @@ def _refuse_other_name(out: Path, name: str) -> None:
     if not path.exists():
         return
     try:
-        with told(path, "read"):
+        with named_errors(path, "read"):
             subject = x509.load_pem_x509_certificate(path.read_bytes()).subject
         names = [attribute.value for attribute in subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     except ValueError:

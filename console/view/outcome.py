@@ -28,8 +28,10 @@ def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: 
         return
     kept = _read_lines(folder.metrics)
     if not _holds(kept, history[max(history)]):
-        told = [{"policy_version": version, "time": step.time_s, **step.metrics} for version, step in history.items()]
-        lines = [line for version, line in kept.items() if version < min(history)] + told
+        new_lines = [
+            {"policy_version": version, "time": step.time_s, **step.metrics} for version, step in history.items()
+        ]
+        lines = [line for version, line in kept.items() if version < min(history)] + new_lines
         lines.sort(key=lambda line: float(line["policy_version"]))
         replace_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in lines))
 

@@ -239,15 +239,15 @@ async def explained(error: grpc.aio.AioRpcError, *, peer: str) -> PenstockError:
 
     `peer` names the server as it was given to `open_channel`.
     """
-    told = from_rpc_error(error, peer=peer)
+    found = from_rpc_error(error, peer=peer)
     said = error.details() or ""
     if error.code() != grpc.StatusCode.UNAVAILABLE or error.trailing_metadata():
-        return told
+        return found
     # A name may have several addresses, and gRPC reports only the last one's error.
     if any(sign in said for sign in _AWAY) and not TROUBLES.is_by_name(peer):
-        return told
+        return found
     trouble = await TROUBLES.trouble_with(peer)
-    return BadCertificateError(f"{peer}: {trouble}") if trouble else told
+    return BadCertificateError(f"{peer}: {trouble}") if trouble else found
 
 
 def backoff_s(*, first_s: float = 0.1, most_s: float = 3.0) -> Iterator[float]:

@@ -62,7 +62,7 @@ class LocalModel:
     async def _judge(self, items: list[RewardItem], timeout_s: float) -> Sequence[object]:
         """The reward's answers, one object per item: `write_score` reads any object."""
         try:
-            # A little longer than what the reward was told, so that its own verdict on slow items comes first.
+            # A little longer than the deadline given to the reward, whose own verdict on slow items comes first.
             async with asyncio.timeout(timeout_s * 1.05 + 0.1):
                 results = await self._reward.score_within(items, timeout_s=timeout_s)
                 # One more than asked for shows a wrong count, even of an iterable that never ends.

@@ -48,16 +48,16 @@ class SourceFaults:
         if type(error) is not ServiceUnavailableError:
             return error
         if trouble := await TROUBLES.trouble_with_url(source.url, self._files):
-            told: PenstockError = BadCertificateError(f"{source.url}: {trouble}")
+            reported: PenstockError = BadCertificateError(f"{source.url}: {trouble}")
         elif (problem := _address_problem(source, error.__cause__)) is not None:
-            told = ServiceUnavailableError(f"{source.url}: {problem}; {_FIX[source.kind]}")
+            reported = ServiceUnavailableError(f"{source.url}: {problem}; {_FIX[source.kind]}")
         else:
             return error
         if self._is_news(source.url):
-            self._say(source, told, error.__cause__)
+            self._say(source, reported, error.__cause__)
             if self.report is not None:
-                await self.report(source.url, str(told))
-        return told
+                await self.report(source.url, str(reported))
+        return reported
 
     def _is_news(self, url: str) -> bool:
         origin, now_s = urlsplit(url).netloc, time.monotonic()
@@ -68,10 +68,10 @@ class SourceFaults:
         self._said_s[origin] = now_s
         return True
 
-    def _say(self, source: Source, told: PenstockError, cause: BaseException | None) -> None:
+    def _say(self, source: Source, reported: PenstockError, cause: BaseException | None) -> None:
         has_just_ended = source.kind is SourceKind.RELAY and isinstance(cause, ConnectionRefusedError)
         log = _log.warning if has_just_ended else _log.error
-        log("weights cannot be fetched from there", url=source.url, kind=source.kind, error=str(told))
+        log("weights cannot be fetched from there", url=source.url, kind=source.kind, error=str(reported))
 
 
 def _address_problem(source: Source, cause: BaseException | None) -> str | None:

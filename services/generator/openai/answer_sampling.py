@@ -112,7 +112,7 @@ class _Draft:
     is_stopped: bool = False
     _cut: int = 0
     _num_shown: int = 0
-    _num_told: int = 0
+    _num_shown_tokens: int = 0
     _step: Callable[[int], str] | None = None
 
     def add(self, token_id: int, logprob: float, version: int) -> None:
@@ -133,8 +133,8 @@ class _Draft:
         end = self._cut if self.is_stopped else len(self.text) - self._num_held_back()
         end = max(end, self._num_shown)
         text, self._num_shown = self.text[self._num_shown : end], end
-        told, self._num_told = self._num_told, len(self.token_ids)
-        return Piece(text=text, tokens=self._shown_tokens(told))
+        num_before, self._num_shown_tokens = self._num_shown_tokens, len(self.token_ids)
+        return Piece(text=text, tokens=self._shown_tokens(num_before))
 
     def _num_held_back(self) -> int:
         """Number of characters at the end that may have to be hidden."""

@@ -190,10 +190,10 @@ class OpenAIRoutes:
         """Send a stream; returns whether all of it was sent."""
         try:
             if prepared.outcomes:
-                told = [await stream.repeat(index, made.answer) for index, made in enumerate(prepared.outcomes)]
+                answers = [await stream.repeat(index, made.answer) for index, made in enumerate(prepared.outcomes)]
             else:
-                told = await self._all(prepared, stream.answer)
-            await stream.end(told)
+                answers = await self._all(prepared, stream.answer)
+            await stream.end(answers)
             return True
         except ConnectionError:
             _log.info("a client went away in the middle of its stream")

@@ -5,7 +5,7 @@ Promises:
 - A receiver is expected if it watches the versions, said that it joins, came to the last broadcast it could, and is not
   left out.
 - A receiver at which a broadcast broke off is left out for a while, twice as long each time in a row; where it cannot
-  be told apart from the others, all of them are. They fetch meanwhile.
+  be distinguished from the others, all of them are. They fetch meanwhile.
 
 Pure bookkeeping: the caller passes the time.
 """
