@@ -53,16 +53,17 @@ test-unit: setup
 	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL)
 
 test-contract: setup
-	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) -m "not vllm"
+	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) -m "not vllm" --durations=12
 
 test-integration: setup
-	$(ONE_THREAD) $(PYTEST) tests/integration -q $(RERUN) $(PARALLEL)
+	$(ONE_THREAD) $(PYTEST) tests/integration -q $(RERUN) $(PARALLEL) --durations=12
 
 test-vllm: setup
 	$(PYTEST) tests/contract -q $(RERUN) -m vllm
 
+# Runs wait for each other's services as often as they compute: two at a time.
 test-e2e: setup
-	$(PYTEST) tests/e2e -q $(RERUN)
+	$(PYTEST) tests/e2e -q $(RERUN) $(PARALLEL) --durations=12
 
 mutants: setup  ## Break the core rules line by line, and list what no unit test notices (about an hour)
 	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements/mutants.txt
