@@ -119,8 +119,9 @@ def test_a_short_outage_is_not_told() -> None:
     ],
 )
 async def test_tls_that_cannot_work_is_reported_and_waited_for_until_it_is_mended(
-    tmp_path, kind: str, reason: str
+    tmp_path, monkeypatch, kind: str, reason: str
 ) -> None:
+    monkeypatch.setattr("penstock.network.outage.FIRST_NOTICE_S", 0.3)
     (tmp_path / "other").mkdir()
     security, other = make_security(tmp_path), make_security(tmp_path / "other")
     served = NO_SECURITY if kind == "a server without TLS" else security
