@@ -12,6 +12,7 @@ from penstock.wire import pieces
 from penstock.wire.pieces import Assembly, spans
 from services.broker.assembly import large_groups
 from services.broker.assembly.large_groups import cut_group
+from services.broker.records_pb2 import GroupRecord
 
 _TRAJECTORIES = st.builds(
     types_pb2.Trajectory,
@@ -70,7 +71,7 @@ async def test_a_group_that_is_read_in_parts_is_the_group(
         patch.setattr(large_groups, "PIECE_BYTES", size)
         assembly = Assembly()
         whole = None
-        async for piece in large_groups.read_pieces(None, None):  # type: ignore[arg-type]
+        async for piece in large_groups.read_pieces(None, GroupRecord()):  # type: ignore[arg-type]
             assert whole is None
             whole = assembly.add(piece.data, is_last=piece.is_last)
     assert whole is not None
