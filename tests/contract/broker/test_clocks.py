@@ -27,6 +27,7 @@ from tests.helpers.brokers.broker import (
 from tests.helpers.stores.redis_server import RedisProcess
 from tests.helpers.stores.stepped_redis import OFFSET_KEY, stepped_store
 
+pytestmark = pytest.mark.slow
 LIFE_S = 3.0
 BEATS_A_LIFE = 12
 HOUR_S = 3600.0

@@ -22,7 +22,7 @@ from tests.helpers.tcp_proxy import proxy_to
 from tests.helpers.waiting import until
 
 NUM_RESETS = 12
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(autouse=True)

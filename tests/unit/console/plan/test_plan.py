@@ -50,6 +50,7 @@ def plan(*arguments):
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
+@pytest.mark.slow
 def test_the_example_is_planned_and_shown_to_people():
     result = plan(EXAMPLE)
 
@@ -66,6 +67,7 @@ def test_the_example_is_planned_and_shown_to_people():
         assert words in result.output
 
 
+@pytest.mark.slow
 def test_programs_get_the_plan_and_its_numbers():
     result = plan(str(INSTANCES / "tiny_02.json"), "--json")
     answer = json.loads(result.output)
@@ -117,6 +119,7 @@ def test_mistakes_are_reported_in_a_line(arguments, told):
     assert told in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_reported():
     # Advice is what the budget leaves over: a busy machine must not leave nothing.
@@ -150,6 +153,7 @@ def test_each_kind_of_replica_of_a_machine_is_explained(capsys):
         assert f"h20, tensor parallel {degree}: {batch} sequences" in output, output
 
 
+@pytest.mark.slow
 def test_the_picture_draws_each_machine_and_both_stages(tmp_path):
     drawn = tmp_path / "plan.svg"
     assert plan(EXAMPLE, "--picture", str(drawn)).exit_code == 0
@@ -162,6 +166,7 @@ def test_the_picture_draws_each_machine_and_both_stages(tmp_path):
     assert tips.count("generate, 1 GPUs") == 8
 
 
+@pytest.mark.slow
 def test_a_running_plan_is_where_the_search_begins(tmp_path):
     running = tmp_path / "running.json"
     running.write_text(plan(EXAMPLE, "--json").output)

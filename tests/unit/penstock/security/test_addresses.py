@@ -200,6 +200,7 @@ OTHERS = (
 PARTS = st.sampled_from((*MARKS, *HOSTS, *OTHERS))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.one_of(st.text(max_size=60), st.lists(PARTS, max_size=8).map("".join)), min_size=25, max_size=25))
 @example(["http://203.0.113.7:7000/weights"])

@@ -135,6 +135,7 @@ def hostile_strings(draw: st.DrawFn) -> str:
     return start + draw(st.sampled_from(["/", "//", "/./"])).join(draw(st.lists(PARTS, min_size=1, max_size=6)))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=NUM_EXAMPLES,
     deadline=None,
