@@ -80,6 +80,7 @@ async def test_after_a_commit_that_timed_out_only_the_difference_is_loaded(
     assert state.run == replica.copy.run
 
 
+@pytest.mark.slow
 async def test_what_others_stored_meanwhile_is_taken_over_too(store: Store) -> None:
     doubtful, others = _Doubtful(store), _replica(store)
     replica = _replica(doubtful)

@@ -180,6 +180,7 @@ async def test_the_first_prompts_of_siblings_may_differ(model):
     assert tokenizer.decode(ids[: mask.index(1)]) == "Ada<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.slow
 async def test_a_group_whose_time_is_up_is_put_without_those_that_still_go_on(model):
     async with endpoint_bench(model, limits={"group_size": 3}, group_timeout_s=2) as bench:
         for session in ("s1", "s2", "late"):

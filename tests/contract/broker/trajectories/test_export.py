@@ -167,6 +167,7 @@ async def test_a_negative_version_is_refused(broker: RunningBroker) -> None:
         await _Follower(broker, from_policy_version=-1).read()
 
 
+@pytest.mark.slow
 async def test_payload_that_is_lost_is_counted_at_the_end_of_its_step(
     broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
