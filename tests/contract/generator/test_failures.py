@@ -121,7 +121,7 @@ async def test_a_hung_decode_is_noticed_where_only_a_guest_waits(bench):
         request = GenerateRequest(
             request_id="guest", prompt_token_ids=(5,), sampling=SamplingSettings(max_new_tokens=9)
         )
-        spans = bench.generator.guests().decode(request, wait_s=20)
+        spans = bench.generator.unleased().decode(request, wait_s=20)
         token = asyncio.create_task(anext(spans))
         await until(lambda: "guest" in engine.requests)
         assert bench.broker.num_finished == 0
