@@ -68,7 +68,7 @@ def test_it_learns_what_the_prompt_shows(learner: TransformerLearner, monkeypatc
     # Scores are kept: no process is asked about what was asked before.
     learner.close()
     assert np.array_equal(model.predict(prompts[180:]), scores)
-    with pytest.raises(FitFailedError, match="stops"):
+    with pytest.raises(FitFailedError, match="stopping"):
         learner.fit(prompts, logs, np.ones(NUM_PROMPTS), strength=1.0)
 
 
