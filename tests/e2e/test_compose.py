@@ -129,8 +129,8 @@ def secrets(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def deployment(task: Any, tmp_path: Path, secrets: Path) -> Iterator[Deployment]:
-    copied = _readable(Path(shutil.copytree(task.model_dir.parent, tmp_path / "task")))
+def deployment(warm_task: Any, tmp_path: Path, secrets: Path) -> Iterator[Deployment]:
+    copied = _readable(Path(shutil.copytree(warm_task.model_dir.parent, tmp_path / "task")))
     model = f"{copied}:/data/quickstart/current:ro"
     settings = [f"{key}={value}" for key, value in RUN_SETTINGS.items()]
     generator = ["engine.engine=transformers", "engine.max_concurrent_samples=32"]

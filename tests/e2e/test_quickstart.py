@@ -17,9 +17,13 @@ NUM_STEPS = 30
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def test_a_model_learns_and_its_checkpoint_loads(task, tmp_path):
+def test_a_model_learns_and_its_checkpoint_loads(warm_task, tmp_path):
     settings = [f"run.num_steps={NUM_STEPS}", "run.num_eval_prompts=192", "run.id=short", f"run.dir={tmp_path}"]
-    settings += [f"model.path={task.model_dir}", f"data.train={task.train_path}", f"data.eval={task.eval_path}"]
+    settings += [
+        f"model.path={warm_task.model_dir}",
+        f"data.train={warm_task.train_path}",
+        f"data.eval={warm_task.eval_path}",
+    ]
     with penstock(
         "quickstart", "--dir", str(TASK_DIR.parent), *settings, cwd=tmp_path, run_dir=tmp_path / "short"
     ) as run:
@@ -36,7 +40,7 @@ def test_a_model_learns_and_its_checkpoint_loads(task, tmp_path):
     assert_lengths_were_foreseen(summary["lengths"])
     assert [step["policy_version"] for step in run.metrics()] == list(range(1, NUM_STEPS + 1))
     assert_readable_offline(run.folder.report.read_text())
-    prompt = json.loads(task.eval_path.read_text().splitlines()[0])["prompt"]
+    prompt = json.loads(warm_task.eval_path.read_text().splitlines()[0])["prompt"]
     assert_loads_with_transformers(run.folder.checkpoints / f"step_{NUM_STEPS}", prompt)
 
 
