@@ -43,7 +43,7 @@ quickstart: setup  ## Train a tiny model with all five services on this machine;
 test: setup lint test-unit test-contract test-integration test-vllm test-e2e  ## Everything CI runs
 	@echo "all tests passed"
 
-test-fast: setup lint  ## The quick part, under two minutes
+test-fast: setup lint  ## The quick part: no vLLM, nothing that is marked slow
 	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) -m "not vllm and not slow"
 
 soak: setup  ## An hour of the quick start's task under faults of every kind; ARGS="--minutes 60 --seed 7"
