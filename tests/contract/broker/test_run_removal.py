@@ -10,14 +10,17 @@ import pytest
 from penstock.clients.trajectories import TrajectorySession
 from penstock.errors import NotRetainedError, RunConflictError, UnknownRunError, from_rpc_error
 from penstock.v1 import broker_pb2
-from services.broker.records.store import Store
+from services.broker.records.store import Delta, Store
+from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.runtime import removal
 from services.broker.runtime.retention import Retention
+from services.broker.state.tally_names import is_tally
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis import delete_run
 from services.broker.storage.redis.keys import RUNS
 from services.broker.storage.redis.redis_store import RedisStore
 from tests.helpers.brokers.broker import RUN, Generator, RunningBroker, prompt, serving
+from tests.helpers.brokers.format_1 import as_format_1
 from tests.helpers.brokers.steps import train_step
 from tests.helpers.brokers.trajectories import groups
 
@@ -93,6 +96,26 @@ async def test_a_deleted_run_leaves_no_key_and_its_id_is_free(store: Store, monk
         assert not (await broker.open()).existed
         await train_step(broker, "a", "b")
         assert (await broker.audit()).trained == 4
+
+
+async def test_a_run_of_format_1_is_deleted_with_its_payload(store: Store) -> None:
+    async with serving(store) as broker:
+        await fill(broker)
+        await close(broker)
+    snapshot = await store.load(RUN, None)
+    assert snapshot is not None
+    run = RunRecord.FromString(snapshot.run)
+    run.format = 1
+    changed: dict[str, bytes | None] = {}
+    for name, data in snapshot.groups.items():
+        assert data is not None
+        if not is_tally(name) and (record := GroupRecord.FromString(data)).HasField("put"):
+            changed |= {name: None} | dict([as_format_1(record)])
+    assert changed
+    await store.commit(RUN, snapshot.mark, Delta(run=run.SerializeToString(), groups=changed))
+    async with serving(store) as broker:
+        assert (await delete(broker)).existed
+        assert await keys_of(store) == set()
 
 
 async def test_a_deletion_in_many_calls_keeps_everybody_out_until_it_is_done(

@@ -15,11 +15,11 @@ from services.broker.operations import append_trajectories, delivery, drops
 from services.broker.operations.append_trajectories import Put, PutOutcome
 from services.broker.operations.lifecycle import reopen_run
 from services.broker.records.store import Mark, Snapshot
-from services.broker.records_pb2 import ParcelRecord
 from services.broker.state import batches
 from services.broker.state.batches import slice_of
 from services.broker.state.run_audit import audit, totals
 from services.broker.state.run_state import FORMAT, RunState
+from tests.helpers.brokers.format_1 import as_format_1
 from tests.helpers.brokers.trajectories import group, groups, pack_groups
 from tests.unit.broker.builders import CONSUMER, acknowledge, deliver, lease, make_ready, open_state, submit
 
@@ -395,27 +395,6 @@ def test_an_operation_undone_leaves_records_as_they_were() -> None:
     assert dict(state.groups) == {}
 
 
-def _as_format_1(state: RunState) -> dict[str, bytes | None]:
-    """The records as format 1 kept them: those of puts under a name of their own kind."""
-    kept: dict[str, bytes | None] = {}
-    for name, record in state.groups.items():
-        if not record.HasField("put"):
-            kept[name] = record.SerializeToString()
-            continue
-        columns = {field.name: value for field, value in record.put.ListFields()}
-        old = ParcelRecord(
-            **columns,
-            sequence=record.sequence,
-            submit_version=record.submit_version,
-            submit_s=record.submit_s,
-            consumer_id=record.consumer_id,
-        )
-        if record.HasField("trained_version"):
-            old.trained_version = record.trained_version
-        kept[f"\n{record.sequence}"] = old.SerializeToString()
-    return kept
-
-
 def _load(run: bytes, records: dict[str, bytes | None]) -> RunState:
     state = RunState()
     assert list(state.take_over(Snapshot(mark=Mark(1, "m"), is_full=True, run=run, groups=records))) == []
@@ -430,7 +409,7 @@ def test_a_run_of_format_1_is_read_and_becomes_one_of_today_with_its_first_put_t
     assert (step(old, 1, 2), step(old, 2, 2)) == (["a", "b"], ["c", "d"])
     assert held(old, deliver(old, 2)) == ["leased", "e"]
     old.run.format = 1
-    records = _as_format_1(old)
+    records: dict[str, bytes | None] = dict(as_format_1(record) for record in old.groups.values())
     state = _load(old.run.SerializeToString(), records)
     assert not state.is_changed
     assert audit(state) == audit(old)
