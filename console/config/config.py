@@ -41,17 +41,7 @@ from services.generator.engines.base_config import BaseEngineConfig
 from services.generator.engines.registry import engine_keys, split_engine
 from services.reward.config import RewardModelConfig
 from services.scheduler.config import CostModelName
-from services.trainer.algorithms.config import AlgorithmConfig
-from services.trainer.config import (
-    ComputeConfig,
-    DataConfig,
-    LoraSection,
-    ModelConfig,
-    OptimizerConfig,
-    RunSettings,
-    SamplePolicyConfig,
-    SamplingConfig,
-)
+from services.trainer.config import RunSections
 
 RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
@@ -201,27 +191,9 @@ class LogSection(StrictModel):
     """Format of a line."""
 
 
-class RunConfig(NetworkConfig):
+class RunConfig(RunSections, NetworkConfig):
     """A whole run."""
 
-    run: RunSettings = RunSettings()
-    """The run itself."""
-    model: ModelConfig
-    """The policy."""
-    lora: LoraSection | None = None
-    """Train a LoRA adapter on the model; null trains all weights."""
-    data: DataConfig
-    """Prompts."""
-    sampling: SamplingConfig = SamplingConfig()
-    """Sampling for training."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    """The objective."""
-    policy: SamplePolicyConfig = SamplePolicyConfig()
-    """How samples are treated."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimiser."""
-    trainer: ComputeConfig = ComputeConfig()
-    """How the trainer uses its machine."""
     generator: AnyGeneratorSection = Field(default_factory=lambda: _read_section({}))
     """The generators."""
     reward: RewardModelConfig = RewardModelConfig()

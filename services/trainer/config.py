@@ -251,15 +251,15 @@ class ComputeConfig(StrictModel):
         return (1.0,) * self.processes if isinstance(self.processes, int) else self.processes
 
 
-class TrainingConfig(StrictModel):
-    """Everything a trainer needs for one run: the document of StartRun."""
+class RunSections(StrictModel):
+    """The sections of a run that its trainer needs; a whole run's configuration has them, too."""
 
     run: RunSettings = RunSettings()
     """The run itself."""
     model: ModelConfig
     """The policy."""
     lora: LoraSection | None = None
-    """Train an adapter over the model instead of the model; null trains all weights."""
+    """Train a LoRA adapter on the model; null trains all weights."""
     data: DataConfig
     """Prompts."""
     sampling: SamplingConfig = SamplingConfig()
@@ -271,9 +271,14 @@ class TrainingConfig(StrictModel):
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimiser."""
     trainer: ComputeConfig = ComputeConfig()
-    """Use of the machine."""
+    """How the trainer uses its machine."""
+
+
+class TrainingConfig(RunSections):
+    """Everything a trainer needs for one run: the document of StartRun."""
+
     broker: Targets = "127.0.0.1:7301"
-    """The broker, host:port; several on one Redis as a list, of which the first that works is used."""
+    """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
 
     @field_validator("broker")
     @classmethod
