@@ -40,6 +40,8 @@ MAX_BYTES_PER_PUT = 4 * 1024 * 1024
 MAX_UNANSWERED_BYTES = 64 * 1024 * 1024
 DEFAULT_UNANSWERED = 4
 """More are slower on one machine (their payload leaves the caches), fewer are slower between sites."""
+MAX_LEFT_PUTS = 1024
+"""Refused puts whose receipts were not awaited; with more, the next put reports them."""
 MAX_SILENCE_S = 20.0
 """An idle stream is closed after this, and opened again when there is something to send."""
 
@@ -190,9 +192,12 @@ class TrajectorySession(BackgroundStream):
             max_groups: Most groups per request; None means as many as the run accepts.
 
         Raises:
+            RefusedError: More than MAX_LEFT_PUTS puts were refused and neither awaited nor flushed; nothing is sent.
             RunClosedError: The run was closed.
             PenstockError: The broker refused the stream for good.
         """
+        if len(self._left) > MAX_LEFT_PUTS:
+            await self.flush()
         if isinstance(groups, types_pb2.TrajectoryGroup):
             groups = [groups]
         for group in groups:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.clients import BrokerClient, Sample, make_group, make_prompt, samples_of
+from penstock.clients import BrokerClient, Sample, make_group, make_prompt, samples_of, trajectories
 from penstock.errors import OtherInstanceError, RefusedError, RunConflictError, UnknownSampleError
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, types_pb2
@@ -150,6 +150,19 @@ async def test_refusals_that_were_not_awaited_are_raised_by_flush_and_others_are
                 await producer.flush()
             assert [refusal.split(": ")[0] for refusal in caught.value.refusals] == ["group 'c'", "group 'd'"]
             await producer.flush()
+        assert (await broker.audit()).submitted == 2
+
+
+async def test_a_program_that_never_flushes_hears_of_its_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectories, "MAX_LEFT_PUTS", 2)
+    async with serving(MemoryStore()) as broker:
+        await broker.open(groups_per_step=4)
+        async with BrokerClient(broker.channel).producer(RUN) as producer:
+            for name in "abc":
+                await producer.put(made(name, version=7))
+            with pytest.raises(RefusedError, match="3 groups were refused"):
+                await producer.put(made("d"))
+            await producer.put(made("d"))
         assert (await broker.audit()).submitted == 2
 
 
