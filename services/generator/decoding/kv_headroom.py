@@ -76,7 +76,7 @@ class KvHeadroom:
         return self._margin
 
     def note_begun(self, sample: RunningSample) -> None:
-        """A sample begins. Recorded here, since short ones may end before `headroom` is next asked."""
+        """A sample begins. Recorded here, since short ones may end before `num_more` is next asked."""
         self._learn_limits([sample])
 
     def note_finished(self, num_new_tokens: int) -> None:

@@ -28,34 +28,34 @@ class Credit:
 
     def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine
-        self._room: KvHeadroom | None = None
+        self._headroom: KvHeadroom | None = None
 
     def num_more(self, held: Sequence[RunningSample], *, most: int) -> int:
         """Samples that may start beside these, at most `most`."""
-        room = self._known_room()
-        if room is None:
+        headroom = self._known_headroom()
+        if headroom is None:
             return most
         stats = self._engine.stats()
-        room.note_preemptions(stats.num_preemptions)
+        headroom.note_preemptions(stats.num_preemptions)
         if not stats.num_waiting:
-            room.note_usage(held, stats.kv_cache_usage)
-        return room.num_more(held, most=most)
+            headroom.note_usage(held, stats.kv_cache_usage)
+        return headroom.num_more(held, most=most)
 
     def note_begun(self, sample: RunningSample) -> None:
         """A sample begins."""
-        room = self._known_room()
-        if room is not None:
-            room.note_begun(sample)
+        headroom = self._known_headroom()
+        if headroom is not None:
+            headroom.note_begun(sample)
 
     def note_finished(self, num_new_tokens: int) -> None:
         """A completion ended by itself or at its limit, after this many tokens."""
-        room = self._known_room()
-        if room is not None:
-            room.note_finished(num_new_tokens)
+        headroom = self._known_headroom()
+        if headroom is not None:
+            headroom.note_finished(num_new_tokens)
 
-    def _known_room(self) -> KvHeadroom | None:
-        if self._room is None:
+    def _known_headroom(self) -> KvHeadroom | None:
+        if self._headroom is None:
             profile = self._engine.profile()
             if profile.kv_capacity_tokens is not None:
-                self._room = KvHeadroom(profile.kv_capacity_tokens, block_tokens=profile.kv_block_tokens)
-        return self._room
+                self._headroom = KvHeadroom(profile.kv_capacity_tokens, block_tokens=profile.kv_block_tokens)
+        return self._headroom
