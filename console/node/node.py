@@ -68,6 +68,7 @@ async def _run(config: NodeConfig, security: Security) -> int:
         raise ConfigError(str(error)) from error
     finally:
         await node.leave()
+        signals.release()
     return EXIT_OK
 
 

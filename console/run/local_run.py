@@ -156,7 +156,7 @@ class _Run:
         try:
             return await self._execute(is_resume=is_resume, source=source)
         finally:
-            self._signals.ignore()
+            self._signals.release()
 
     async def _execute(self, *, is_resume: bool, source: str) -> int:
         watcher = asyncio.create_task(self._watch())

@@ -192,7 +192,7 @@ async def run_until_stopped(
     finally:
         await server.stop(grace_s=grace_s)
         await end(waiter, *tasks)
-        signals.ignore()
+        signals.release()
 
 
 async def _until_first_failure(waiter: asyncio.Task[bool], tasks: list[asyncio.Task[None]]) -> None:

@@ -7,16 +7,19 @@ that come within FORCE_AFTER_S of the first are that same request.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 FORCE_AFTER_S = 3.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """Listens from `listen` to `ignore`, in the running event loop.
+    """Takes the signals from `listen` to `release`; one that was taken stays the only request until the process ends.
 
     Args:
         force: Called by a signal that arrives more than FORCE_AFTER_S after the first; without it the process ends
@@ -30,27 +33,43 @@ class StopSignals:
         self._force = force
         self._now_s = now_s
         self._first_s: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._previous: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Take both signals from now on."""
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._take, number)
+        """Take both signals from now on, and wake the running event loop by the first."""
+        # Not by the loop's own handlers: those end with the loop, and a second signal would kill what is about to exit.
+        self._loop = asyncio.get_running_loop()
+        self._previous = {number: signal.signal(number, self._take) for number in _SIGNALS}
 
-    def ignore(self) -> None:
-        """Restore the previous handlers."""
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+    def release(self) -> None:
+        """Restore the previous handlers, unless a stop was requested: then more of the same request change nothing."""
+        self._force = None
+        if self._first_s is None:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+        else:
+            # Python restores the default actions of all but ignored signals before it tears down its modules.
+            atexit.register(_ignore_signals)
 
-    def _take(self, number: signal.Signals) -> None:
+    def _take(self, number: int, _frame: object) -> None:
         now_s = self._now_s()
         if self._first_s is None:
             self._first_s = now_s
-            self.requested.set()
+            self._wake(self.requested.set)
         elif now_s - self._first_s >= FORCE_AFTER_S:
             if self._force is not None:
-                self._force()
+                self._wake(self._force)
             else:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
+
+    def _wake(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # The loop is closed already, and the process about to end.
+            self._loop.call_soon_threadsafe(call)
+
+
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,20 +15,67 @@ from penstock.process.signals import FORCE_AFTER_S, StopSignals
 from tests.helpers.waiting import until
 
 
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Those of before come back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGTERM)])
 async def test_signals_that_come_together_are_one_request(numbers: tuple[signal.Signals, ...]) -> None:
     now_s, forced = [100.0], list[bool]()
     signals = StopSignals(force=lambda: forced.append(True), now_s=lambda: now_s[0])
     signals.listen()
-    try:
-        os.kill(os.getpid(), numbers[0])
-        await until(signals.requested.is_set)
-        for number in numbers[1:]:
-            now_s[0] += 0.4 * FORCE_AFTER_S
-            signals._take(number)
-        assert forced == []
-        now_s[0] = 100.0 + FORCE_AFTER_S
-        os.kill(os.getpid(), signal.SIGINT)
-        await until(lambda: forced == [True])
-    finally:
-        signals.ignore()
+    os.kill(os.getpid(), numbers[0])
+    await until(signals.requested.is_set)
+    for number in numbers[1:]:
+        now_s[0] += 0.4 * FORCE_AFTER_S
+        os.kill(os.getpid(), number)
+    await asyncio.sleep(0)
+    assert forced == []
+    now_s[0] = 100.0 + FORCE_AFTER_S
+    os.kill(os.getpid(), signal.SIGINT)
+    await until(lambda: forced == [True])
+
+
+STOPS_AND_IS_SIGNALLED_AGAIN = """
+import asyncio, os, signal
+from penstock.process.signals import StopSignals
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+        print("signalled while modules are torn down", flush=True)
+
+async def stopped():
+    signals = StopSignals()
+    signals.listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await signals.requested.wait()
+    signals.release()
+
+late = Late()
+asyncio.run(stopped())
+for number in (signal.SIGTERM, signal.SIGINT):
+    os.kill(os.getpid(), number)
+"""
+
+
+def test_the_same_request_does_not_kill_a_process_that_already_stops() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPS_AND_IS_SIGNALLED_AGAIN], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("signalled")
+
+
+def test_without_a_request_the_previous_handlers_come_back() -> None:
+    async def served() -> None:
+        signals = StopSignals()
+        signals.listen()
+        signals.release()
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    asyncio.run(served())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
