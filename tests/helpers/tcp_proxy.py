@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from tests.helpers.links import Links, connected
+
 CHUNK_BYTES = 16 * 1024
 
 
@@ -25,8 +27,7 @@ class TcpProxy:
         self.num_connects = 0
         self.port = 0
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._links: set[asyncio.Task[None]] = set()
+        self._links = Links(self._link)
 
     @property
     def address(self) -> str:
@@ -35,59 +36,42 @@ class TcpProxy:
 
     async def start(self, port: int = 0) -> None:
         """Listen on `port`, or on a free one."""
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", port)
+        self._server = await asyncio.start_server(self._links.accept, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Cut all and listen no more."""
         assert self._server is not None
         self._server.close()
-        self.cut()
-        for link in self._links:
-            link.cancel()
-        await asyncio.gather(*self._links, return_exceptions=True)
+        await self._links.close()
         await self._server.wait_closed()
 
     def cut(self) -> None:
         """Reset every open connection; what is on the way is lost."""
-        for writer in self._writers:
-            writer.transport.abort()
+        self._links.cut()
 
     def heal(self) -> None:
         """Forward as fast as it comes."""
         self.delay_s, self.bytes_per_second, self.is_refusing, self.flips_bits = 0.0, None, False, False
 
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connects += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self._links.add(task)
-        self._writers.add(writer)
-        try:
-            if not self.is_refusing:
-                await self._link(reader, writer)
-        except (OSError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.transport.abort()
-            self._writers.discard(writer)
-            self._links.discard(task)
-
     async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
-        self._writers.add(far_writer)
-        pumps = [
-            asyncio.ensure_future(self._pump(reader, far_writer)),
-            asyncio.ensure_future(self._pump(far_reader, writer, may_flip=True)),
-        ]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            far_writer.transport.abort()
-            self._writers.discard(far_writer)
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        self.num_connects += 1
+        if self.is_refusing:
+            writer.transport.abort()
+            return
+        async with connected(self.target_port) as (far_reader, far_writer):
+            pumps = [
+                asyncio.ensure_future(self._pump(reader, far_writer)),
+                asyncio.ensure_future(self._pump(far_reader, writer, may_flip=True)),
+            ]
+            try:
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for end in (writer, far_writer):
+                    end.transport.abort()
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, may_flip: bool = False

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 
 from penstock.network.http_server import server_ssl_context
 from penstock.security import Security
+from tests.helpers.links import Links, connected
 
 CHUNK_BYTES = 64 * 1024
 TLS_HANDSHAKE = 0x16
@@ -20,7 +21,7 @@ class Recorder:
     """Forwards to a port, and notes which secrets pass and how connections begin.
 
     Args:
-        target: host:port.
+        target: host:port on loopback.
         secrets: What is looked for, in both directions.
     """
 
@@ -38,13 +39,10 @@ class Recorder:
         """Where it listens, host:port."""
         return f"127.0.0.1:{self.port}"
 
-    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one connection until either side ends it."""
-        host, _, port = self._target.rpartition(":")
-        with suppress(OSError):
-            there, thither = await asyncio.open_connection(host, int(port))
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward one connection until both sides have ended it."""
+        async with connected(int(self._target.rpartition(":")[2])) as (there, thither):
             await asyncio.gather(self._pass(reader, thither, is_client=True), self._pass(there, writer))
-        writer.close()
 
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_client: bool = False
@@ -76,8 +74,10 @@ def recording(targets: Mapping[str, str], secrets: Sequence[bytes]) -> Iterator[
         stopping.append(lambda: loop.call_soon_threadsafe(stopped.set))
         async with AsyncExitStack() as stack:
             for recorder in recorders.values():
-                server = await asyncio.start_server(recorder.accept, "127.0.0.1", 0)
+                links = Links(recorder.serve)
+                server = await asyncio.start_server(links.accept, "127.0.0.1", 0)
                 recorder.port = server.sockets[0].getsockname()[1]
+                stack.push_async_callback(links.close)
                 await stack.enter_async_context(server)
             is_listening.set()
             await stopped.wait()
@@ -112,25 +112,13 @@ async def tls_in_front_of(
                 await writer.drain()
         writer.close()
 
-    links: set[asyncio.Task[None]] = set()
-
     async def link(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, thither = await asyncio.open_connection("127.0.0.1", port)
-        try:
+        async with connected(port) as (there, thither):
             await asyncio.gather(pass_on(reader, thither), pass_on(there, writer))
-        finally:
-            for each in (writer, thither):
-                each.transport.abort()
-                with suppress(OSError):
-                    await each.wait_closed()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        links.add(asyncio.create_task(link(reader, writer)))
 
     context = server_ssl_context(security)
     assert isinstance(context, ssl.SSLContext)
-    async with await asyncio.start_server(accept, "127.0.0.1", 0, ssl=context) as server:
+    links = Links(link)
+    async with await asyncio.start_server(links.accept, "127.0.0.1", 0, ssl=context) as server:
         yield server.sockets[0].getsockname()[1]
-        for task in links:
-            task.cancel()
-        await asyncio.gather(*links, return_exceptions=True)
+        await links.close()
