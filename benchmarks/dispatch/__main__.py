@@ -21,6 +21,7 @@ from functools import partial
 from benchmarks.dispatch import fresh_scenarios
 from benchmarks.dispatch.queue_simulation import Scenario, lower_bound_s, simulate
 from benchmarks.dispatch.scenarios import FORECASTS, fleets, make_scenario, workload_names
+from penstock.config import ConfigError
 
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl", "auto")
 
@@ -38,16 +39,20 @@ class Cell:
 
 
 def main() -> int:
+    """Play and print; returns the exit status. Raises ConfigError if no scenario is chosen."""
     options = _options()
+    chosen = [(name, make) for name, make in _scenarios(options) if options.only in name]
+    if not chosen:
+        words = dict.fromkeys(word for name, _ in _scenarios(options) for word in name.split(", "))
+        raise ConfigError(f"--only {options.only!r}: no scenario's name contains it; known words: {', '.join(words)}")
     cells: list[Cell] = []
     if not options.json:
         print("| scenario | bound | fifo, no moves | " + " | ".join(POLICIES) + " | moves |")
         print("|---" * (len(POLICIES) + 4) + "|")
-    for name, make in _scenarios(options):
-        if options.only in name:
-            cells.append(_measure(name, make, range(options.first_seed, options.first_seed + options.seeds)))
-            if not options.json:
-                print(_row(cells[-1]), flush=True)
+    for name, make in chosen:
+        cells.append(_measure(name, make, range(options.first_seed, options.first_seed + options.seeds)))
+        if not options.json:
+            print(_row(cells[-1]), flush=True)
     worst = max(cells, key=lambda cell: cell.ratios["auto"])
     if options.json:
         print(json.dumps([asdict(cell) for cell in cells]))

@@ -94,6 +94,13 @@ def test_an_option_that_a_suite_does_not_have_is_a_mistake(arguments: list[str],
     assert message in result.stderr
 
 
+def test_a_word_in_the_name_of_no_scenario_is_a_mistake_that_lists_the_words() -> None:
+    result = CliRunner().invoke(app, ["bench", "dispatch", "--only", "nothing"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("penstock: --only 'nothing': no scenario's name contains it; known words: 8 alike,")
+    assert len(result.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["nothing"], "'nothing' is not known; there is: toy.one"), (["--json"], "name a suite; there is: toy.one")],
