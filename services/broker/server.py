@@ -53,8 +53,12 @@ def make_run_registry(
 ) -> RunRegistry:
     """The core of a broker over a store."""
     metrics = BrokerMetrics(registry)
-    forecaster = Forecaster(scheduler, security=security, clock=clock, on_answer=metrics.count_forecasts)
-    reporter = LengthReporter(scheduler, security=security, on_report=metrics.count_length_reports)
+    forecaster = Forecaster(
+        scheduler, security=security, clock=clock, on_answer=lambda outcome: metrics.forecasts.labels(outcome).inc()
+    )
+    reporter = LengthReporter(
+        scheduler, security=security, on_report=lambda outcome, count: metrics.length_reports.labels(outcome).inc(count)
+    )
     return RunRegistry(store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter)
 
 

@@ -110,8 +110,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
         response, num_added = await replica.transact(operation)
         invariants = self._run_registry.metrics.invariants
-        invariants.count_duplicates("prompt", len(request.prompts) - len(response.errors) - num_added)
-        invariants.count_refusals("prompts", sum(error.reason == "QUEUE_FULL" for error in response.errors))
+        invariants.duplicates.labels("prompt").inc(len(request.prompts) - len(response.errors) - num_added)
+        invariants.refusals.labels("prompts").inc(sum(error.reason == "QUEUE_FULL" for error in response.errors))
         return response
 
     async def StreamLeases(
@@ -168,7 +168,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             return response, is_repeated
 
         response, is_repeated = await replica.transact(operation)
-        self._run_registry.metrics.invariants.count_duplicates("step", int(is_repeated))
+        self._run_registry.metrics.invariants.duplicates.labels("step").inc(is_repeated)
         return response
 
     async def DropGroups(

@@ -33,28 +33,16 @@ class InvariantMetrics:
         self._oldest = gauge("staleness_max_versions", "Largest staleness of a trained sample, in versions")
         self._bound = gauge("staleness_bound_versions", "The run's bound on it")
         self._too_old = gauge("staleness_violations_samples", "Samples trained beyond the bound: 0")
-        self._duplicates = counter("exactly_once_duplicates", "Repetitions recognised and not counted again", "kind")
-        self._twice = counter("no_token_twice_refused_tokens", "Tokens refused: known, or after a gap", "reason")
-        self._unattested = counter("attested_weights_refused_chunks", "Chunks of versions not reached yet")
+        self.duplicates = counter("exactly_once_duplicates", "Repetitions recognised and not counted again", "kind")
+        """Kinds are prompt, chunk, score, step and put."""
+        self.refused_tokens = counter(
+            "no_token_twice_refused_tokens", "Tokens refused: known, or after a gap", "reason"
+        )
+        self.unattested = counter("attested_weights_refused_chunks", "Chunks of versions not reached yet")
         self._longest = gauge("no_endless_wait_longest_s", "Longest time anybody of the run waits now, seconds")
         self._fill = gauge("bounded_fill_ratio", "How full a queue is, 0 to 1", "queue")
-        self._refusals = counter("bounded_refusals", "Items refused because a queue was full", "queue")
-
-    def count_duplicates(self, kind: str, count: int) -> None:
-        """Recognised repetitions; kind is prompt, chunk, score, step or put."""
-        self._duplicates.labels(kind).inc(count)
-
-    def count_refused_tokens(self, reason: str, count: int) -> None:
-        """Tokens refused because they would be duplicates or leave a gap; reason is the chunk's."""
-        self._twice.labels(reason).inc(count)
-
-    def count_unattested(self, count: int) -> None:
-        """Chunks refused because the run has not reached their version."""
-        self._unattested.inc(count)
-
-    def count_refusals(self, queue: str, count: int) -> None:
-        """Items refused because a queue was full; queue is prompts or puts."""
-        self._refusals.labels(queue).inc(count)
+        self.refusals = counter("bounded_refusals", "Items refused because a queue was full", "queue")
+        """Queues are prompts and puts."""
 
     def observe(
         self, state: RunState, books: broker_pb2.Audit, waits: Sequence[broker_pb2.Wait], *, now_s: float

@@ -19,89 +19,42 @@ class BrokerMetrics:
     """The broker's metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, ["run", *labels], registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> PrometheusCounter:
+            return PrometheusCounter(name, text, labels, registry=registry)
+
         self.registry = registry
         self.invariants = InvariantMetrics(registry)
-        self._leases = PrometheusCounter("penstock_broker_leases", "Leases given", ["kind"], registry=registry)
-        self._expired = PrometheusCounter(
-            "penstock_broker_leases_expired", "Leases expired", ["kind"], registry=registry
+        self.leases = counter("penstock_broker_leases", "Leases given", "kind")
+        """Kinds are generation and scoring."""
+        self.expired = counter("penstock_broker_leases_expired", "Leases expired", "kind")
+        self.forecasts = counter("penstock_broker_forecasts", "Questions for length forecasts, by outcome", "outcome")
+        """Requests to the scheduler: answered, failed or skipped."""
+        self.length_reports = counter(
+            "penstock_broker_length_reports", "Completion lengths for the scheduler", "outcome"
         )
-        self._forecasts = PrometheusCounter(
-            "penstock_broker_forecasts", "Questions for length forecasts, by outcome", ["outcome"], registry=registry
-        )
-        self._length_reports = PrometheusCounter(
-            "penstock_broker_length_reports", "Completion lengths for the scheduler", ["outcome"], registry=registry
-        )
-        self._moves = PrometheusCounter(
-            "penstock_broker_leases_moved", "Leases moved to an idle generator", registry=registry
-        )
-        self._tokens = PrometheusCounter(
-            "penstock_broker_tokens_accepted", "Completion tokens stored", registry=registry
-        )
-        self._refused = PrometheusCounter(
-            "penstock_broker_chunks_refused", "Token chunks refused", ["reason"], registry=registry
-        )
-        self._dropped = Gauge(
+        """Reported, refused, or forgotten because the scheduler was unavailable for long."""
+        self.moves = counter("penstock_broker_leases_moved", "Leases moved to an idle generator")
+        self.tokens = counter("penstock_broker_tokens_accepted", "Completion tokens stored")
+        self.refused = counter("penstock_broker_chunks_refused", "Token chunks refused", "reason")
+        self._dropped = gauge(
             "penstock_broker_samples_dropped",
             "Training samples given up, by length bucket in tokens",
-            ["run", "reason", "max_tokens"],
-            registry=registry,
+            "reason",
+            "max_tokens",
         )
-        self._lengths = Gauge(
+        self._lengths = gauge(
             "penstock_broker_samples_trained_by_length",
             "Training samples trained, by length bucket in tokens",
-            ["run", "max_tokens"],
-            registry=registry,
+            "max_tokens",
         )
-        self._trained = Gauge(
-            "penstock_broker_samples_trained",
-            "Training samples by staleness",
-            ["run", "staleness_versions"],
-            registry=registry,
-        )
-        self._samples = Gauge(
-            "penstock_broker_samples_in_flight",
-            "Training samples by state",
-            ["run", "state"],
-            registry=registry,
-        )
-        self._version = Gauge("penstock_broker_policy_version", "The run's policy version", ["run"], registry=registry)
-        self._queued = Gauge(
-            "penstock_broker_groups_queued", "Groups with samples to lease", ["run"], registry=registry
-        )
-        self._conflicts = Gauge(
-            "penstock_broker_commit_conflicts",
-            "Commits another broker was before",
-            ["run"],
-            registry=registry,
-        )
-
-    def count_leases(self, kind: str, count: int) -> None:
-        """Count granted leases; kind is generation or scoring."""
-        self._leases.labels(kind).inc(count)
-
-    def count_forecasts(self, outcome: str) -> None:
-        """Count a request to the scheduler: answered, failed or skipped."""
-        self._forecasts.labels(outcome).inc()
-
-    def count_length_reports(self, outcome: str, count: int) -> None:
-        """Count lengths for the scheduler: reported, refused, or forgotten because it was unavailable for long."""
-        self._length_reports.labels(outcome).inc(count)
-
-    def count_moves(self, count: int) -> None:
-        """Count leases taken from one generator and given to another."""
-        self._moves.inc(count)
-
-    def count_expired(self, kind: str, count: int) -> None:
-        """Count expired leases."""
-        self._expired.labels(kind).inc(count)
-
-    def count_tokens(self, count: int) -> None:
-        """Count stored completion tokens."""
-        self._tokens.inc(count)
-
-    def count_refused(self, reason: str) -> None:
-        """Count a refused chunk."""
-        self._refused.labels(reason).inc()
+        self._trained = gauge("penstock_broker_samples_trained", "Training samples by staleness", "staleness_versions")
+        self._samples = gauge("penstock_broker_samples_in_flight", "Training samples by state", "state")
+        self._version = gauge("penstock_broker_policy_version", "The run's policy version")
+        self._queued = gauge("penstock_broker_groups_queued", "Groups with samples to lease")
+        self._conflicts = gauge("penstock_broker_commit_conflicts", "Commits another broker was before")
 
     def observe(
         self, state: RunState, *, num_conflicts: int, waits: Sequence[broker_pb2.Wait] = (), now_s: float = 0.0

@@ -167,5 +167,5 @@ async def expire(replica: RunReplica, metrics: BrokerMetrics) -> None:
         )
 
     num_generation, num_scoring = await replica.transact(operation, must_verify=False)
-    metrics.count_expired("generation", num_generation)
-    metrics.count_expired("scoring", num_scoring)
+    metrics.expired.labels("generation").inc(num_generation)
+    metrics.expired.labels("scoring").inc(num_scoring)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from penstock.security import Security
 from services.broker.records.store import Store
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis.address import parse_redis_url
 from services.broker.storage.redis.authentication import RedisCredentials, protected_url
-from services.broker.storage.redis.metrics import RedisMetrics
 from services.broker.storage.redis.redis_store import RedisStore
 
 
@@ -44,11 +43,19 @@ def _check_memory_url(url: str) -> None:
 
 
 def _open_redis(settings: StoreSettings) -> Store:
-    faults = RedisMetrics(settings.registry)
+    faults = Counter(
+        "penstock_broker_redis_faults",
+        "Calls to Redis that failed, retries included",
+        ["kind"],
+        registry=settings.registry,
+    )
     credentials = RedisCredentials.from_environment(settings.security)
     url = protected_url(settings.url, credentials, setting="redis_url", security=settings.security)
     return RedisStore.from_url(
-        url, credentials=credentials, num_wait_replicas=settings.num_wait_replicas, on_fault=faults.count
+        url,
+        credentials=credentials,
+        num_wait_replicas=settings.num_wait_replicas,
+        on_fault=lambda kind: faults.labels(kind).inc(),
     )
 
 

@@ -174,7 +174,7 @@ class LeaseStream:
         self._num_sent += len(grants)
         self._replica.peers.note_free(facts.generator_id, self._credit)
         self._known.update(grant.lease_id for grant in grants)
-        self._run_registry.metrics.count_leases("generation", len(grants))
+        self._run_registry.metrics.leases.labels("generation").inc(len(grants))
         return await self._encode(grants)
 
     async def _lease(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
@@ -207,7 +207,7 @@ class LeaseStream:
             return self._replica.dispatcher.take_over(state, facts, credit, now_s, _suffix)
 
         grants = await self._replica.transact(operation, must_verify=False)
-        self._run_registry.metrics.count_moves(len(grants))
+        self._run_registry.metrics.moves.inc(len(grants))
         return grants
 
     @property

@@ -114,7 +114,7 @@ class ScoringStream:
             return receipts
 
         receipts = await self._replica.transact(operation, must_verify=bool(request.results))
-        self._run_registry.metrics.invariants.count_duplicates("score", receipts.num_repeated)
+        self._run_registry.metrics.invariants.duplicates.labels("score").inc(receipts.num_repeated)
         self._receipts.accepted.extend(receipts.accepted)
         self._receipts.lost.extend(receipts.lost)
 
@@ -141,7 +141,7 @@ class ScoringStream:
 
         grants = await self._replica.transact(operation, must_verify=False)
         self._num_sent += len(grants)
-        self._run_registry.metrics.count_leases("scoring", len(grants))
+        self._run_registry.metrics.leases.labels("scoring").inc(len(grants))
         return await self._encode(grants)
 
     async def _encode(self, grants: list[ScoringGrant]) -> list[_Response]:

@@ -110,10 +110,10 @@ def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outco
     """Record the outcome of a request's chunks in the metrics."""
     if not outcome.accepted.errors and not outcome.accepted.repeated:
         # The common case.
-        metrics.count_tokens(sum(chunk.num_tokens for chunk in chunks))
+        metrics.tokens.inc(sum(chunk.num_tokens for chunk in chunks))
         return
     invariants = metrics.invariants
-    invariants.count_duplicates("chunk", len(outcome.accepted.repeated))
+    invariants.duplicates.labels("chunk").inc(len(outcome.accepted.repeated))
     reasons = {
         (error.key.group_id, error.key.sample_index, error.lease_id): error.reason for error in outcome.accepted.errors
     }
@@ -123,9 +123,9 @@ def _count(metrics: BrokerMetrics, chunks: Sequence[ChunkFacts], outcome: _Outco
         if reason is None:
             num_stored += chunk.num_tokens
             continue
-        metrics.count_refused(reason)
+        metrics.refused.labels(reason).inc()
         if reason in ("OFFSET_MISMATCH", "LEASE_LOST"):
-            invariants.count_refused_tokens(reason, chunk.num_tokens)
+            invariants.refused_tokens.labels(reason).inc(chunk.num_tokens)
         elif chunk.max_version is not None and chunk.max_version > outcome.policy_version:
-            invariants.count_unattested(1)
-    metrics.count_tokens(max(0, num_stored))
+            invariants.unattested.inc()
+    metrics.tokens.inc(max(0, num_stored))

@@ -286,9 +286,9 @@ def _count(invariants: InvariantMetrics, response: _Response) -> None:
     if response.received_bytes:
         return
     is_full = response.HasField("retry_delay")
-    invariants.count_refusals("puts", int(is_full))
+    invariants.refusals.labels("puts").inc(is_full)
     if not is_full and not response.num_samples and not response.errors:
-        invariants.count_duplicates("put", 1)
+        invariants.duplicates.labels("put").inc()
 
 
 async def _forget(answers: asyncio.Queue[asyncio.Future[_Response]]) -> None:

@@ -153,7 +153,7 @@ def test_metrics_follow_a_run() -> None:
     make_ready(state, "a", "b")
     acknowledge(state, deliver(state), 1)
     submit(state, "c")
-    metrics.count_tokens(12)
+    metrics.tokens.inc(12)
     metrics.observe(state, num_conflicts=3)
     assert registry.get_sample_value("penstock_broker_tokens_accepted_total") == 12
     trained = {"run": "run-1", "staleness_versions": "0"}
