@@ -21,7 +21,7 @@ from penstock.config import ConfigError
 from penstock.wire.audit_json import audit_document
 
 _Document = Mapping[str, Any]
-"""A `penstock.wire.audit_json.AuditDocument`, possibly one of an older run, without rows."""
+"""What `audit_document` makes, possibly of an older run, without rows."""
 
 
 def audit_command(run: str | None, *, broker: str | None, runs_dir: Path, by_version: bool, as_json: bool) -> int:

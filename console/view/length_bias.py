@@ -14,7 +14,7 @@ def loss_by_length(audit: Mapping[str, Any]) -> str | None:
     """The shares lost of the longest samples and of the others; None if nothing was lost or all lengths are similar.
 
     Args:
-        audit: A `penstock.wire.audit_json.AuditDocument`, possibly one of an older run. Samples dropped before
+        audit: What `audit_document` makes, possibly of an older run. Samples dropped before
             their first token count for neither side: their length is unknown.
     """
     trained: Counter[int] = Counter()
