@@ -34,12 +34,7 @@ def make_manifest(path: Path, *, url: str, policy_version: int = 0) -> weights_p
         policy_version=policy_version,
         kind=weights_pb2.WEIGHTS_KIND_FULL,
         encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
-        tensors=[
-            weights_pb2.TensorInfo(
-                name=info.name, dtype=info.dtype, shape=info.shape, sha256=info.sha256, size_bytes=info.size_bytes
-            )
-            for info in infos
-        ],
+        tensors=infos,
         chunks=chunks_of(path),
         digest=manifest_digest(infos),
         size_bytes=path.stat().st_size,

@@ -23,7 +23,7 @@ from penstock.errors import (
     UnknownVersionError,
 )
 from penstock.model.adapter_layout import adapter_of
-from penstock.model.digests import TensorDigest, manifest_digest
+from penstock.model.digests import manifest_digest
 from penstock.network.connection import Connection
 from penstock.network.rpc import call, call_with_retry
 from penstock.process.logger import get_logger
@@ -56,20 +56,6 @@ class VersionName(NamedTuple):
     """Manifest digest, hex."""
 
 
-def tensor_digests(manifest: weights_pb2.WeightsManifest) -> tuple[TensorDigest, ...]:
-    """The manifest's tensors as `penstock.model.digests` spells them."""
-    return tuple(
-        TensorDigest(
-            name=info.name,
-            dtype=info.dtype,
-            shape=tuple(info.shape),
-            sha256=info.sha256,
-            size_bytes=info.size_bytes,
-        )
-        for info in manifest.tensors
-    )
-
-
 def content_id(manifest: weights_pb2.WeightsManifest) -> str:
     """The id of a content: SHA-256, hex, of its chunks' digests, each followed by a line feed."""
     return hashlib.sha256("".join(f"{chunk_digest(chunk)}\n" for chunk in manifest.chunks).encode()).hexdigest()
@@ -89,7 +75,7 @@ def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
     names = [info.name for info in manifest.tensors]
     if any(first >= second for first, second in pairwise(names)):
         raise InvalidFieldError("tensors must be sorted by name, each once", field="manifest.tensors")
-    digest = manifest_digest(tensor_digests(manifest))
+    digest = manifest_digest(manifest.tensors)
     if digest != manifest.digest:
         raise DigestMismatchError(
             f"the tensors of version {manifest.policy_version} have digest {digest}, "

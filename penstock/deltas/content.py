@@ -35,7 +35,8 @@ from penstock.deltas.blocks import (
     apply_changes,
     changes_between,
 )
-from penstock.model.digests import TensorDigest, TensorPlace, WeightsMismatchError, check_tensors, safetensors_places
+from penstock.model.digests import TensorPlace, WeightsMismatchError, check_tensors, safetensors_places
+from penstock.v1.weights_pb2 import TensorInfo
 
 BLOCK_BYTES = 4 * 1024 * 1024
 """Of a tensor; a multiple of every element's width."""
@@ -97,7 +98,7 @@ def apply_deltas(
     target: Path,
     *,
     base_digest: str,
-    tensors: Sequence[TensorDigest],
+    tensors: Sequence[TensorInfo],
     digest: str,
 ) -> None:
     """Write the version that a chain of deltas makes of `base`.
@@ -130,7 +131,7 @@ def apply_deltas(
         temporary.unlink(missing_ok=True)
 
 
-def _write_result(base: Path, readers: Sequence[_BlockReader], target: Path) -> list[TensorDigest]:
+def _write_result(base: Path, readers: Sequence[_BlockReader], target: Path) -> list[TensorInfo]:
     """Write the base with all changes, block by block; returns what was written."""
     places = safetensors_places(base)
     old = np.memmap(base, np.uint8, mode="r")
@@ -147,7 +148,7 @@ def _write_result(base: Path, readers: Sequence[_BlockReader], target: Path) -> 
                 digest.update(elements.data)
                 file.write(elements.data)
             found.append(
-                TensorDigest(
+                TensorInfo(
                     name=place.name,
                     dtype=place.dtype,
                     shape=place.shape,

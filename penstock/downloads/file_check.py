@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from penstock.clients.weights import tensor_digests
 from penstock.errors import DigestMismatchError
 from penstock.model.digests import MalformedWeightsError, safetensors_places, verify_safetensors
 from penstock.transfer.chunks import is_chunk
@@ -23,7 +22,7 @@ def verify_content(path: Path, manifest: weights_pb2.WeightsManifest) -> None:
     """
     try:
         if manifest.kind != weights_pb2.WEIGHTS_KIND_DELTA:
-            verify_safetensors(path, tensors=tensor_digests(manifest), digest=manifest.digest)
+            verify_safetensors(path, tensors=manifest.tensors, digest=manifest.digest)
         else:
             _verify_chunks(path, manifest.chunks)
             if path.stat().st_size != manifest.size_bytes:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from penstock.errors import InvalidFieldError
 from penstock.model.digests import WeightsMismatchError, manifest_digest, safetensors_digests
-from penstock.v1 import weights_pb2
+from penstock.v1.weights_pb2 import AdapterInfo, WeightsManifest
 
 MAX_RANK = 512
 """The highest that every engine takes."""
@@ -38,23 +37,9 @@ class BaseMismatchError(WeightsMismatchError):
     """An adapter was trained on a base other than the one loaded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSpec:
-    """How an adapter's tensors are applied."""
-
-    base_digest: str
-    """`model_digest` of the base."""
-    rank: int
-    """Rank of every adapted layer."""
-    alpha: float
-    """Scale; divided by the rank where it is applied."""
-    target_modules: tuple[str, ...]
-    """Last parts of the adapted layers' names, sorted."""
-
-    @property
-    def scaling(self) -> float:
-        """The factor applied to B A."""
-        return self.alpha / self.rank
+def scaling(adapter: AdapterInfo) -> float:
+    """The factor applied to B A."""
+    return adapter.alpha / adapter.rank
 
 
 def model_digest(directory: Path) -> str:
@@ -71,7 +56,7 @@ def model_digest(directory: Path) -> str:
     return manifest_digest([tensor for path in paths for tensor in safetensors_digests(path)])
 
 
-def check_base(adapter: AdapterSpec, *, held_digest: str) -> None:
+def check_base(adapter: AdapterInfo, *, held_digest: str) -> None:
     """Raise BaseMismatchError, which names both digests, unless the adapter was trained on the loaded base."""
     if adapter.base_digest != held_digest:
         raise BaseMismatchError(
@@ -82,17 +67,7 @@ def check_base(adapter: AdapterSpec, *, held_digest: str) -> None:
         )
 
 
-def to_message(adapter: AdapterSpec) -> weights_pb2.AdapterInfo:
-    """The statement as a message."""
-    return weights_pb2.AdapterInfo(
-        base_digest=adapter.base_digest,
-        rank=adapter.rank,
-        alpha=adapter.alpha,
-        target_modules=adapter.target_modules,
-    )
-
-
-def adapter_of(manifest: weights_pb2.WeightsManifest) -> AdapterSpec | None:
+def adapter_of(manifest: WeightsManifest) -> AdapterInfo | None:
     """The manifest's statement of its adapter, checked; None if the version is not an adapter.
 
     Raises:
@@ -104,13 +79,13 @@ def adapter_of(manifest: weights_pb2.WeightsManifest) -> AdapterSpec | None:
     _require(_DIGEST.fullmatch(info.base_digest), "base_digest", "64 hex digits", info.base_digest)
     _require(1 <= info.rank <= MAX_RANK, "rank", f"1 to {MAX_RANK}", info.rank)
     _require(math.isfinite(info.alpha) and info.alpha > 0, "alpha", "a positive number", info.alpha)
-    modules = tuple(info.target_modules)
+    modules = info.target_modules
     are_modules = 1 <= len(modules) <= MAX_TARGET_MODULES and all(MODULE_NAME.fullmatch(module) for module in modules)
     _require(are_modules, "target_modules", f"1 to {MAX_TARGET_MODULES} names of layers", modules)
-    return AdapterSpec(base_digest=info.base_digest, rank=info.rank, alpha=info.alpha, target_modules=modules)
+    return info
 
 
-def adapter_layout(base: Mapping[str, tuple[int, ...]], adapter: AdapterSpec) -> dict[str, tuple[int, ...]]:
+def adapter_layout(base: Mapping[str, tuple[int, ...]], adapter: AdapterInfo) -> dict[str, tuple[int, ...]]:
     """The tensors that an adapter consists of, names to shapes.
 
     Args:

@@ -14,12 +14,14 @@ import hashlib
 import json
 import math
 import mmap
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from penstock.errors import DigestMismatchError
+from penstock.v1.weights_pb2 import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit on its header."""
@@ -27,6 +29,8 @@ MAX_NAME_CHARACTERS = 1024
 MAX_NAMED_MISMATCHES = 5
 
 _HEADER_LENGTH_BYTES = 8
+_UNUSABLE = re.compile("[\\x00-\\x1f\\ud800-\\udfff]")
+"""Control characters, and halves of characters, which no message carries."""
 _DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
@@ -39,22 +43,6 @@ class WeightsMismatchError(DigestMismatchError):
 
 class MalformedWeightsError(ValueError):
     """A weights file cannot be read as safetensors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDigest:
-    """One tensor of a version."""
-
-    name: str
-    """Name in the Hugging Face state dict."""
-    dtype: str
-    """Element type as safetensors spells it: F32, BF16, ..."""
-    shape: tuple[int, ...]
-    """Shape; empty for a scalar."""
-    sha256: str
-    """SHA-256, hex, of the little-endian row-major bytes."""
-    size_bytes: int
-    """Number of those bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +61,7 @@ class TensorPlace:
         return _DTYPE_BYTES[self.dtype]
 
 
-def tensor_digest(*, name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> TensorDigest:
+def tensor_digest(*, name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> TensorInfo:
     """The digest of one tensor.
 
     Args:
@@ -90,10 +78,10 @@ def tensor_digest(*, name: str, dtype: str, shape: Sequence[int], data: bytes | 
     if view.nbytes != expected:
         raise ValueError(f"{name}: {view.nbytes} bytes for {dtype} {tuple(shape)}, expected {expected}")
     sha256 = hashlib.sha256(view).hexdigest()
-    return TensorDigest(name=name, dtype=dtype, shape=tuple(shape), sha256=sha256, size_bytes=expected)
+    return TensorInfo(name=name, dtype=dtype, shape=shape, sha256=sha256, size_bytes=expected)
 
 
-def manifest_digest(tensors: Iterable[TensorDigest]) -> str:
+def manifest_digest(tensors: Iterable[TensorInfo]) -> str:
     """SHA-256, hex, over one line for each tensor in name order: name, dtype, shape and sha256, tab-separated.
 
     Example: a line is `model.norm.weight<TAB>F32<TAB>64<TAB>9f86d0...<LF>`; a shape of two is written `8x64`.
@@ -134,7 +122,7 @@ def safetensors_places(path: Path) -> tuple[TensorPlace, ...]:
         return _read_places(path.name, view)
 
 
-def safetensors_digests(path: Path) -> tuple[TensorDigest, ...]:
+def safetensors_digests(path: Path) -> tuple[TensorInfo, ...]:
     """The digests of the tensors in a safetensors file, sorted by name.
 
     Raises:
@@ -145,7 +133,7 @@ def safetensors_digests(path: Path) -> tuple[TensorDigest, ...]:
         return tuple(_digest_places(path.name, view))
 
 
-def verify_safetensors(path: Path, *, tensors: Sequence[TensorDigest], digest: str) -> None:
+def verify_safetensors(path: Path, *, tensors: Sequence[TensorInfo], digest: str) -> None:
     """Returns if the file holds exactly `tensors` and their manifest digest is `digest`.
 
     Raises:
@@ -156,7 +144,7 @@ def verify_safetensors(path: Path, *, tensors: Sequence[TensorDigest], digest: s
     check_tensors(safetensors_digests(path), tensors=tensors, digest=digest, holder=path.name)
 
 
-def check_tensors(found: Iterable[TensorDigest], *, tensors: Sequence[TensorDigest], digest: str, holder: str) -> None:
+def check_tensors(found: Iterable[TensorInfo], *, tensors: Sequence[TensorInfo], digest: str, holder: str) -> None:
     """Returns if what `holder` was found to have is exactly `tensors`, whose manifest digest is `digest`.
 
     Raises:
@@ -174,7 +162,7 @@ def check_tensors(found: Iterable[TensorDigest], *, tensors: Sequence[TensorDige
 
 
 def check_layout(
-    held: Mapping[str, tuple[int, ...]], tensors: Iterable[TensorDigest], *, optional: Collection[str] = ()
+    held: Mapping[str, tuple[int, ...]], tensors: Iterable[TensorInfo], *, optional: Collection[str] = ()
 ) -> None:
     """Raises WeightsMismatchError unless the tensors have exactly the names and shapes a model holds.
 
@@ -183,7 +171,7 @@ def check_layout(
         tensors: Those on offer.
         optional: Names that may be on either side alone, such as an output head tied to the embedding.
     """
-    offered = {tensor.name: tensor.shape for tensor in tensors}
+    offered = {tensor.name: tuple(tensor.shape) for tensor in tensors}
     names = (offered.keys() | held.keys()) - {name for name in optional if not (name in offered and name in held)}
     mismatches = sorted(name for name in names if offered.get(name) != held.get(name))
     if mismatches:
@@ -209,7 +197,7 @@ def _mapped(path: Path) -> Iterator[memoryview]:
         yield view
 
 
-def _digest_places(file_name: str, view: memoryview) -> Iterator[TensorDigest]:
+def _digest_places(file_name: str, view: memoryview) -> Iterator[TensorInfo]:
     for place in _read_places(file_name, view):
         with view[place.begin : place.end] as data:
             yield tensor_digest(name=place.name, dtype=place.dtype, shape=place.shape, data=data)
@@ -236,7 +224,7 @@ def _read_places(file_name: str, view: memoryview) -> tuple[TensorPlace, ...]:
 
 def _read_place(file_name: str, name: str, value: object, data_start: int, file_bytes: int) -> TensorPlace:
     where = f"{file_name}: tensor {name[:MAX_NAME_CHARACTERS]!r}"
-    if not name or len(name) > MAX_NAME_CHARACTERS or any(ord(character) < ord(" ") for character in name):
+    if not 1 <= len(name) <= MAX_NAME_CHARACTERS or _UNUSABLE.search(name):
         raise MalformedWeightsError(f"{where}: not a usable name")
     if not isinstance(value, dict) or value.get("dtype") not in _DTYPE_BYTES:
         raise MalformedWeightsError(f"{where}: no known element type")
@@ -250,7 +238,7 @@ def _read_place(file_name: str, name: str, value: object, data_start: int, file_
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
-    if isinstance(value, list) and all(type(size) is int and size >= 0 for size in value):
+    if isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 64 for size in value):
         return tuple(value)
     return None
 

@@ -26,8 +26,7 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from penstock.model.adapter_layout import AdapterSpec
-from penstock.model.digests import TensorDigest
+from penstock.v1 import weights_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 256
 TIED_HEAD = "lm_head.weight"
@@ -164,11 +163,11 @@ class WeightUpdate:
     """The version."""
     path: Path
     """One safetensors file with Hugging Face names; must not change until the update returns."""
-    tensors: Sequence[TensorDigest]
+    tensors: Sequence[weights_pb2.TensorInfo]
     """The tensors that the file, and afterwards the engine, must hold."""
     digest: str
     """`penstock.model.digests.manifest_digest` of the tensors."""
-    adapter: AdapterSpec | None = None
+    adapter: weights_pb2.AdapterInfo | None = None
     """How the file is applied if it is a LoRA adapter."""
     is_recomputing: bool = False
     """Whether samples under way recompute their KV cache under these weights, or keep it."""

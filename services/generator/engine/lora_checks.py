@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.model.adapter_layout import AdapterSpec, adapter_layout, check_base
+from penstock.model.adapter_layout import adapter_layout, check_base
 from penstock.model.digests import check_layout
+from penstock.v1.weights_pb2 import AdapterInfo
 from services.generator.engine.engine import EngineError, WeightUpdate
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -52,7 +53,7 @@ def check_update(update: WeightUpdate, base: AdapterBase | None) -> None:
     check_layout(adapter_layout(base.layout, adapter), update.tensors)
 
 
-def write_peft_folder(folder: Path, *, path: Path, adapter: AdapterSpec) -> Path:
+def write_peft_folder(folder: Path, *, path: Path, adapter: AdapterInfo) -> Path:
     """Make `folder` what PEFT and vLLM read an adapter from: the file at `path`, linked, and its configuration."""
     folder.mkdir(parents=True)
     (folder / ADAPTER_FILE).symlink_to(path.absolute())

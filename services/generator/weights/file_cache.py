@@ -25,7 +25,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.clients.weights import VersionName, WeightsClient, tensor_digests
+from penstock.clients.weights import VersionName, WeightsClient
 from penstock.deltas.content import TEMPORARY_SUFFIX, apply_deltas
 from penstock.downloads.downloader import PARTIAL_SUFFIX, Downloader
 from penstock.downloads.file_check import verify_content
@@ -184,6 +184,6 @@ def _apply(
         deltas,
         path,
         base_digest=held.digest,
-        tensors=tensor_digests(manifest),
+        tensors=manifest.tensors,
         digest=manifest.digest,
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.clients.weights import WeightsClient, tensor_digests
+from penstock.clients.weights import WeightsClient
 from penstock.downloads.downloader import Downloader
 from penstock.errors import DigestMismatchError, FencedError, PenstockError, UnknownVersionError
 from penstock.model.adapter_layout import adapter_of
@@ -227,7 +227,7 @@ class WeightPuller:
         update = WeightUpdate(
             policy_version=manifest.policy_version,
             path=path,
-            tensors=tensor_digests(manifest),
+            tensors=manifest.tensors,
             digest=manifest.digest,
             adapter=adapter_of(manifest),
             is_recomputing=mode is UpdateMode.RECOMPUTE,

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from penstock.model.adapter_layout import AdapterSpec
+from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.batches.packing import Pack, Trajectory, join
 from services.trainer.config import OptimizerConfig
@@ -107,7 +107,7 @@ class RankBackend:
         self._auxiliary = AuxiliaryModels(critic=self._critic, trained=self._trained, ranks=self._ranks)
 
     @property
-    def adapter(self) -> AdapterSpec | None:
+    def adapter(self) -> AdapterInfo | None:
         """Settings of the LoRA adapter, if one is trained."""
         return self._trained.adapter
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.model.adapter_layout import AdapterSpec
+from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
 from services.trainer.batches.rank_partition import share_out
 from services.trainer.distributed.process_group import Arrays, RankGroup
@@ -76,7 +76,7 @@ class ShardedBackend:
         return self._local.max_sequence_length
 
     @property
-    def adapter(self) -> AdapterSpec | None:
+    def adapter(self) -> AdapterInfo | None:
         """The same in every process."""
         return self._local.adapter
 

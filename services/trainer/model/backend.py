@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.model.adapter_layout import AdapterSpec
+from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Backend(Protocol):
         """Maximum number of tokens in one trajectory."""
 
     @property
-    def adapter(self) -> AdapterSpec | None:
+    def adapter(self) -> AdapterInfo | None:
         """How `state_tensors` are applied where they are a LoRA adapter; None where they are all weights."""
 
     @property

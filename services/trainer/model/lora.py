@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.model.adapter_layout import AdapterSpec, model_digest
+from penstock.model.adapter_layout import model_digest
+from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.config import LoraSection
 from services.trainer.model.backend import CheckpointMismatchError, UnsupportedModelError
 
@@ -45,11 +46,11 @@ class LoraModel:
 
     def __init__(self, base: PreTrainedModel, *, path: Path, config: LoraSection) -> None:
         self.published_dtype: torch.dtype | None = None
-        self.adapter = AdapterSpec(
+        self.adapter = AdapterInfo(
             base_digest=model_digest(path),
             rank=config.rank,
             alpha=config.alpha,
-            target_modules=tuple(sorted(config.target_modules)),
+            target_modules=sorted(config.target_modules),
         )
         settings = LoraConfig(
             r=config.rank,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from penstock.model.adapter_layout import AdapterSpec
+from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.model.backend import UnsupportedModelError
 
 
@@ -29,7 +29,7 @@ class TrainedModel(Protocol):
         """All modules that hold weights, each called on its own."""
 
     @property
-    def adapter(self) -> AdapterSpec | None:
+    def adapter(self) -> AdapterInfo | None:
         """How what is published is applied; None where it is all weights."""
 
     @property

@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from penstock.clock import Clock
 from penstock.deltas.content import write_delta
 from penstock.errors import InvalidFieldError
-from penstock.model.adapter_layout import AdapterSpec, to_message
 from penstock.model.digests import manifest_digest, safetensors_digests
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.security import Security
@@ -78,7 +77,7 @@ class WeightPublisher:
         *,
         policy_version: int,
         history: int,
-        adapter: AdapterSpec | None = None,
+        adapter: weights_pb2.AdapterInfo | None = None,
     ) -> float:
         """Write, digest and offer a version; returns the seconds it took.
 
@@ -99,7 +98,12 @@ class WeightPublisher:
         return time.monotonic() - start
 
     def begin(
-        self, tensors: Mapping[str, Tensor], *, policy_version: int, history: int, adapter: AdapterSpec | None
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        policy_version: int,
+        history: int,
+        adapter: weights_pb2.AdapterInfo | None,
     ) -> None:
         """Publish a version beside whatever comes next; call it when the one before has ended (`finish`)."""
         publishing = self.publish(tensors, policy_version=policy_version, history=history, adapter=adapter)
@@ -121,7 +125,7 @@ class WeightPublisher:
         return self._last_s
 
     def _prepare(
-        self, tensors: Mapping[str, Tensor], policy_version: int, history: int, adapter: AdapterSpec | None
+        self, tensors: Mapping[str, Tensor], policy_version: int, history: int, adapter: weights_pb2.AdapterInfo | None
     ) -> PublishedVersion:
         path = self._directory / f"v{policy_version}-h{history}.safetensors"
         write_safetensors(tensors, path)
@@ -134,15 +138,10 @@ class WeightPublisher:
             epoch=self._epoch,
             kind=weights_pb2.WEIGHTS_KIND_FULL if adapter is None else weights_pb2.WEIGHTS_KIND_ADAPTER,
             encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
-            tensors=[
-                weights_pb2.TensorInfo(
-                    name=info.name, dtype=info.dtype, shape=info.shape, sha256=info.sha256, size_bytes=info.size_bytes
-                )
-                for info in infos
-            ],
+            tensors=infos,
             digest=manifest_digest(infos),
             publish_time=timestamp(self._clock.now_s()),
-            adapter=None if adapter is None else to_message(adapter),
+            adapter=adapter,
         )
         self._describe_content(manifest, path)
         if manifest.ByteSize() > MAX_MANIFEST_BYTES:

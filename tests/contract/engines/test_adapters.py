@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator
@@ -182,8 +183,10 @@ async def test_what_the_engine_was_not_started_for_is_refused_untouched(engine, 
     whole = write_perturbed(model_path, tmp_path / "whole.safetensors", seed=1)
     with pytest.raises(EngineError, match="max_lora_rank"):
         await engine.update_weights(make_update(whole, policy_version=version + 1))
+    higher = copy.deepcopy(backend.adapter)
+    higher.rank = 5
     with pytest.raises(EngineError, match="rank 5"):
-        await take(engine, backend, tmp_path, adapter=dataclasses.replace(backend.adapter, rank=5))
+        await take(engine, backend, tmp_path, adapter=higher)
     folder = tmp_path / "half"
     folder.mkdir()
     update = adapter_update(backend, folder, policy_version=version + 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from penstock.model.adapter_layout import AdapterSpec
+from penstock.v1.weights_pb2 import AdapterInfo
 from services.generator.engine.engine import WeightUpdate
 from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
@@ -48,6 +49,8 @@ def adapter_update(backend: RankBackend, folder: Path, *, policy_version: int) -
     return dataclasses.replace(update, adapter=backend.adapter)
 
 
-def another_base(adapter: AdapterSpec) -> AdapterSpec:
+def another_base(adapter: AdapterInfo) -> AdapterInfo:
     """The same over another base."""
-    return dataclasses.replace(adapter, base_digest="0" * 64)
+    other = copy.deepcopy(adapter)
+    other.base_digest = "0" * 64
+    return other

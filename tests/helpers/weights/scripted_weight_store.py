@@ -42,12 +42,7 @@ def make_manifest(
         history=history,
         kind=weights_pb2.WEIGHTS_KIND_FULL,
         encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
-        tensors=[
-            weights_pb2.TensorInfo(
-                name=item.name, dtype=item.dtype, shape=item.shape, sha256=item.sha256, size_bytes=item.size_bytes
-            )
-            for item in tensors
-        ],
+        tensors=tensors,
         chunks=chunks_of(path, chunk_bytes=chunk_bytes),
         digest=manifest_digest(tensors),
         size_bytes=path.stat().st_size,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from penstock.model.adapter_layout import AdapterSpec
+from penstock.model.adapter_layout import scaling
+from penstock.v1.weights_pb2 import AdapterInfo
 
 _OWN_NAME = "default"
 """PEFT's name for a model's only adapter; it is part of the model's tensor names, but not of those in files."""
@@ -40,7 +41,7 @@ def install_weights(model: Any, path: Path, *, on_tensor: Callable[[], None] = l
     return sorted(mismatched | {name for name, tensor in held.items() if tensor.data_ptr() not in written})
 
 
-def install_adapter(model: Any, path: Path, adapter: AdapterSpec) -> list[str]:
+def install_adapter(model: Any, path: Path, adapter: AdapterInfo) -> list[str]:
     """Loads a safetensors file's adapter beside the base; returns the names of tensors that do not match afterwards.
 
     Raises:
@@ -71,7 +72,7 @@ def mismatched_base(model: Any, model_path: Path) -> list[str]:
     )
 
 
-def _make_room(model: Any, adapter: AdapterSpec) -> None:
+def _make_room(model: Any, adapter: AdapterInfo) -> None:
     """Adapts the layers with this rank and scale, replacing any adapter."""
     # Imported here: PEFT takes a second to import, and most runs have no adapter.
     from peft import LoraConfig, inject_adapter_in_model
@@ -88,7 +89,7 @@ def _make_room(model: Any, adapter: AdapterSpec) -> None:
             raise ValueError(
                 f"the engine holds an adapter of rank {layer.r[_OWN_NAME]}, not {adapter.rank}; restart it"
             )
-        layer.scaling[_OWN_NAME] = adapter.scaling
+        layer.scaling[_OWN_NAME] = scaling(adapter)
 
 
 def _adapter_tensors(model: Any) -> dict[str, torch.Tensor]:

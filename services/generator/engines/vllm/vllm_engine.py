@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from penstock.model.adapter_layout import model_digest
+from penstock.model.adapter_layout import model_digest, scaling
 from penstock.model.digests import (
     WeightsMismatchError,
     check_layout,
@@ -286,7 +286,7 @@ class VllmEngine:
         try:
             with _worker_errors("take an adapter"):
                 answers: list[list[str]] = await self._running().collective_rpc(
-                    "penstock_install_adapter", args=(str(folder), update.adapter.scaling)
+                    "penstock_install_adapter", args=(str(folder), scaling(update.adapter))
                 )
         finally:
             shutil.rmtree(folder)

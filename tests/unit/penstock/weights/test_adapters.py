@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -11,33 +9,32 @@ from safetensors.numpy import save_file
 from penstock.clients.weights import check_manifest
 from penstock.errors import InvalidFieldError
 from penstock.model.adapter_layout import (
-    AdapterSpec,
     BaseMismatchError,
     adapter_layout,
     adapter_of,
     check_base,
     model_digest,
-    to_message,
+    scaling,
 )
 from penstock.model.digests import manifest_digest, safetensors_digests
 from penstock.v1 import weights_pb2
 from tests.helpers.weights.scripted_weight_store import make_manifest, write_weights
 
-SPEC = AdapterSpec(base_digest="ab" * 32, rank=4, alpha=8.0, target_modules=("down_proj", "q_proj"))
+SPEC = weights_pb2.AdapterInfo(base_digest="ab" * 32, rank=4, alpha=8.0, target_modules=["down_proj", "q_proj"])
 
 
 @pytest.fixture
 def manifest(tmp_path):
     made = make_manifest(write_weights(tmp_path / "w", seed=1), policy_version=1, url="http://h/w")
     made.kind = weights_pb2.WEIGHTS_KIND_ADAPTER
-    made.adapter.CopyFrom(to_message(SPEC))
+    made.adapter.CopyFrom(SPEC)
     return made
 
 
 def test_the_statement_survives_the_wire(manifest):
     check_manifest(manifest, run_id="r")
     assert adapter_of(weights_pb2.WeightsManifest.FromString(manifest.SerializeToString())) == SPEC
-    assert SPEC.scaling == 2.0
+    assert scaling(SPEC) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -97,6 +94,6 @@ def test_a_model_is_known_by_its_tensors_however_they_lie_in_files(tmp_path):
 def test_another_base_is_refused_by_both_digests():
     check_base(SPEC, held_digest=SPEC.base_digest)
     with pytest.raises(BaseMismatchError) as refusal:
-        check_base(dataclasses.replace(SPEC, base_digest="cd" * 32), held_digest=SPEC.base_digest)
+        check_base(weights_pb2.AdapterInfo(base_digest="cd" * 32), held_digest=SPEC.base_digest)
     assert "cd" * 32 in str(refusal.value)
     assert SPEC.base_digest in str(refusal.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from penstock.clients.weights import MAX_CONTENT_BYTES, check_manifest, tensor_digests
+from penstock.clients.weights import MAX_CONTENT_BYTES, check_manifest
 from penstock.model.digests import manifest_digest
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.transfer.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_bytes_for, chunks_of, is_chunk
@@ -48,7 +48,7 @@ def made_manifest(size_bytes: int, *, num_tensors: int) -> weights_pb2.WeightsMa
         size_bytes=size_bytes,
         urls=["http://trainer:7305/weights/r/v1"],
     )
-    manifest.digest = manifest_digest(tensor_digests(manifest))
+    manifest.digest = manifest_digest(manifest.tensors)
     return manifest
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from penstock.model.digests import (
     MalformedWeightsError,
-    TensorDigest,
     WeightsMismatchError,
     check_layout,
     manifest_digest,
@@ -20,6 +19,7 @@ from penstock.model.digests import (
     tensor_digest,
     verify_safetensors,
 )
+from penstock.v1.weights_pb2 import TensorInfo
 
 ARRAYS = {"b": np.arange(6, dtype="<f4").reshape(2, 3), "a": np.array([1.5], "<f4")}
 
@@ -35,13 +35,13 @@ def write_safetensors(path: Path, arrays: dict[str, np.ndarray], **header: objec
     return path
 
 
-def digest_of(name: str, array: np.ndarray) -> TensorDigest:
+def digest_of(name: str, array: np.ndarray) -> TensorInfo:
     return tensor_digest(name=name, dtype="F32", shape=array.shape, data=array.tobytes())
 
 
 def test_a_tensor_digest_is_the_sha256_of_its_bytes() -> None:
     digest = digest_of("b", ARRAYS["b"])
-    assert (digest.shape, digest.size_bytes) == ((2, 3), 24)
+    assert (list(digest.shape), digest.size_bytes) == ([2, 3], 24)
     assert digest.sha256 == hashlib.sha256(ARRAYS["b"].tobytes()).hexdigest()
 
 
