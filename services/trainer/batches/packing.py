@@ -224,39 +224,6 @@ def join(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
     )
 
 
-def part_of(pack: Pack, segments: Sequence[int]) -> tuple[Pack, npt.NDArray[np.int64]]:
-    """A pack of some of the segments, at least one, in ascending order; and which loss tokens those have, int64[N].
-
-    It is to be scored: what a gradient pass reads beside it is left out.
-    """
-    lengths = np.array(pack.segment_lengths, dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
-    of_token = np.repeat(np.arange(lengths.size), lengths)
-    tokens = np.flatnonzero(np.isin(of_token, segments))
-    targets = np.flatnonzero(np.isin(pack.target_segments, segments))
-    kept = lengths[list(segments)]
-    # From where a segment began to where it begins now.
-    moves = np.zeros(lengths.size, dtype=np.int64)
-    moves[list(segments)] = np.cumsum(kept) - kept - starts[list(segments)]
-    numbers = np.zeros(lengths.size, dtype=np.int64)
-    numbers[list(segments)] = np.arange(len(segments))
-    return (
-        Pack(
-            token_ids=pack.token_ids[tokens],
-            position_ids=pack.position_ids[tokens],
-            segment_lengths=tuple(kept.tolist()),
-            logit_positions=pack.logit_positions[targets] + moves[pack.target_segments[targets]],
-            target_ids=pack.target_ids[targets],
-            target_segments=numbers[pack.target_segments[targets]],
-            behavior_logprobs=pack.behavior_logprobs[targets],
-            advantages=pack.advantages[targets],
-            members=tuple(pack.members[segment] for segment in segments),
-            temperatures=None if pack.temperatures is None else pack.temperatures[targets],
-        ),
-        targets,
-    )
-
-
 def _temperatures(
     members: Sequence[Trajectory], target_segments: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32] | None:

@@ -15,10 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from services.trainer.batches.packing import Pack, Trajectory, join, pack_trajectories, part_of
+from services.trainer.batches.packing import Pack, Trajectory, join, pack_trajectories
 
 
 def partition(
@@ -50,22 +47,6 @@ def partition(
             rounds = [tuple(packs[first : first + len(shares)]) for first in range(0, len(packs), len(shares))]
             return [packs for packs in rounds if any(packs)]
     return []
-
-
-def share_out(pack: Pack, *, shares: Sequence[float]) -> list[tuple[Pack, npt.NDArray[np.int64]]]:
-    """Splits a pack by whole segments, with tokens in proportion to the shares.
-
-    Returns:
-        For each process its part, and which of the pack's loss tokens are in it, int64[N of the part]. One that is left
-        without a segment has the shortest again: all processes make a forward pass, or none can.
-    """
-    lengths = pack.segment_lengths
-    room = math.ceil(sum(lengths) * max(shares) / min(shares))
-    bins = place(lengths, num_rounds=1, max_pack_tokens=room, shares=shares)
-    if bins is None:
-        raise AssertionError("every process has room for all segments")
-    shortest = lengths.index(min(lengths))
-    return [part_of(pack, sorted(members) or [shortest]) for members in bins]
 
 
 def tokens_of_a_round(max_pack_tokens: int, *, shares: Sequence[float]) -> int:

@@ -102,7 +102,7 @@ class RankGroup:
 
     def send(self, call: dict[str, Any], arrays: Arrays | None = None, *, to: int) -> None:
         """One message: JSON and arrays."""
-        words = np.frombuffer(json.dumps(call).encode(), dtype=np.uint8)
+        words = np.frombuffer(json.dumps(call, default=str).encode(), dtype=np.uint8)
         content = bytearray(safetensors.numpy.save({_CALL: words, **(arrays or {})}))
         dist.send(torch.tensor(len(content)), to, group=self._messages)
         dist.send(torch.frombuffer(content, dtype=torch.uint8), to, group=self._messages)

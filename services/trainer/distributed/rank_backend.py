@@ -32,8 +32,8 @@ from services.trainer.model.backend import (
     LossTotals,
     NonFiniteGradientError,
     NonFiniteLossError,
+    Quantity,
     StepMetrics,
-    TokenScores,
 )
 from services.trainer.model.critic import Critic
 from services.trainer.model.model_loading import ModelSettings, load_trained
@@ -152,29 +152,22 @@ class RankBackend:
         (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
         return LossTotals() if is_idle else totals
 
-    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """One pass of the policy without gradient."""
+    def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
+        """One pass of the policy, the reference or the critic over this process' own pack, the only one in `packs`."""
+        (given,) = packs
+        # As in `forward_backward`, the others' passes need this process' shards.
+        pack = self._idle_pack if given is None else given
         with torch.no_grad():
-            result: npt.NDArray[np.float32] = self._logprobs(self._model, pack).cpu().numpy()
-        return result
-
-    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """One pass of the reference."""
-        logprobs = self._reference_logprobs(pack)
-        if logprobs is None:
-            raise ValueError("no reference model was kept")
-        result: npt.NDArray[np.float32] = logprobs.cpu().numpy()
-        return result
-
-    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
-        """One pass of the critic, and of policy and reference where log-ratios are asked for."""
-        with torch.no_grad():
-            values = None if self._critic is None else self._critic.values(pack).cpu().numpy()
-            reference = self._reference_logprobs(pack) if with_log_ratios else None
-            if reference is None:
-                return TokenScores(values=values, log_ratios=None)
-            log_ratios = self._logprobs(self._model, pack) - reference
-        return TokenScores(values=values, log_ratios=log_ratios.cpu().numpy())
+            match quantity:
+                case "logprobs":
+                    found = self._logprobs(self._model, pack)
+                case "reference_logprobs":
+                    found = self._reference_logprobs(pack)
+                case "values":
+                    found = None if self._critic is None else self._critic.values(pack)
+        if found is None:
+            raise ValueError(f"no model was kept that computes {quantity}")
+        return [found.cpu().numpy() if given is not None else np.empty(0, dtype=np.float32)]
 
     def refresh_reference(self) -> None:
         """Copies the weights to the reference, if one is kept."""

@@ -19,7 +19,21 @@ import structlog
 
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
-from services.trainer.model.backend import Backend, BackendError
+from services.trainer.model.backend import Backend, BackendError, LossTotals
+
+CALLS = frozenset(
+    (
+        "forward_backward",
+        "score",
+        "optimizer_step",
+        "refresh_reference",
+        "discard_gradients",
+        "state_tensors",
+        "save",
+        "load",
+    )
+)
+"""Methods of a `Backend` that are called in all processes."""
 
 _log = structlog.get_logger()
 
@@ -47,48 +61,29 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
             if call["op"] == "build":
                 backend = build(call["config"], group)
             elif backend is not None:
-                answer, results = _done(backend, call, arrays)
+                answer, results = _done(backend, arrays, **call)
         except BackendError as error:
             answer = {"refused": str(error)}
         group.send(answer, results, to=0)
 
 
-def _done(backend: Backend, call: dict[str, Any], arrays: Arrays) -> tuple[dict[str, Any], Arrays]:
-    """What to answer: values, and arrays."""
-    match call["op"]:
-        case "forward_backward":
-            return {"totals": dataclasses.asdict(backend.forward_backward(decoded(arrays)))}, {}
-        case "forward_logprobs" | "reference_logprobs" | "token_scores":
-            return {}, scores(backend, pack=decoded(arrays), **call)
-        case "optimizer_step":
-            backend.optimizer_step(divisor=int(call["divisor"]), is_last=bool(call["is_last"]))
-        case "refresh_reference":
-            backend.refresh_reference()
-        case "discard_gradients":
-            backend.discard_gradients()
-        case "gather":
-            backend.state_tensors()
-        case "save":
-            # The coordinator hears from its own part of the save whether all parts were written.
-            backend.save(Path(call["directory"]))
-        case "load":
-            backend.load(Path(call["directory"]))
-        case unknown:
-            raise ValueError(f"the coordinator asks for {unknown!r}: it runs another version of Penstock")
-    return {}, {}
-
-
-def scores(backend: Backend, op: str, pack: Pack | None, *, with_log_ratios: bool = False) -> Arrays:
-    """The results of a call without gradients, for a pack's loss tokens."""
-    if pack is None:
-        raise ValueError(f"{op} came without a pack")
-    if op == "forward_logprobs":
-        return {"logprobs": backend.forward_logprobs(pack)}
-    if op == "reference_logprobs":
-        return {"logprobs": backend.reference_logprobs(pack)}
-    found = backend.token_scores(pack, with_log_ratios=with_log_ratios)
-    named = {"values": found.values, "log_ratios": found.log_ratios}
-    return {name: array for name, array in named.items() if array is not None}
+def _done(
+    backend: Backend, arrays: Arrays, *, op: str, has_pack: bool, directory: str | None = None, **details: Any
+) -> tuple[dict[str, Any], Arrays]:
+    """Makes the call; returns what the coordinator needs of its result: values, and arrays."""
+    if op not in CALLS:
+        raise ValueError(f"the coordinator asks for {op!r}: it runs another version of Penstock")
+    packs = [decoded(arrays)] if has_pack else []
+    if directory is not None:
+        details["directory"] = Path(directory)
+    match getattr(backend, op)(*packs, **details):
+        case LossTotals() as totals:
+            return {"totals": dataclasses.asdict(totals)}, {}
+        case [numbers]:
+            return {}, {"numbers": numbers}
+        case _:
+            # Of a save, too: the coordinator hears from its own part whether all parts were written.
+            return {}, {}
 
 
 def encoded(pack: Pack | None) -> Arrays:

@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
-from services.trainer.batches.rank_partition import share_out
 from services.trainer.distributed.process_group import Arrays, RankGroup
-from services.trainer.distributed.rank_worker import encoded, scores
-from services.trainer.model.backend import Backend, BackendError, LossTotals, StepMetrics, TokenScores
+from services.trainer.distributed.rank_worker import encoded
+from services.trainer.model.backend import Backend, BackendError, LossTotals, Quantity, StepMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,75 +81,46 @@ class ShardedBackend:
 
     def forward_backward(self, *packs: Pack | None) -> LossTotals:
         """Gives each process its pack; the totals are those of all."""
-        arrays = [encoded(pack) for pack in packs[1:]]
-        totals, answers = self._everywhere(
-            "forward_backward", lambda: self._local.forward_backward(packs[0]), arrays=arrays
-        )
+        totals, answers = self._call(self._local.forward_backward, *packs)
         for answer, _ in answers:
             totals = totals.merged(LossTotals(**answer["totals"]))
         return totals
 
-    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """Every process computes its share of the segments."""
-        return self._shared_out("forward_logprobs", pack)["logprobs"]
-
-    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """Every process computes its share of the segments."""
-        return self._shared_out("reference_logprobs", pack)["logprobs"]
-
-    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
-        """Every process computes its share of the segments."""
-        found = self._shared_out("token_scores", pack, with_log_ratios=with_log_ratios)
-        return TokenScores(values=found.get("values"), log_ratios=found.get("log_ratios"))
+    def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
+        """Gives each process its pack."""
+        mine, answers = self._call(self._local.score, *packs, quantity=quantity)
+        return [*mine, *(results["numbers"] for _, results in answers)]
 
     def refresh_reference(self) -> None:
         """Every process refreshes its part."""
-        self._everywhere("refresh_reference", self._local.refresh_reference)
+        self._call(self._local.refresh_reference)
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """Every process steps its part; the numbers are of the whole."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
-        return self._everywhere(
-            "optimizer_step",
-            lambda: self._local.optimizer_step(divisor=divisor, is_last=is_last),
-            divisor=divisor,
-            is_last=is_last,
-        )[0]
+        return self._call(self._local.optimizer_step, divisor=divisor, is_last=is_last)[0]
 
     def discard_gradients(self) -> None:
         """Every process forgets its part."""
-        self._everywhere("discard_gradients", self._local.discard_gradients)
+        self._call(self._local.discard_gradients)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Gathered here, on the CPU."""
-        return self._everywhere("gather", self._local.state_tensors)[0]
+        return self._call(self._local.state_tensors)[0]
 
     def save(self, directory: Path) -> Future[None]:
         """Every process writes its own part."""
-        return self._everywhere("save", lambda: self._local.save(directory), directory=str(directory))[0]
+        return self._call(self._local.save, directory=directory)[0]
 
     def load(self, directory: Path) -> None:
         """Every process reads its part."""
-        self._everywhere("load", lambda: self._local.load(directory), directory=str(directory))
+        self._call(self._local.load, directory=directory)
 
     def close(self) -> None:
         """Ends the other processes."""
         self._local.close()
         self._leave()
-
-    def _shared_out(self, op: str, pack: Pack, **details: Any) -> Arrays:
-        """Arrays of a pack's loss tokens, each computed in one process."""
-        shared = share_out(pack, shares=self.shares)
-        arrays = [encoded(part) for part, _ in shared[1:]]
-        mine, answers = self._everywhere(
-            op, lambda: scores(self._local, op, shared[0][0], **details), arrays=arrays, **details
-        )
-        found = {name: np.empty(pack.num_loss_tokens, dtype=array.dtype) for name, array in mine.items()}
-        for (_, tokens), results in zip(shared, [mine, *(results for _, results in answers)], strict=True):
-            for name, array in results.items():
-                found[name][tokens] = array
-        return found
 
     def _leave(self) -> None:
         for rank in self._others:
@@ -158,13 +128,20 @@ class ShardedBackend:
         self._group.close()
         self._on_close()
 
+    def _call(
+        self, method: Callable[..., _Result], *packs: Pack | None, **details: Any
+    ) -> tuple[_Result, list[Answer]]:
+        """A method of this process' part and the same of all others', each with its own pack."""
+        return self._everywhere(method.__name__, lambda: method(*packs[:1], **details), packs=packs, **details)
+
     def _everywhere(
-        self, op: str, here: Callable[[], _Result], *, arrays: Sequence[Arrays] | None = None, **details: Any
+        self, op: str, here: Callable[[], _Result], *, packs: Sequence[Pack | None] = (), **details: Any
     ) -> tuple[_Result, list[Answer]]:
         """What `here` returns, and the others' answers, in order."""
         try:
-            for index, rank in enumerate(self._others):
-                self._group.send({"op": op, **details}, arrays[index] if arrays else None, to=rank)
+            for rank in self._others:
+                arrays = encoded(packs[rank]) if packs else None
+                self._group.send({"op": op, "has_pack": bool(packs), **details}, arrays, to=rank)
             try:
                 result = here()
             except BackendError:

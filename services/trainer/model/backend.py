@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 
 MAX_NAMED_GROUPS = 8
+Quantity = Literal["logprobs", "reference_logprobs", "values"]
+"""What a pass without gradient computes for each loss token: its log-prob in nats, under the current weights or under
+the reference, or the critic's value of the state in which it was sampled."""
 
 
 class BackendError(Exception):
@@ -108,16 +111,6 @@ class LossTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenScores:
-    """Inputs of advantages beyond rewards, for the loss tokens of a pack."""
-
-    values: npt.NDArray[np.float32] | None
-    """float32[N], the critic's, of the state in which each token was sampled; None without a critic."""
-    log_ratios: npt.NDArray[np.float32] | None
-    """float32[N], nats: under the current weights less under the reference; None where not asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One optimiser step."""
 
@@ -164,18 +157,12 @@ class Backend(Protocol):
             NonFiniteLossError: nothing was added; discard the gradients or continue without these packs.
         """
 
-    def forward_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """Log-probs of the pack's loss tokens under the current weights, float32[N], nats."""
-
-    def reference_logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
-        """Log-probs of the pack's loss tokens under the reference, float32[N], nats.
+    def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
+        """One pass without gradient over one pack for each process; float32[N] for each, of size 0 where it is None.
 
         Raises:
-            ValueError: No reference is kept.
+            ValueError: No reference is kept, or there is no critic.
         """
-
-    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
-        """Values and log-ratios of the pack's loss tokens, without gradient."""
 
     def refresh_reference(self) -> None:
         """Makes the current weights the reference, if one is kept.

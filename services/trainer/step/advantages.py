@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,10 +19,11 @@ import numpy.typing as npt
 from services.trainer.algorithms.base import Rewards
 from services.trainer.algorithms.terms.gae import generalized_advantages, normalized
 from services.trainer.algorithms.terms.overlong import overlong_penalties
-from services.trainer.batches.packing import Trajectory, full_enough, pack_trajectories
+from services.trainer.batches.packing import Trajectory, full_enough
 from services.trainer.batches.training_sample import TrainingSample, trajectory_of
-from services.trainer.model.backend import Backend
+from services.trainer.model.backend import Quantity
 from services.trainer.step.prior_logprobs import PriorLogprobs
+from services.trainer.step.scoring import Scores, Scoring
 from services.trainer.step.step_settings import StepSettings
 
 DISCOUNT = 1.0
@@ -52,15 +53,15 @@ class _Scored:
 
 
 class AdvantageEstimator:
-    """Gives the samples of one step their advantages; `check` is called before each forward pass, and may raise."""
+    """Gives the samples of one step their advantages."""
 
-    def __init__(
-        self, backend: Backend, settings: StepSettings, *, prior: PriorLogprobs, check: Callable[[], None]
-    ) -> None:
-        self._backend = backend
+    def __init__(self, scoring: Scoring, settings: StepSettings, *, prior: PriorLogprobs) -> None:
+        self._scoring = scoring
         self._settings = settings
         self._prior = prior
-        self._check = check
+        self._quantities: list[Quantity] = ["values"] if settings.algorithm.has_critic else []
+        if settings.reward_kl_coefficient > 0.0:
+            self._quantities += ["logprobs", "reference_logprobs"]
         self._arrived: list[_Scored] = []
         """Their prior log-probs wait for a full pack."""
         self._held: list[_Scored] = []
@@ -104,7 +105,7 @@ class AdvantageEstimator:
         due, self._arrived = self._arrived, []
         if self._prior.is_needed and not is_last:
             lengths = [int(scored.blank.token_ids.size) for scored in due]
-            due, self._arrived = full_enough(due, lengths=lengths, capacity=self._settings.max_pack_tokens)
+            due, self._arrived = full_enough(due, lengths=lengths, capacity=self._scoring.round_tokens)
         trajectories = self._prior.of([scored.blank for scored in due])
         self._held += [replace(scored, blank=trajectory) for scored, trajectory in zip(due, trajectories, strict=True)]
 
@@ -115,35 +116,23 @@ class AdvantageEstimator:
             max_tokens=self._settings.max_new_tokens,
             buffer_tokens=self._settings.overlong_buffer_tokens,
         )
-        values, token_kl = self._token_scores(blanks)
+        scores = self._scoring.of(blanks, self._quantities)
         return [
             _Scored(
                 sample=sample,
-                blank=blanks[index],
-                reward=float(sample.reward or 0.0) + float(penalties[index]),
-                token_kl=token_kl[index],
-                values=values[index],
+                blank=blank,
+                reward=float(sample.reward or 0.0) + float(penalty),
+                token_kl=self._token_kl(blank, found),
+                values=found["values"].astype(np.float64) if "values" in found else _zeros(blank),
             )
-            for index, sample in enumerate(samples)
+            for sample, blank, penalty, found in zip(samples, blanks, penalties, scores, strict=True)
         ]
 
-    def _token_scores(self, blanks: Sequence[Trajectory]) -> tuple[list[Floats], list[Floats]]:
-        """A critic's values and the KL of each trajectory's loss tokens; zeros if not requested."""
-        coefficient = self._settings.reward_kl_coefficient
-        values = [np.zeros(int(blank.loss_mask.sum())) for blank in blanks]
-        token_kl = [each.copy() for each in values]
-        if not self._settings.algorithm.has_critic and coefficient == 0.0:
-            return values, token_kl
-        for pack in pack_trajectories(blanks, max_pack_tokens=self._settings.max_pack_tokens):
-            self._check()
-            scores = self._backend.token_scores(pack, with_log_ratios=coefficient > 0.0)
-            if scores.values is not None:
-                for member, of_member in pack.by_member(scores.values):
-                    values[member] = of_member.astype(np.float64)
-            if scores.log_ratios is not None:
-                for member, of_member in pack.by_member(scores.log_ratios):
-                    token_kl[member] = coefficient * of_member.astype(np.float64)
-        return values, token_kl
+    def _token_kl(self, blank: Trajectory, found: Scores) -> Floats:
+        if "reference_logprobs" not in found:
+            return _zeros(blank)
+        log_ratios = found["logprobs"] - found["reference_logprobs"]
+        return self._settings.reward_kl_coefficient * log_ratios.astype(np.float64)
 
     def _by_critic(self, held: Sequence[_Scored]) -> list[TrainableSample]:
         """Generalised advantages of every token, normalised over the step, and what the critic is to learn.
@@ -163,6 +152,10 @@ class AdvantageEstimator:
         if rewards.size:
             rewards[-1] += scored.reward
         return generalized_advantages(rewards, scored.values, discount=DISCOUNT, decay=self._settings.gae_lambda)
+
+
+def _zeros(blank: Trajectory) -> Floats:
+    return np.zeros(int(blank.loss_mask.sum()))
 
 
 def _penalised(samples: Sequence[_Scored]) -> Rewards:

@@ -6,27 +6,33 @@ them are there before that step, and the rest of the batch is still being genera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.batches.packing import Trajectory, pack_trajectories
-from services.trainer.model.backend import Backend, NonFiniteLossError
+from services.trainer.batches.packing import Trajectory
+from services.trainer.model.backend import NonFiniteLossError, Quantity
+from services.trainer.step.scoring import Scoring
 from services.trainer.step.step_settings import StepSettings
 
 Logprobs = npt.NDArray[np.float32]
 
 
 class PriorLogprobs:
-    """Those that a step's settings ask for; `check` is called before each pass, and may raise to call it off."""
+    """Those that a step's settings ask for."""
 
-    def __init__(self, backend: Backend, settings: StepSettings, *, check: Callable[[], None]) -> None:
-        self._backend = backend
-        self._settings = settings
-        self._check = check
-        self.is_needed = settings.needs_proximal or settings.needs_reference
+    def __init__(self, scoring: Scoring, settings: StepSettings) -> None:
+        self._scoring = scoring
+        self._quantities: dict[str, Quantity] = {}
+        """By the field of a trajectory that holds them."""
+        if settings.needs_proximal:
+            self._quantities["proximal_logprobs"] = "logprobs"
+        if settings.needs_reference:
+            self._quantities["reference_logprobs"] = "reference_logprobs"
+        self.is_needed = bool(self._quantities)
 
     def of(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The same with what is asked for, in their order; those that have it already are left as they are.
@@ -35,27 +41,20 @@ class PriorLogprobs:
             NonFiniteLossError: A log-prob is not finite. Found here nothing has changed yet; after the first of several
                 optimiser steps there would be no way back.
         """
-        scored = list(trajectories)
-        blank = [index for index, trajectory in enumerate(trajectories) if self._lacks(trajectory)]
-        packs = pack_trajectories(
-            [trajectories[index] for index in blank], max_pack_tokens=self._settings.max_pack_tokens
-        )
-        for pack in packs:
-            if self._settings.needs_proximal:
-                self._check()
-                for member, logprobs in pack.by_member(self._backend.forward_logprobs(pack)):
-                    trajectory = scored[blank[member]]
-                    scored[blank[member]] = replace(trajectory, proximal_logprobs=_spread(logprobs, trajectory))
-            if self._settings.needs_reference:
-                self._check()
-                for member, logprobs in pack.by_member(self._backend.reference_logprobs(pack)):
-                    trajectory = scored[blank[member]]
-                    scored[blank[member]] = replace(trajectory, reference_logprobs=_spread(logprobs, trajectory))
-        return scored
-
-    def _lacks(self, trajectory: Trajectory) -> bool:
-        lacks_proximal = self._settings.needs_proximal and trajectory.proximal_logprobs is None
-        return lacks_proximal or (self._settings.needs_reference and trajectory.reference_logprobs is None)
+        filled = list(trajectories)
+        blank = [
+            index
+            for index, trajectory in enumerate(trajectories)
+            if any(getattr(trajectory, field) is None for field in self._quantities)
+        ]
+        scores = self._scoring.of([trajectories[index] for index in blank], list(self._quantities.values()))
+        for index, found in zip(blank, scores, strict=True):
+            trajectory = trajectories[index]
+            fields: dict[str, Any] = {
+                field: _spread(found[quantity], trajectory) for field, quantity in self._quantities.items()
+            }
+            filled[index] = replace(trajectory, **fields)
+        return filled
 
 
 def _spread(logprobs: Logprobs, trajectory: Trajectory) -> Logprobs:

@@ -46,6 +46,7 @@ from services.trainer.step.advantages import AdvantageEstimator, TrainableSample
 from services.trainer.step.passes import LossItem, Passes, split, trajectories_of
 from services.trainer.step.prior_logprobs import PriorLogprobs
 from services.trainer.step.sample_filter import SampleFilter, SkippedSample
+from services.trainer.step.scoring import Scoring
 from services.trainer.step.step_report import StepCounts, StepReport
 from services.trainer.step.step_settings import StepSettings
 
@@ -87,8 +88,9 @@ class TrainingStep:
         self._backend = backend
         self._settings = settings
         self._filter = SampleFilter(backend, settings)
-        self._prior = PriorLogprobs(backend, settings, check=check)
-        self._advantages = AdvantageEstimator(backend, settings, prior=self._prior, check=check)
+        scoring = Scoring(backend, max_pack_tokens=settings.max_pack_tokens, check=check)
+        self._prior = PriorLogprobs(scoring, settings)
+        self._advantages = AdvantageEstimator(scoring, settings, prior=self._prior)
         self._passes = Passes(backend, max_pack_tokens=settings.max_pack_tokens, check=check)
         self._counts = StepCounts(settings.policy_version)
         self._is_open = True

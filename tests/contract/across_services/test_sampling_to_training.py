@@ -23,7 +23,7 @@ from services.trainer.batches.training_sample import trajectory_of
 from services.trainer.config import OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.model_loading import ModelSettings
-from tests.unit.trainer.builders import save_tiny_qwen2
+from tests.unit.trainer.builders import save_tiny_qwen2, scores_of
 
 NUM_TOKENS = 24
 
@@ -78,7 +78,7 @@ def test_trainer_and_generator_agree_on_samples_of_any_temperature(model_path):
         loss=partial(policy_loss, algorithm=DAPO, settings=settings),
         seed=0,
     )
-    np.testing.assert_allclose(backend.forward_logprobs(pack), pack.behavior_logprobs, atol=2e-5)
+    np.testing.assert_allclose(scores_of(backend, pack), pack.behavior_logprobs, atol=2e-5)
     assert backend.forward_backward(pack).means()["ratio_max"] == pytest.approx(1.0, abs=1e-4)
 
 

@@ -26,6 +26,7 @@ from services.trainer.batches.packing import Trajectory, pack_trajectories
 from services.trainer.distributed.rank_backend import RankBackend
 from tests.helpers.models.adapters import adapter_update, another_base, fill, make_backend
 from tests.helpers.models.tiny_model import make_tiny_model, make_update, write_perturbed
+from tests.unit.trainer.builders import scores_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
@@ -108,7 +109,7 @@ def trained_logprobs(backend: RankBackend, token_ids: list[int]) -> np.ndarray:
         advantages=np.zeros(length, np.float32),
     )
     (pack,) = pack_trajectories([trajectory], max_pack_tokens=length)
-    return backend.forward_logprobs(pack)
+    return scores_of(backend, pack)
 
 
 async def take(engine: Engine, backend: RankBackend, folder: Path, **changes: object):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from services.trainer.batches.packing import Trajectory
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.coordinator import lead
 from services.trainer.distributed.sharded_backend import ShardedBackend
-from services.trainer.model.backend import Backend
+from services.trainer.model.backend import Backend, Quantity
 from services.trainer.run.policy_loading import local_backend
+from services.trainer.step.scoring import Scoring
 
 DAPO: Mapping[str, object] = {"name": "dapo"}
 
@@ -57,6 +60,12 @@ def two_processes(model: Path, **changes) -> Iterator[ShardedBackend]:
 
 def alone(model: Path, **changes) -> Backend:
     return local_backend(config_of(model, **{**changes, "processes": 1}))
+
+
+def scores(backend: Backend, trajectories: Sequence[Trajectory], quantity: Quantity) -> np.ndarray:
+    """As a step asks for them, in small packs."""
+    found = Scoring(backend, max_pack_tokens=48, check=lambda: None).of(trajectories, [quantity])
+    return np.concatenate([each[quantity] for each in found])
 
 
 def weights(backend: Backend) -> dict[str, Tensor]:

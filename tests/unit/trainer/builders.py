@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from services.trainer.batches.packing import Pack, Trajectory
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.model.backend import (
+    Backend,
     LossTotals,
     NonFiniteGradientError,
     NonFiniteLossError,
+    Quantity,
     StepMetrics,
-    TokenScores,
 )
 
 VOCAB_SIZE = 40
@@ -76,6 +77,11 @@ def save_tiny_qwen2(directory: Path, *, seed: int = 0, **changes: object) -> Pat
     return directory
 
 
+def scores_of(backend: Backend, pack: Pack, quantity: Quantity = "logprobs") -> np.ndarray:
+    """Of a pack's loss tokens, as the step asks for them; in several processes by one of them."""
+    return backend.score(pack, *[None] * (len(backend.shares) - 1), quantity=quantity)[0]
+
+
 class RecordingBackend:
     """Remembers what it was asked; a pack holding `poison_token` has a loss that is not finite."""
 
@@ -100,16 +106,14 @@ class RecordingBackend:
         self.packs.append(pack)
         return LossTotals(num_tokens=pack.num_loss_tokens, sums={"loss": 2.0 * pack.num_loss_tokens})
 
-    def forward_logprobs(self, pack: Pack) -> np.ndarray:
-        return np.zeros(pack.num_loss_tokens, dtype=np.float32)
+    def score(self, *packs: Pack | None, quantity: Quantity) -> list[np.ndarray]:
+        nothing = np.empty(0, dtype=np.float32)
+        return [nothing if pack is None else self.score_of(pack, quantity).astype(np.float32) for pack in packs]
 
-    def reference_logprobs(self, pack: Pack) -> np.ndarray:
-        return -pack.target_ids.astype(np.float32)
-
-    def token_scores(self, pack: Pack, *, with_log_ratios: bool) -> TokenScores:
-        """Every state is worth a hundredth of its token, every log-ratio is a thousandth of it."""
+    def score_of(self, pack: Pack, quantity: Quantity) -> np.ndarray:
+        """Every state is worth a hundredth of its token, every log-ratio to the reference is a thousandth of it."""
         tokens = pack.target_ids.astype(np.float32)
-        return TokenScores(values=tokens / 100, log_ratios=tokens / 1000 if with_log_ratios else None)
+        return {"logprobs": tokens * 0, "reference_logprobs": -tokens / 1000, "values": tokens / 100}[quantity]
 
     def refresh_reference(self) -> None:
         self.num_refreshes += 1

@@ -1,7 +1,5 @@
 """Packs hold every token of every trajectory once, in order, with the right neighbours."""
 
-from dataclasses import fields, replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +12,6 @@ from services.trainer.batches.packing import (
     full_enough,
     join,
     pack_trajectories,
-    part_of,
 )
 from tests.unit.trainer.builders import build_trajectory
 
@@ -108,29 +105,6 @@ def test_packing_keeps_every_loss_token_with_its_logprob_and_advantage():
     assert found == expected
     assert sum(pack.num_tokens for pack in packs) == sum(item.token_ids.size for item in trajectories)
     assert all(pack.num_tokens <= 64 for pack in packs)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_part_of_a_pack_is_the_pack_of_those_trajectories(temperature):
-    rng = np.random.default_rng(5)
-    items = [build_trajectory(rng, num_prompt=2, num_completion=number) for number in (4, 7, 1, 5)]
-    items[2:] = [replace(item, temperature=temperature) for item in items[2:]]
-    whole, segments = join(items, [3, 0, 2, 1]), (0, 2, 3)
-    part, targets = part_of(whole, segments)
-    expected = join(items, [3, 2, 1])
-    for field in fields(part):
-        found, wanted = getattr(part, field.name), getattr(expected, field.name)
-        if isinstance(wanted, np.ndarray):
-            np.testing.assert_array_equal(found, wanted, err_msg=field.name, strict=True)
-        else:
-            assert found == wanted, field.name
-    assert whole.target_ids[targets].tolist() == part.target_ids.tolist()
-    if temperature == 1.0:
-        assert part.temperatures is None
-    else:
-        # 5 loss tokens of the last, 1 of the third, 7 of the second.
-        wanted = np.array([temperature] * 6 + [1.0] * 7, dtype=np.float32)
-        np.testing.assert_array_equal(part.temperatures, wanted, strict=True)
 
 
 def test_numbers_of_loss_tokens_find_their_places_and_their_trajectories():

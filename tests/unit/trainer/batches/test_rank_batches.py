@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.batches.packing import join, pack_trajectories
-from services.trainer.batches.rank_partition import partition, place, share_out
+from services.trainer.batches.packing import pack_trajectories
+from services.trainer.batches.rank_partition import partition, place
 from tests.unit.trainer.builders import build_trajectory
 
 LENGTHS = st.lists(st.integers(2, 90), max_size=40)
@@ -63,36 +63,3 @@ def test_what_does_not_fit_needs_another_round():
     assert len(partition(trajectories([39, 90]), max_pack_tokens=64, shares=(1.0, 1.0))) == 1
     assert len(partition(trajectories([60, 60, 60]), max_pack_tokens=64, shares=(1.0, 1.0))) == 2
     assert partition([], max_pack_tokens=64, shares=(1.0, 1.0)) == []
-
-
-@settings(deadline=None)
-@given(lengths=LENGTHS.filter(bool), shares=SHARES)
-def test_a_pack_is_shared_out_by_whole_segments_and_every_loss_token_is_somewhere(lengths, shares):
-    items = trajectories(lengths)
-    pack = join(items, range(len(items)))
-    parts = share_out(pack, shares=shares)
-    assert len(parts) == len(shares)
-    assert pack.temperatures is not None
-    seen = np.concatenate([tokens for _, tokens in parts])
-    assert set(seen.tolist()) == set(range(pack.num_loss_tokens))
-    for part, tokens in parts:
-        expected = join(items, part.members)
-        for name in (
-            "token_ids",
-            "position_ids",
-            "logit_positions",
-            "target_ids",
-            "target_segments",
-            "advantages",
-            "temperatures",
-        ):
-            np.testing.assert_array_equal(getattr(part, name), getattr(expected, name), err_msg=name)
-        assert part.segment_lengths == expected.segment_lengths
-        np.testing.assert_array_equal(pack.target_ids[tokens], part.target_ids)
-
-
-def test_nothing_is_scored_twice_where_every_process_has_something_to_do():
-    items = trajectories([20, 8, 12, 5, 9, 30])
-    parts = share_out(join(items, range(6)), shares=(1.0, 2.0))
-    assert sorted(member for part, _ in parts for member in part.members) == [0, 1, 2, 3, 4, 5]
-    assert [part.num_tokens for part, _ in parts] == pytest.approx([28, 56], abs=8)

@@ -25,7 +25,7 @@ from services.trainer.model.backend import (
     UnsupportedModelError,
 )
 from services.trainer.model.model_loading import ModelSettings
-from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
+from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2, scores_of
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone_at_its_own_temperatu
     (pack,) = pack_trajectories(trajectories, max_pack_tokens=10_000)
     order = sorted(range(len(trajectories)), key=lambda index: -trajectories[index].token_ids.size)
     expected = [naive_logprobs(directory, trajectories[index]) for index in order]
-    np.testing.assert_allclose(backend.forward_logprobs(pack), np.concatenate(expected), atol=2e-5)
+    np.testing.assert_allclose(scores_of(backend, pack), np.concatenate(expected), atol=2e-5)
 
 
 @pytest.mark.parametrize("correction", list(Correction))
@@ -171,14 +171,14 @@ def test_training_on_rewarded_tokens_raises_their_logprobs(model_directory):
     for item in trajectories:
         item.advantages[:] = 1
     (pack,) = pack_trajectories(trajectories, max_pack_tokens=10_000)
-    before = backend.forward_logprobs(pack).mean()
+    before = scores_of(backend, pack).mean()
     for _ in range(5):
-        item_logprobs = backend.forward_logprobs(pack)
+        item_logprobs = scores_of(backend, pack)
         backend.forward_backward(
             type(pack)(**{**{name: getattr(pack, name) for name in pack.__slots__}, "behavior_logprobs": item_logprobs})
         )
         backend.optimizer_step(divisor=pack.num_loss_tokens)
-    assert backend.forward_logprobs(pack).mean() > before + 0.5
+    assert scores_of(backend, pack).mean() > before + 0.5
 
 
 def test_the_learning_rate_warms_up_linearly_and_stays(model_directory):

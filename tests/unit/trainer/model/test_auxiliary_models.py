@@ -16,7 +16,7 @@ from services.trainer.model.backend import BackendError, CheckpointMismatchError
 from services.trainer.model.model_loading import ModelSettings
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_settings import StepSettings
-from tests.unit.trainer.builders import VOCAB_SIZE, build_sample, build_trajectory, save_tiny_qwen2
+from tests.unit.trainer.builders import VOCAB_SIZE, build_sample, build_trajectory, save_tiny_qwen2, scores_of
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def only_pack(seed=0):
 
 
 def values(backend):
-    return backend.token_scores(only_pack(), with_log_ratios=False).values
+    return scores_of(backend, only_pack(), "values")
 
 
 def test_a_new_critic_expects_nothing_and_learns_what_is_worth_something(model_directory):
@@ -87,7 +87,7 @@ def test_a_new_critic_expects_nothing_and_learns_what_is_worth_something(model_d
     for trajectory, token in ((good, 11), (bad, 10)):
         trajectory.token_ids[:4] = [1, 2, 3, token]
     scores = [
-        backend.token_scores(pack, with_log_ratios=False).values[-1]
+        scores_of(backend, pack, "values")[-1]
         for trajectory in (good, bad)
         for pack in pack_trajectories([trajectory], max_pack_tokens=64)
     ]
@@ -102,7 +102,7 @@ def test_values_do_not_depend_on_neighbours_in_a_row(model_directory):
     found = []
     for count in (1, 3):
         pack = pack_trajectories([trajectory] * count, max_pack_tokens=1000)[0]
-        found.append(backend.token_scores(pack, with_log_ratios=False).values[-6:])
+        found.append(scores_of(backend, pack, "values")[-6:])
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)
 
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_without_a_critic_is_refused_where_one_is_wanted(tmp_path, 
 
 
 def log_ratios(backend):
-    return backend.token_scores(only_pack(), with_log_ratios=True).log_ratios
+    return scores_of(backend, only_pack()) - scores_of(backend, only_pack(), "reference_logprobs")
 
 
 def test_a_refreshed_reference_is_the_policy_of_that_moment_also_after_resuming(tmp_path, model_directory):

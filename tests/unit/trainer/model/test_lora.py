@@ -12,7 +12,7 @@ from penstock.model.adapter_layout import model_digest
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.config import LoraSection
 from services.trainer.model.backend import CheckpointMismatchError, UnsupportedModelError
-from tests.unit.trainer.builders import save_tiny_qwen2
+from tests.unit.trainer.builders import save_tiny_qwen2, scores_of
 from tests.unit.trainer.distributed.test_rank_backend import (
     assert_equal_tensors,
     build_backend,
@@ -33,7 +33,7 @@ def model_directory(tmp_path_factory):
 
 def logprobs(backend, trajectories):
     (pack,) = pack_trajectories(trajectories, max_pack_tokens=10_000)
-    return backend.forward_logprobs(pack)
+    return scores_of(backend, pack)
 
 
 def test_an_untrained_adapter_changes_nothing_and_a_trained_one_only_its_own_tensors(model_directory):
@@ -95,8 +95,8 @@ def test_dropout_is_on_while_gradients_are_computed_and_nowhere_else(model_direc
     (pack,) = pack_trajectories(random_trajectories(), max_pack_tokens=10_000)
     with pytest.raises(InterruptedError):
         backend.forward_backward(pack)
-    calm = backend.forward_logprobs(pack)
-    assert np.array_equal(calm, backend.forward_logprobs(pack))
+    calm = scores_of(backend, pack)
+    assert np.array_equal(calm, scores_of(backend, pack))
     assert np.abs(seen[0] - calm).max() > 1e-3
 
 

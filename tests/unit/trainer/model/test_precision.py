@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.precision import compute_dtype
-from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2
+from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2, scores_of
 from tests.unit.trainer.distributed.test_rank_backend import build_backend
 from tests.unit.trainer.model.test_lora import LORA
 
@@ -50,7 +50,7 @@ def test_what_is_trained_is_float32_and_small_updates_add_up(model_directory, lo
 
 def test_log_probs_are_those_of_bfloat16_products(model_directory):
     exact, rounded = (
-        build_backend(model_directory, dtype=dtype).forward_logprobs(only_pack(0)) for dtype in ("float32", "bfloat16")
+        scores_of(build_backend(model_directory, dtype=dtype), only_pack(0)) for dtype in ("float32", "bfloat16")
     )
     assert rounded.dtype == np.float32
     assert 0 < np.abs(exact - rounded).max() < 0.1

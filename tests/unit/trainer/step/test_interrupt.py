@@ -30,17 +30,9 @@ class StoppingBackend(RecordingBackend):
         self._note("forward_backward")
         return super().forward_backward(*packs)
 
-    def forward_logprobs(self, pack):
-        self._note("forward_logprobs")
-        return super().forward_logprobs(pack)
-
-    def reference_logprobs(self, pack):
-        self._note("reference_logprobs")
-        return super().reference_logprobs(pack)
-
-    def token_scores(self, pack, *, with_log_ratios):
-        self._note("token_scores")
-        return super().token_scores(pack, with_log_ratios=with_log_ratios)
+    def score_of(self, pack, quantity):
+        self._note(quantity)
+        return super().score_of(pack, quantity)
 
     def optimizer_step(self, *, divisor, is_last=True):
         self._note("optimizer_step")
@@ -55,9 +47,9 @@ def open_step(backend, interrupt, **changes):
 
 EACH_PASS = [
     ("forward_backward", {}),
-    ("forward_logprobs", {"num_minibatches": 2, "needs_proximal": True}),
+    ("logprobs", {"num_minibatches": 2, "needs_proximal": True}),
     ("reference_logprobs", {"num_minibatches": 2, "needs_reference": True}),
-    ("token_scores", {"algorithm": PPO}),
+    ("values", {"algorithm": PPO, "reward_kl_coefficient": 0.1}),
 ]
 
 

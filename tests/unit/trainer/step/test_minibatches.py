@@ -16,12 +16,12 @@ from services.trainer.batches.packing import pack_trajectories
 from services.trainer.batches.training_sample import trajectory_of
 from services.trainer.config import OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
-from services.trainer.model.backend import NonFiniteLossError, PartialStepError, TokenScores
+from services.trainer.model.backend import NonFiniteLossError, PartialStepError
 from services.trainer.model.model_loading import ModelSettings
 from services.trainer.step.passes import LossItem, split
 from services.trainer.step.step import StepClosedError, TrainingStep
 from services.trainer.step.step_settings import StepSettings
-from tests.unit.trainer.builders import RecordingBackend, build_group, save_tiny_qwen2
+from tests.unit.trainer.builders import RecordingBackend, build_group, save_tiny_qwen2, scores_of
 
 GROUPS = [build_group(name, [0.0, 1.0, 1.0], num_tokens=3 + number) for number, name in enumerate("abcdefg")]
 CLIP = Clip(low=0.2, high=0.2)
@@ -40,9 +40,9 @@ class SteppingBackend(RecordingBackend):
         self.step_of_pack.append(len(self.steps))
         return super().forward_backward(*packs)
 
-    def forward_logprobs(self, pack):
+    def score_of(self, pack, quantity):
         self.num_scored += 1
-        return np.full(pack.num_loss_tokens, float(len(self.steps)), dtype=np.float32)
+        return np.full(pack.num_loss_tokens, float(len(self.steps)))
 
     def optimizer_step(self, *, divisor, is_last=True):
         self.lasts.append(is_last)
@@ -96,10 +96,9 @@ def test_a_critics_values_and_returns_are_those_of_before_the_first_step():
     class ValuingBackend(SteppingBackend):
         """Its values are one more than the number of optimiser steps taken."""
 
-        def token_scores(self, pack, *, with_log_ratios):
-            assert not with_log_ratios
-            worth = np.full(pack.num_loss_tokens, 1.0 + len(self.steps), dtype=np.float32)
-            return TokenScores(values=worth, log_ratios=None)
+        def score_of(self, pack, quantity):
+            assert quantity != "reference_logprobs"
+            return super().score_of(pack, quantity) + (quantity == "values")
 
     backend = ValuingBackend()
     step = open_step(backend, algorithm=PPO, gae_lambda=1.0)
@@ -114,8 +113,8 @@ def test_a_critics_values_and_returns_are_those_of_before_the_first_step():
 
 def test_each_token_gets_its_own_proximal_log_prob():
     class TokenBackend(SteppingBackend):
-        def forward_logprobs(self, pack):
-            return pack.target_ids.astype(np.float32)
+        def score_of(self, pack, quantity):
+            return pack.target_ids
 
     backend = TokenBackend()
     step = open_step(backend)
@@ -165,8 +164,8 @@ def test_only_before_the_first_step_a_batch_can_be_begun_again(num_tokens, num_t
 
 def test_log_probs_that_are_not_finite_are_found_before_the_first_step():
     class PoisonedBackend(SteppingBackend):
-        def forward_logprobs(self, pack):
-            return np.where(pack.target_ids == 39, np.nan, 0.0).astype(np.float32)
+        def score_of(self, pack, quantity):
+            return np.where(pack.target_ids == 39, np.nan, 0.0)
 
     backend = PoisonedBackend()
     step = open_step(backend)
@@ -206,7 +205,7 @@ def test_steps_of_minibatches_are_those_of_a_plain_ppo_loop(tmp_path):
         name: [pack for each in group for pack in pack_trajectories([each], max_pack_tokens=40)]
         for name, group in trajectories.items()
     }
-    proximal = {name: [plain.forward_logprobs(pack) for pack in group] for name, group in packs.items()}
+    proximal = {name: [scores_of(plain, pack) for pack in group] for name, group in packs.items()}
     # By hand: g is the longest, then f, e; each next goes to the least loaded.
     for names in ("gba", "fc", "ed"):
         num_tokens = 0

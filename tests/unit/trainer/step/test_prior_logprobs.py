@@ -29,13 +29,10 @@ class CountingBackend(RecordingBackend):
         super().__init__()
         self.num_proximal = self.num_reference = 0
 
-    def forward_logprobs(self, pack):
-        self.num_proximal += 1
-        return pack.target_ids.astype(np.float32)
-
-    def reference_logprobs(self, pack):
-        self.num_reference += 1
-        return super().reference_logprobs(pack)
+    def score_of(self, pack, quantity):
+        self.num_proximal += quantity == "logprobs"
+        self.num_reference += quantity == "reference_logprobs"
+        return -pack.target_ids if quantity == "reference_logprobs" else pack.target_ids
 
 
 def open_step(backend, algorithm, **changes):
