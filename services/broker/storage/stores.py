@@ -30,7 +30,7 @@ class StoreSettings:
 class StoreKind:
     """A kind of store."""
 
-    check: Callable[[str], None]
+    check: Callable[[str], object]
     """Raises ValueError if a URL is malformed."""
     can_wait_for_replicas: Callable[[str], bool]
     open: Callable[[StoreSettings], Store]
@@ -59,12 +59,8 @@ def _open_redis(settings: StoreSettings) -> Store:
     )
 
 
-def _check_redis_url(url: str) -> None:
-    parse_redis_url(url)
-
-
 REDIS = StoreKind(
-    check=_check_redis_url,
+    check=parse_redis_url,
     can_wait_for_replicas=lambda url: parse_redis_url(url).kind != "cluster",
     open=_open_redis,
 )

@@ -11,7 +11,7 @@ the data nodes. The Sentinels' own password and certificates belong in no config
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import quote, unquote
 
@@ -62,25 +62,21 @@ def parse_redis_url(url: str) -> RedisAddress:
         )
     username, _, password = (match["login"] or "").partition(":")
     names, _, path = match["rest"].partition("/")
-    hosts = _hosts(names)
-    is_tls = match["tls"] == "rediss"
-    login = (unquote(username) or None, unquote(password) or None)
-    if match["kind"] == "cluster":
+    address = RedisAddress(
+        kind="cluster" if match["kind"] == "cluster" else "sentinel",
+        hosts=_hosts(names),
+        username=unquote(username) or None,
+        password=unquote(password) or None,
+        is_tls=match["tls"] == "rediss",
+    )
+    if address.kind == "cluster":
         if path:
             raise ValueError(f"a Redis Cluster has one database: drop /{path}")
-        return RedisAddress(kind="cluster", hosts=hosts, username=login[0], password=login[1], is_tls=is_tls)
+        return address
     service, _, db = path.partition("/")
     if not service or not (db or "0").isdecimal():
         raise ValueError("write it as redis+sentinel://HOST:PORT,HOST:PORT/SERVICE or .../SERVICE/DB")
-    return RedisAddress(
-        kind="sentinel",
-        hosts=hosts,
-        service=unquote(service),
-        db=int(db or "0"),
-        username=login[0],
-        password=login[1],
-        is_tls=is_tls,
-    )
+    return replace(address, service=unquote(service), db=int(db or "0"))
 
 
 def _hosts(names: str) -> tuple[Host, ...]:

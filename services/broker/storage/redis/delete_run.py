@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from redis.asyncio import Redis
 
 from services.broker.records.store import ConflictError, Mark
 from services.broker.state.batches import head_of, read_record
@@ -20,7 +18,6 @@ SLICE_RECORDS = 100
 """Records requested at once; Redis may return more of a small hash."""
 SLICE_KEYS = 500
 """Keys deleted by one command; their memory is freed in the background (UNLINK)."""
-_LUA = Path(__file__).parent / "lua"
 
 
 class RedisPurge:
@@ -28,8 +25,8 @@ class RedisPurge:
 
     def __init__(self, connection: RedisConnection, *, num_wait_replicas: int) -> None:
         self._redis = connection
-        self._purge = Script(_LUA / "purge.lua", num_replicas=num_wait_replicas)
-        self._delete = Script(_LUA / "delete.lua", num_replicas=num_wait_replicas)
+        self._purge = Script("purge", num_replicas=num_wait_replicas)
+        self._delete = Script("delete", num_replicas=num_wait_replicas)
 
     async def purge(self, run_id: str, expected: Mark) -> AsyncIterator[int]:
         """See `Store.purge`."""
@@ -66,13 +63,9 @@ class RedisPurge:
         script_keys = [*keys.fixed, *(keys.spans(peer.decode()) for peer in peers)]
         args = [str(expected.revision), expected.name] if expected else ["", ""]
         # First: a run opened under this id after the keys are gone registers itself.
-        await self._redis.write(lambda redis: _leave_list(redis, run_id))
+        await self._redis.write(lambda redis: redis.zrem(RUNS, run_id))
         if not await self._redis.write(lambda redis: self._delete.run(redis, keys=script_keys, args=args)):
             raise ConflictError(run_id)
-
-
-async def _leave_list(redis: Redis, run_id: str) -> int:
-    return int(await redis.zrem(RUNS, run_id))
 
 
 def _keys(keys: RunKeys, name: str, record: bytes) -> list[str]:

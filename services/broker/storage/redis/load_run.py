@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock.errors import ServiceUnavailableError
@@ -18,7 +17,6 @@ SLICE_RECORDS = 100
 """Records read at once while their size is unknown; Redis may return more of a small hash."""
 MAX_SLICE_RECORDS = 1_000
 MAX_SCANS = 5
-_LUA = Path(__file__).parent / "lua"
 
 
 class RedisLoad:
@@ -26,7 +24,7 @@ class RedisLoad:
 
     def __init__(self, connection: RedisConnection, *, num_wait_replicas: int) -> None:
         self._redis = connection
-        self._script = Script(_LUA / "clock.lua", _LUA / "load.lua", num_replicas=num_wait_replicas)
+        self._script = Script("clock", "load", num_replicas=num_wait_replicas)
 
     async def changes(self, run_id: str, since: Mark) -> Snapshot | None:
         """The changes since a mark. None: no such run. Raises LostMarkError."""

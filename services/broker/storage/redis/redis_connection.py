@@ -46,8 +46,10 @@ SEND_BUFFER_BYTES = 4 * 1024 * 1024
 """Buffer of a unix socket, as far as the kernel allows: the largest put. TCP sizes its own."""
 
 _log = structlog.get_logger()
+_LUA = Path(__file__).parent / "lua"
 _T = TypeVar("_T")
 _Arg = bytes | memoryview | str | int
+_Command = Sequence[_Arg]
 
 
 class Script:
@@ -58,14 +60,14 @@ class Script:
     otherwise confirm writes that the new one never received.
     """
 
-    def __init__(self, *paths: Path, num_replicas: int = 0) -> None:
-        """The files make one script, in order."""
-        self._text = "".join(path.read_text(encoding="ascii") for path in paths)
+    def __init__(self, *names: str, num_replicas: int = 0) -> None:
+        """The files of these names in `lua` make one script, in order."""
+        self._text = "".join((_LUA / f"{name}.lua").read_text(encoding="ascii") for name in names)
         self._digest = hashlib.sha1(self._text.encode("ascii"), usedforsecurity=False).hexdigest()
         self._num_replicas = num_replicas
 
     async def run(
-        self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg], ahead: Sequence[Sequence[_Arg]] = ()
+        self, redis: Redis, *, keys: Sequence[str], args: Sequence[_Arg], ahead: Sequence[_Command] = ()
     ) -> Any:
         """The script's result; the commands `ahead` run before it, in the same round trip if possible."""
         rest = (len(keys), *keys, *args)
@@ -75,7 +77,7 @@ class Script:
             return await exchange(redis, [("EVAL", self._text, *rest)], num_replicas=self._num_replicas)
 
 
-async def exchange(redis: Redis, commands: Sequence[Sequence[_Arg]], *, num_replicas: int = 0) -> Any:
+async def exchange(redis: Redis, commands: Sequence[_Command], *, num_replicas: int = 0) -> Any:
     """The answer to the last of some commands, sent together, once `num_replicas` replicas are as far as the master.
 
     As a pipeline of redis-py, but without its bookkeeping, which takes as long as all the rest (290 against 180
@@ -113,15 +115,20 @@ async def exchange(redis: Redis, commands: Sequence[Sequence[_Arg]], *, num_repl
     return answers[-1]
 
 
-async def _through_cluster(redis: RedisCluster, commands: Sequence[Sequence[_Arg]]) -> Any:
+async def _through_cluster(redis: RedisCluster, commands: Sequence[_Command]) -> Any:
     """The answer to the last command; those before it are sent first, as a Cluster's pipeline accepts no scripts."""
     *ahead, last = commands
     if ahead:
-        pipeline = redis.pipeline(transaction=False)
-        for command in ahead:
-            pipeline.execute_command(*command)
-        await pipeline.execute()
+        await pipelined(redis, ahead)
     return await redis.execute_command(*last)
+
+
+async def pipelined(redis: Redis | RedisCluster, commands: Sequence[_Command]) -> list[Any]:
+    """The answers to some commands, sent together, as redis-py parses them."""
+    pipeline = redis.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    return await pipeline.execute()
 
 
 class RedisConnection:

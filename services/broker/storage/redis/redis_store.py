@@ -11,10 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-from redis.asyncio import Redis
 
 from penstock.wire.codec import Packed
 from services.broker.records.run_clock import Reading
@@ -34,7 +31,7 @@ from services.broker.storage.redis.authentication import NO_CREDENTIALS, RedisCr
 from services.broker.storage.redis.delete_run import RedisPurge
 from services.broker.storage.redis.keys import PROBE, RUNS, RunKeys
 from services.broker.storage.redis.load_run import RedisLoad, reading_of
-from services.broker.storage.redis.redis_connection import RedisConnection, Script, exchange
+from services.broker.storage.redis.redis_connection import RedisConnection, Script, exchange, pipelined
 
 PROBE_TTL_MS = 60_000
 
@@ -46,8 +43,6 @@ ORPHAN_LIFE_S = 600
 PAYLOAD_PART_BYTES = 8 * 1024 * 1024
 """Bytes of a large payload written by one call."""
 
-_LUA = Path(__file__).parent / "lua"
-
 
 class RedisStore:
     """A `Store` in Redis; see `Store` for its promises."""
@@ -57,10 +52,10 @@ class RedisStore:
         self._redis = connection
         self._num_wait_replicas = num_wait_replicas
         self._load = RedisLoad(connection, num_wait_replicas=num_wait_replicas)
-        self._tick = Script(_LUA / "clock.lua", _LUA / "tick.lua", num_replicas=num_wait_replicas)
-        self._books = Script(_LUA / "books.lua", num_replicas=num_wait_replicas)
-        self._commit = Script(_LUA / "commit.lua", num_replicas=num_wait_replicas)
-        self._now = Script(_LUA / "now.lua")
+        self._tick = Script("clock", "tick", num_replicas=num_wait_replicas)
+        self._books = Script("books", num_replicas=num_wait_replicas)
+        self._commit = Script("commit", num_replicas=num_wait_replicas)
+        self._now = Script("now")
         self._purge = RedisPurge(connection, num_wait_replicas=num_wait_replicas)
 
     @classmethod
@@ -133,30 +128,17 @@ class RedisStore:
         key = RunKeys(run_id).payload(payload_id)
         for start in range(0, len(payload), PAYLOAD_PART_BYTES):
             part = payload[start : start + PAYLOAD_PART_BYTES]
-
-            async def write(redis: Redis, start: int = start, part: Packed = part) -> None:
-                pipeline = redis.pipeline(transaction=False)
-                # Before every part, so that none ever exists without an expiry.
-                pipeline.set(key, b"", ex=ORPHAN_LIFE_S, nx=True)
-                pipeline.setrange(key, start, part)
-                await pipeline.execute()
-
-            await self._redis.write(write)
+            # Created before every part, so that none ever exists without an expiry.
+            commands = [("SET", key, b"", "EX", ORPHAN_LIFE_S, "NX"), ("SETRANGE", key, start, part)]
+            await self._redis.write(partial(pipelined, commands=commands))
 
     async def payloads(self, run_id: str, slices: Sequence[PayloadSlice]) -> list[bytes]:
         """See `Store.payloads`."""
         if not slices:
             return []
         keys = RunKeys(run_id)
-
-        async def read(redis: Redis) -> list[bytes]:
-            pipeline = redis.pipeline(transaction=False)
-            for part in slices:
-                pipeline.getrange(keys.payload(part.payload_id), part.start, part.end - 1)
-            found: list[bytes] = await pipeline.execute()
-            return found
-
-        return await self._redis.read(read)
+        commands = [("GETRANGE", keys.payload(part.payload_id), part.start, part.end - 1) for part in slices]
+        return await self._redis.read(partial(pipelined, commands=commands))
 
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
         """See `Store.prompts`."""
@@ -170,14 +152,8 @@ class RedisStore:
         if not samples:
             return []
         keys = RunKeys(run_id)
-
-        async def read(redis: Redis) -> list[list[bytes]]:
-            pipeline = redis.pipeline(transaction=False)
-            for sample in samples:
-                pipeline.lrange(keys.chunks(sample), 0, -1)
-            return await pipeline.execute()
-
-        return await self._redis.read(read)
+        commands = [("LRANGE", keys.chunks(sample), 0, -1) for sample in samples]
+        return await self._redis.read(partial(pipelined, commands=commands))
 
     async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
         """See `Store.books`."""
@@ -200,20 +176,20 @@ class RedisStore:
     async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
         """See `Store.put_peer`."""
         keys = RunKeys(run_id)
-
-        async def write(redis: Redis) -> None:
-            pipeline = redis.pipeline(transaction=False)
-            pipeline.hset(keys.peers, peer_id, view)
-            # A peer unaware that its run was deleted leaves nothing permanent.
-            pipeline.expire(keys.peers, PEERS_LIFE_S)
-            if busy_spans:
-                pipeline.rpush(keys.spans(peer_id), *busy_spans)
-                pipeline.ltrim(keys.spans(peer_id), -MAX_BUSY_SPANS, -1)
-                pipeline.expire(keys.spans(peer_id), PEERS_LIFE_S)
-            await pipeline.execute()
-
+        spans = keys.spans(peer_id)
+        # A peer unaware that its run was deleted leaves nothing permanent.
+        commands: list[Sequence[bytes | str | int]] = [
+            ("HSET", keys.peers, peer_id, view),
+            ("EXPIRE", keys.peers, PEERS_LIFE_S),
+        ]
+        if busy_spans:
+            commands += [
+                ("RPUSH", spans, *busy_spans),
+                ("LTRIM", spans, -MAX_BUSY_SPANS, -1),
+                ("EXPIRE", spans, PEERS_LIFE_S),
+            ]
         # Repeated after a lost answer it may store a span twice, which is harmless for hints.
-        await self._redis.write(write)
+        await self._redis.write(partial(pipelined, commands=commands))
 
     async def peers(self, run_id: str) -> dict[str, bytes]:
         """See `Store.peers`."""
@@ -225,16 +201,8 @@ class RedisStore:
         if not peer_ids:
             return
         keys = RunKeys(run_id)
-
-        async def write(redis: Redis) -> None:
-            pipeline = redis.pipeline(transaction=False)
-            pipeline.hdel(keys.peers, *peer_ids)
-            for peer_id in peer_ids:
-                # Not `unlink`: a Cluster's pipeline has it only as a coroutine of its own.
-                pipeline.execute_command("UNLINK", keys.spans(peer_id))
-            await pipeline.execute()
-
-        await self._redis.write(write)
+        commands = [("HDEL", keys.peers, *peer_ids), *(("UNLINK", keys.spans(peer_id)) for peer_id in peer_ids)]
+        await self._redis.write(partial(pipelined, commands=commands))
 
     async def busy_spans(self, run_id: str, peer_id: str) -> list[bytes]:
         """See `Store.busy_spans`."""
@@ -251,18 +219,13 @@ class RedisStore:
         """See `Store.roots`."""
         if not run_ids:
             return []
-
-        async def read(redis: Redis) -> list[Any]:
-            pipeline = redis.pipeline(transaction=False)
-            for run_id in run_ids:
-                pipeline.hmget(RunKeys(run_id).run, ["revision", "name", "record"])
-                pipeline.hlen(RunKeys(run_id).groups)
-            return await pipeline.execute()
-
-        found = await self._redis.read(read)
+        keys = [RunKeys(run_id) for run_id in run_ids]
+        roots = [("HMGET", each.run, "revision", "name", "record") for each in keys]
+        sizes = [("HLEN", each.groups) for each in keys]
+        found = await self._redis.read(partial(pipelined, commands=[*roots, *sizes]))
         return [
             Root(mark=Mark(int(revision), name.decode()), run=record, num_records=num_records) if revision else None
-            for (revision, name, record), num_records in zip(found[::2], found[1::2], strict=True)
+            for (revision, name, record), num_records in zip(found[: len(keys)], found[len(keys) :], strict=True)
         ]
 
     async def now_s(self, run_id: str) -> float:
