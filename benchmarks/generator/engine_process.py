@@ -27,7 +27,8 @@ from benchmarks.generator.model import VOCAB_SIZE
 from penstock.model.digests import manifest_digest, safetensors_digests
 from penstock.process.bound_child import end_group_with_parent
 from services.generator.engine.engine import GenerateRequest, SamplingSettings, UpdateMode, WeightUpdate
-from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 
 PROMPT_TOKENS = 24
@@ -157,7 +158,9 @@ class BusyEngine:
 async def run(model_path: Path, plan: EnginePlan) -> dict[str, Any]:
     """Measure; returns the contents of the result file."""
     files = [model_path / "model.safetensors", *sorted((model_path / "versions").iterdir())]
-    engine = VllmEngine(VllmSettings(model_path=model_path, dtype="float32", kv_cache_gib=0.25, seed=plan.seed))
+    engine = VllmEngine(
+        VllmEngineConfig(kv_cache_gib=0.25), ServedModel(model_path=model_path, dtype="float32", seed=plan.seed)
+    )
     await engine.start()
     try:
         busy = BusyEngine(engine, plan, files)

@@ -28,7 +28,8 @@ from penstock.process.bound_child import end_group_with_parent
 from services.generator.decoding.kv_headroom import RunningSample
 from services.generator.decoding.lease_headroom import Credit
 from services.generator.engine.engine import EngineProfile, EngineStats, GenerateRequest, SamplingSettings
-from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 
 PROMPT_TOKENS = 100
@@ -187,13 +188,8 @@ def _sample(num_new_tokens: int) -> RunningSample:
 async def run(model_path: Path, plan: PressurePlan) -> dict[str, Any]:
     """Measure; returns the contents of the result file."""
     engine = VllmEngine(
-        VllmSettings(
-            model_path=model_path,
-            dtype="float32",
-            kv_cache_gib=plan.kv_cache_gib,
-            max_num_seqs=MAX_SAMPLES,
-            seed=plan.seed,
-        )
+        VllmEngineConfig(kv_cache_gib=plan.kv_cache_gib, max_concurrent_samples=MAX_SAMPLES),
+        ServedModel(model_path=model_path, dtype="float32", seed=plan.seed),
     )
     await engine.start()
     windows: list[PressureWindow] = []

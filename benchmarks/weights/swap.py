@@ -20,6 +20,9 @@ from penstock.model.digests import manifest_digest, safetensors_digests
 from penstock.process.bound_child import end_group_with_parent
 from penstock.process.tasks import end
 from services.generator.engine.engine import Engine, GenerateRequest, SamplingSettings, WeightUpdate
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.transformers.config import TransformersEngineConfig
+from services.generator.engines.vllm.config import VllmEngineConfig
 
 ENGINES = ("transformers", "vllm")
 NUM_SAMPLES = 2
@@ -67,15 +70,15 @@ async def swap(model_path: Path, *, engine_name: str, num_updates: int) -> dict[
 
 
 def _build_engine(name: str, model_path: Path) -> Engine:
+    model = ServedModel(model_path=model_path, dtype="float32")
     # Imported here: torch takes seconds, and the other benchmarks do not need it.
     if name == "vllm":
-        from services.generator.engines.vllm.process_setup import VllmSettings
         from services.generator.engines.vllm.vllm_engine import VllmEngine
 
-        return VllmEngine(VllmSettings(model_path=model_path, dtype="float32", kv_cache_gib=0.25, stream_interval=1))
-    from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
+        return VllmEngine(VllmEngineConfig(kv_cache_gib=0.25), model, stream_interval=1)
+    from services.generator.engines.transformers.transformers_engine import TransformersEngine
 
-    return TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=1))
+    return TransformersEngine(TransformersEngineConfig(), model, stream_interval=1)
 
 
 async def _decode(engine: Engine, name: str) -> None:

@@ -9,10 +9,9 @@ from pydantic import Field, model_validator
 
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, RunId, StrictModel, Targets
-from penstock.model.adapter_layout import MAX_RANK
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
 from services.generator.emulation.config import EmulatedConfig
-from services.generator.engines.base_config import DtypeName
+from services.generator.engines.base_config import ServedModel
 from services.generator.engines.registry import DEFAULT_ENGINE, EngineConfig
 
 MAX_INSTANCES = 256
@@ -63,7 +62,7 @@ class OpenAIConfig(OpenAISection):
     """Temperature of sessions, and of requests that name none: the run's sampling.temperature."""
 
 
-class GeneratorConfig(MeasuredConfig):
+class GeneratorConfig(MeasuredConfig, ServedModel):
     """A generator: leases prompts of one run, decodes them, swaps weights in flight."""
 
     listen: str = "127.0.0.1:7302"
@@ -78,18 +77,8 @@ class GeneratorConfig(MeasuredConfig):
     """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
     weights: str = "127.0.0.1:7304"
     """The weight store (the trainer), host:port."""
-    model_path: Path
-    """Hugging Face directory of the initial model and its tokenizer."""
-    dtype: DtypeName = "auto"
-    """Element type of the engine's weights."""
-    max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
-    """Highest rank of the LoRA adapters it is sent, for runs that train one; unset: whole models."""
-    seed: int = 0
-    """Seed of the engine's own sampling, used where a prompt brings none."""
     engine: EngineConfig = DEFAULT_ENGINE
     """The engine."""
-    emulated: EmulatedConfig = EmulatedConfig()
-    """The hardware that the engine `emulated` emulates."""
     instances: tuple[InstanceConfig, ...] = ()
     """Several emulated generators in this process, each separate to the broker: number i listens at the port of
     `listen` + i and is named `generator_id`-i; empty is one."""

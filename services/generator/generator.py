@@ -43,11 +43,11 @@ from services.generator.engine.engine import (
     EngineError,
     EngineHungError,
     EngineProfile,
+    PausableEngine,
     UpdateMode,
     UpdateReport,
 )
 from services.generator.engine.model_files import end_token_ids
-from services.generator.engines.factory import PausableEngine, engine_version
 from services.generator.failure_log import Failure, FailureCounts
 from services.generator.metrics import GeneratorMetrics
 from services.generator.watchdog import DecodeWatch
@@ -318,7 +318,7 @@ class Generator:
             generator_id=self.generator_id,
             state=self._state(),
             engine=self._config.engine.engine,
-            engine_version=engine_version(self._config.engine),
+            engine_version=self._config.engine.version(),
             policy_version=held.policy_version if held is not None else 0,
             weights_digest=held.digest if held is not None else "",
             busy_s=self._busy.busy_s,

@@ -29,7 +29,6 @@ from penstock.security.session_keys import SECRET_VARIABLE
 from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import load_text_decoder
-from services.generator.engines.factory import build_engine
 from services.generator.generator import Generator
 from services.generator.instances import expand
 from services.generator.metrics import GeneratorMetrics
@@ -107,7 +106,7 @@ class _Member:
 def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> _Member:
     try:
         text = load_text_decoder(config.model_path, is_tokenizer_needed=not config.engine.is_emulated)
-        engine = build_engine(config)
+        engine = config.engine.build(config)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     generator = Generator(config, engine=engine, text=text, metrics=metrics, security=security)

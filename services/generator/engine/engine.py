@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -276,6 +276,17 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Ends all samples as ABORTED and frees everything; may be called twice."""
+
+
+@runtime_checkable
+class PausableEngine(Protocol):
+    """An engine that can pause between two decoding steps and keep all its state."""
+
+    async def pause(self) -> None:
+        """Stop sampling until `resume`; idempotent."""
+
+    async def resume(self) -> None:
+        """Continue sampling; idempotent."""
 
 
 def check_request(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:

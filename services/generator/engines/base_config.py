@@ -4,39 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+import penstock
 from penstock.config import StrictModel
+from penstock.model.adapter_layout import MAX_RANK
+from penstock.process.packages import installed_version
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.engine.engine import Engine, UpdateMode
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class ServedModel(Protocol):
+class ServedModel(StrictModel):
     """The parts of a generator's configuration that engines read besides their own."""
 
-    @property
-    def model_path(self) -> Path:
-        """Hugging Face directory of the initial model."""
-
-    @property
-    def dtype(self) -> DtypeName:
-        """Element type of the weights."""
-
-    @property
-    def max_lora_rank(self) -> int | None:
-        """Highest adapter rank; None for whole models."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of samples without their own."""
-
-    @property
-    def emulated(self) -> EmulatedConfig:
-        """The hardware that an emulated engine emulates."""
+    model_path: Path
+    """Hugging Face directory of the initial model and its tokenizer."""
+    dtype: DtypeName = "auto"
+    """Element type of the engine's weights."""
+    max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
+    """Highest rank of the LoRA adapters it is sent, for runs that train one; unset: whole models."""
+    seed: int = 0
+    """Seed of the engine's own sampling, used where a prompt brings none."""
+    emulated: EmulatedConfig = EmulatedConfig()
+    """The hardware that the engine `emulated` emulates."""
 
 
 class BaseEngineConfig(StrictModel, ABC):
@@ -79,6 +73,11 @@ class BaseEngineConfig(StrictModel, ABC):
     @abstractmethod
     def build(self, model: ServedModel) -> Engine:
         """The engine, not started; imports its libraries only now. Raises ValueError if it cannot be built."""
+
+    @classmethod
+    def version(cls) -> str:
+        """Version of the engine's package, or Penstock's own if it needs none."""
+        return installed_version(*cls.packages) or penstock.__version__
 
     @classmethod
     def decodes_on_cpus(cls) -> bool:

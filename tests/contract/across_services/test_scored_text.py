@@ -17,7 +17,9 @@ from penstock.v1 import broker_pb2, reward_pb2, reward_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_array
 from services.broker.storage.memory_store import MemoryStore
 from services.generator.engine.model_files import load_text_decoder
-from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.transformers.config import TransformersEngineConfig
+from services.generator.engines.transformers.transformers_engine import TransformersEngine
 from services.reward.config import RewardConfig
 from services.reward.server import serve
 from tests.helpers.brokers import broker as real
@@ -181,7 +183,9 @@ async def test_what_a_generator_sends_is_what_its_tokens_say(tmp_path: Path) -> 
     model_path = make_tiny_model(tmp_path / "model")
     cut_characters(model_path)
     bench.text = load_text_decoder(model_path, is_tokenizer_needed=True)
-    engine = TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=2))
+    engine = TransformersEngine(
+        TransformersEngineConfig(), ServedModel(model_path=model_path, dtype="float32"), stream_interval=2
+    )
     samples = submit(bench)
     async with bench.store.serving_content():
         weights = write_perturbed(model_path, bench.store.directory / "0.safetensors", seed=0)

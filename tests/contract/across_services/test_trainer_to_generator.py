@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 from penstock.v1 import trainer_pb2
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
+from services.generator.engines.base_config import ServedModel
 from services.generator.engines.transformers.config import TransformersEngineConfig
-from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
+from services.generator.engines.transformers.transformers_engine import TransformersEngine
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
 from tests.helpers.brokers.scripted_generation import ScriptedGenerationBroker
@@ -47,7 +48,7 @@ async def test_the_steps_of_a_trainer_reach_the_engine_as_deltas(tmp_path: Path)
             cache_dir=tmp_path / "cache",
             engine=TransformersEngineConfig(max_concurrent_samples=2),
         )
-        engine = TransformersEngine(TransformersSettings(model_path=model, dtype="float32"))
+        engine = TransformersEngine(TransformersEngineConfig(), ServedModel(model_path=model, dtype="float32"))
         generator = Generator(config, engine=engine, text=IdText(), metrics=metrics)
 
         is_started = asyncio.Event()

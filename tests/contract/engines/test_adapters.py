@@ -19,8 +19,10 @@ from safetensors.torch import load_file, save_file
 from penstock.model.adapter_layout import BaseMismatchError, model_digest
 from penstock.model.digests import WeightsMismatchError
 from services.generator.engine.engine import Engine, EngineError, GenerateRequest, SamplingSettings, TokenSpan
-from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
-from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.transformers.config import TransformersEngineConfig
+from services.generator.engines.transformers.transformers_engine import TransformersEngine
+from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from services.trainer.batches.packing import Trajectory, pack_trajectories
 from services.trainer.distributed.rank_backend import RankBackend
@@ -53,25 +55,17 @@ def backend(model_path: Path) -> RankBackend:
 )
 async def engine(request: pytest.FixtureRequest, model_path: Path) -> AsyncIterator[Engine]:
     built: Engine
+    model = ServedModel(model_path=model_path, dtype="float32", max_lora_rank=4)
     if request.param == "vllm":
-        settings = VllmSettings(
-            model_path=model_path,
-            dtype="float32",
-            max_num_seqs=8,
-            kv_cache_gib=0.125,
-            stream_interval=4,
-            max_lora_rank=4,
-        )
+        config = VllmEngineConfig(max_concurrent_samples=8, kv_cache_gib=0.125)
         # A worker whose memory can be made to fail.
         with pytest.MonkeyPatch.context() as patch:
             extension = "tests.helpers.generators.flipping_worker.FlippingWorkerExtension"
             patch.setattr("services.generator.engines.vllm.process_setup._WORKER_EXTENSION", extension)
-            built = VllmEngine(settings)
+            built = VllmEngine(config, model, stream_interval=4)
             await built.start()
     else:
-        built = TransformersEngine(
-            TransformersSettings(model_path=model_path, dtype="float32", stream_interval=4, max_lora_rank=4)
-        )
+        built = TransformersEngine(TransformersEngineConfig(max_concurrent_samples=64), model, stream_interval=4)
         await built.start()
     yield built
     await built.stop()

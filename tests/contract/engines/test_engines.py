@@ -22,15 +22,17 @@ from services.generator.engine.engine import (
     EngineStoppedError,
     FinishReason,
     GenerateRequest,
+    PausableEngine,
     RequestRefusedError,
     SamplingSettings,
     TokenSpan,
 )
+from services.generator.engines.base_config import ServedModel
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
-from services.generator.engines.factory import PausableEngine
-from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
+from services.generator.engines.transformers.config import TransformersEngineConfig
+from services.generator.engines.transformers.transformers_engine import TransformersEngine
 from services.generator.engines.vllm import process_setup, vllm_engine
-from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from tests.helpers.models.tiny_model import (
     MAX_CONTEXT,
@@ -75,12 +77,12 @@ def is_real(engine: Engine) -> bool:
 
 
 def build_engine(name: str, model_path: Path) -> Engine:
+    model = ServedModel(model_path=model_path, dtype="float32")
     if name == "vllm":
-        return VllmEngine(
-            VllmSettings(model_path=model_path, dtype="float32", max_num_seqs=64, kv_cache_gib=0.125, stream_interval=4)
-        )
+        config = VllmEngineConfig(max_concurrent_samples=64, kv_cache_gib=0.125)
+        return VllmEngine(config, model, stream_interval=4)
     if name == "transformers":
-        return TransformersEngine(TransformersSettings(model_path=model_path, dtype="float32", stream_interval=4))
+        return TransformersEngine(TransformersEngineConfig(max_concurrent_samples=64), model, stream_interval=4)
     # Slow enough that a sample is still under way when a test on a busy machine does something to it.
     spec = EmulatedSpec(token_s=1.5e-3, max_model_len=MAX_CONTEXT, vocab_size=VOCAB_SIZE)
     return EmulatedEngine(spec)

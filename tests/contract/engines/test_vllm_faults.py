@@ -12,8 +12,9 @@ import pytest
 
 from penstock.v1 import generator_pb2, types_pb2
 from services.generator.engine.model_files import load_text_decoder
-from services.generator.engines.vllm import process_setup
-from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.vllm import process_setup, vllm_engine
+from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from services.generator.generator import GeneratorFailedError
 from tests.contract.generator.test_generator import Bench
@@ -29,7 +30,8 @@ NUM_SAMPLES = 4
 
 
 @pytest.fixture
-async def bench(tmp_path):
+async def bench(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "STOP_TIMEOUT_S", 1.0)
     made = Bench(tmp_path)
     make_tiny_model(tmp_path / "model")
     for name in ("config.json", "generation_config.json"):
@@ -48,13 +50,9 @@ async def publish(bench, version):
 @asynccontextmanager
 async def running(bench, **settings):
     engine = VllmEngine(
-        VllmSettings(
-            model_path=bench.tmp_path / "model",
-            dtype="float32",
-            kv_cache_gib=0.0625,
-            stream_interval=2,
-            stop_timeout_s=1.0,
-        )
+        VllmEngineConfig(kv_cache_gib=0.0625),
+        ServedModel(model_path=bench.tmp_path / "model", dtype="float32"),
+        stream_interval=2,
     )
     async with bench.running(engine, **settings):
         yield engine

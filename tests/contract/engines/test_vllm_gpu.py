@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.generator.engine.engine import GenerateRequest, SamplingSettings, TokenSpan
-from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from tests.helpers.models.tiny_model import load_tiny_model, make_tiny_model, make_update, write_perturbed
 from tests.helpers.waiting import until
@@ -42,7 +43,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model_path: Path) -> AsyncIterator[VllmEngine]:
     built = VllmEngine(
-        VllmSettings(model_path=model_path, dtype="float32", gpu_memory_utilization=0.3, stream_interval=2)
+        VllmEngineConfig(gpu_memory_utilization=0.3),
+        ServedModel(model_path=model_path, dtype="float32"),
+        stream_interval=2,
     )
     await built.start()
     yield built

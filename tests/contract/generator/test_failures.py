@@ -14,7 +14,9 @@ from penstock.network.rpc import call
 from penstock.v1 import generator_pb2, types_pb2
 from services.generator.engine.engine import EngineHungError, EngineStoppedError, GenerateRequest, SamplingSettings
 from services.generator.engine.install_progress import InstallSigns, give_sign, signs_file
-from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.transformers.config import TransformersEngineConfig
+from services.generator.engines.transformers.transformers_engine import TransformersEngine
 from services.generator.generator import GeneratorFailedError
 from services.generator.weights import puller
 from tests.helpers.brokers.scripted_generation import prompt
@@ -172,7 +174,7 @@ async def test_a_pull_that_was_overtaken_does_not_take_the_engine_back(bench, mo
 
 
 def test_stopping_an_engine_passes_over_updates_that_nobody_waits_for_any_more(tmp_path):
-    engine = TransformersEngine(TransformersSettings(model_path=tmp_path))
+    engine = TransformersEngine(TransformersEngineConfig(), ServedModel(model_path=tmp_path))
     given_up, waited_for = Future(), Future()
     given_up.cancel()
     engine._updates.extend([(None, given_up), (None, waited_for)])

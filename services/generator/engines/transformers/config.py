@@ -19,16 +19,6 @@ class TransformersEngineConfig(BaseEngineConfig):
 
     def build(self, model: ServedModel) -> Engine:
         """See `BaseEngineConfig.build`."""
-        from services.generator.engines.transformers.transformers_engine import TransformersEngine, TransformersSettings
+        from services.generator.engines.transformers.transformers_engine import TransformersEngine
 
-        return TransformersEngine(
-            TransformersSettings(
-                model_path=model.model_path,
-                dtype=model.dtype,
-                max_model_len=self.max_context_tokens,
-                max_num_seqs=self.max_concurrent_samples,
-                num_threads=self.num_threads,
-                max_lora_rank=model.max_lora_rank,
-                seed=model.seed,
-            )
-        )
+        return TransformersEngine(self, model)

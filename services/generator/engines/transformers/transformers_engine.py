@@ -17,8 +17,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,46 +42,28 @@ from services.generator.engine.engine import (
 )
 from services.generator.engine.install_progress import InstallSigns
 from services.generator.engine.lora_checks import AdapterBase, check_update
+from services.generator.engines.base_config import ServedModel
 from services.generator.engines.transformers.batch_decoder import BatchDecoder, Row
+from services.generator.engines.transformers.config import TransformersEngineConfig
 from services.generator.engines.transformers.loaded_weights import install_adapter, install_weights, mismatched_base
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersSettings:
-    """Settings of the engine; fixed while it runs."""
-
-    model_path: Path
-    """Hugging Face directory of the initial model."""
-    policy_version: int = 0
-    """Version of the initial model."""
-    dtype: str = "auto"
-    """Element type of the weights: auto, float32, bfloat16 or float16."""
-    device: str = "cpu"
-    """torch device for decoding."""
-    max_model_len: int | None = None
-    """Longest prompt + completion; the model's own limit when unset."""
-    max_num_seqs: int = 64
-    """Maximum number of samples decoded at once."""
-    max_lora_rank: int | None = None
-    """Highest adapter rank; None for whole models."""
-    num_threads: int = 1
-    """torch's thread count, for the whole process."""
-    seed: int = 0
-    """Seed of samples without their own."""
-    stream_interval: int = 16
-    """Maximum number of a sample's tokens buffered before they are yielded."""
-    update_timeout_s: float = 300.0
-    """Longest wait for an update."""
-    stop_timeout_s: float = 20.0
-    """Longest wait for the step under way when stopping."""
+STREAM_INTERVAL = 16
+"""Maximum number of a sample's tokens buffered before they are yielded."""
+UPDATE_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 20.0
+"""Longest wait for the step under way when stopping."""
 
 
 class TransformersEngine:
     """An `Engine` that decodes with transformers."""
 
-    def __init__(self, settings: TransformersSettings) -> None:
-        self._settings = settings
-        self._policy_version = settings.policy_version
+    def __init__(
+        self, config: TransformersEngineConfig, model: ServedModel, *, stream_interval: int = STREAM_INTERVAL
+    ) -> None:
+        self._config = config
+        self._served = model
+        self._stream_interval = stream_interval
+        self._policy_version = 0
         self._max_model_len = 0
         self._vocab_size = 0
         self._model: Any = None
@@ -117,13 +97,13 @@ class TransformersEngine:
         """Loads the model and starts decoding. Raises EngineError."""
         self._loop = asyncio.get_running_loop()
         try:
-            self._model = await asyncio.to_thread(_load_model, self._settings)
-            self._base = await asyncio.to_thread(_adapter_base, self._model, self._settings)
+            self._model = await asyncio.to_thread(_load_model, self._served, num_threads=self._config.num_threads)
+            self._base = await asyncio.to_thread(_adapter_base, self._model, self._served)
         except (OSError, ValueError, RuntimeError) as error:
-            raise EngineError(f"transformers cannot load {self._settings.model_path}: {error}") from error
-        self._max_model_len = self._settings.max_model_len or self._model.config.max_position_embeddings
+            raise EngineError(f"transformers cannot load {self._served.model_path}: {error}") from error
+        self._max_model_len = self._config.max_context_tokens or self._model.config.max_position_embeddings
         self._vocab_size = self._model.config.vocab_size
-        self._decoder = BatchDecoder(self._model, seed=self._settings.seed)
+        self._decoder = BatchDecoder(self._model, seed=self._served.seed)
         self._thread = threading.Thread(target=self._decode, name="transformers-engine", daemon=True)
         self._thread.start()
 
@@ -181,14 +161,14 @@ class TransformersEngine:
         done: Future[UpdateReport] = Future()
         self._tell(self._updates, (update, done))
         try:
-            async with asyncio.timeout(self._settings.update_timeout_s):
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
                 return await asyncio.wrap_future(done)
         except TimeoutError as error:
             raise EngineError(f"installing version {update.policy_version} took too long") from error
 
     def profile(self) -> EngineProfile:
         """See `Engine.profile`; speed is measured by its rates."""
-        return EngineProfile(max_concurrent_samples=self._settings.max_num_seqs)
+        return EngineProfile(max_concurrent_samples=self._config.max_concurrent_samples)
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -196,7 +176,7 @@ class TransformersEngine:
         return EngineStats(
             num_running=num_running,
             num_waiting=len(self._waiting),
-            kv_cache_usage=num_running / self._settings.max_num_seqs,
+            kv_cache_usage=num_running / self._config.max_concurrent_samples,
             num_preemptions=0,
             tokens_generated=self._tokens_generated,
             tokens_sampled=self._tokens_sampled,
@@ -211,9 +191,9 @@ class TransformersEngine:
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
-        await asyncio.to_thread(thread.join, self._settings.stop_timeout_s)
+        await asyncio.to_thread(thread.join, STOP_TIMEOUT_S)
         if thread.is_alive():
-            raise EngineError(f"the decoding thread did not end within {self._settings.stop_timeout_s} s")
+            raise EngineError(f"the decoding thread did not end within {STOP_TIMEOUT_S} s")
         self._model = self._decoder = None
 
     def _check_running(self) -> None:
@@ -251,8 +231,8 @@ class TransformersEngine:
             self._abort(decoder, request_id)
         for update, done in updates:
             self._update(decoder, update, done)
-        num_free = self._settings.max_num_seqs - len(decoder.rows)
-        if self._waiting and (not decoder.rows or 4 * num_free >= self._settings.max_num_seqs):
+        num_free = self._config.max_concurrent_samples - len(decoder.rows)
+        if self._waiting and (not decoder.rows or 4 * num_free >= self._config.max_concurrent_samples):
             with self._wake:
                 joining = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
             decoder.join(joining)
@@ -312,7 +292,7 @@ class TransformersEngine:
         due = [
             (row.request_id, self._take_span(row))
             for row in rows
-            if row.finish_reason is not None or len(row.new_token_ids) >= self._settings.stream_interval
+            if row.finish_reason is not None or len(row.new_token_ids) >= self._stream_interval
         ]
         if due:
             self._post(due)
@@ -347,23 +327,23 @@ class TransformersEngine:
                 self._queues[request_id].put_nowait(span)
 
 
-def _load_model(settings: TransformersSettings) -> Any:
+def _load_model(served: ServedModel, *, num_threads: int) -> Any:
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(settings.num_threads)
-    dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = AutoModelForCausalLM.from_pretrained(settings.model_path, dtype=dtype, local_files_only=True)
-    return model.to(settings.device).eval()
+    torch.set_num_threads(num_threads)
+    dtype = served.dtype if served.dtype == "auto" else getattr(torch, served.dtype)
+    model = AutoModelForCausalLM.from_pretrained(served.model_path, dtype=dtype, local_files_only=True)
+    return model.eval()
 
 
-def _adapter_base(model: Any, settings: TransformersSettings) -> AdapterBase | None:
+def _adapter_base(model: Any, served: ServedModel) -> AdapterBase | None:
     """The base that adapters apply to, attested against the folder; None without adapters."""
-    if settings.max_lora_rank is None:
+    if served.max_lora_rank is None:
         return None
-    mismatched = mismatched_base(model, settings.model_path)
+    mismatched = mismatched_base(model, served.model_path)
     if mismatched:
         raise ValueError(str(mismatch_error("the model does not hold its own folder's weights", mismatched)))
-    return AdapterBase(digest=model_digest(settings.model_path), layout=_layout(model), max_rank=settings.max_lora_rank)
+    return AdapterBase(digest=model_digest(served.model_path), layout=_layout(model), max_rank=served.max_lora_rank)
 
 
 def _layout(model: Any) -> dict[str, tuple[int, ...]]:

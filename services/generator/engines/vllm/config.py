@@ -27,28 +27,13 @@ class VllmEngineConfig(BaseEngineConfig):
 
     def build(self, model: ServedModel) -> Engine:
         """See `BaseEngineConfig.build`."""
-        from services.generator.engines.vllm.process_setup import VllmSettings
         from services.generator.engines.vllm.vllm_engine import VllmEngine
 
         num_layers = model_size(model.model_path, "num_hidden_layers")
         if num_layers is not None and self.pipeline_parallel > num_layers:
             stages = self.pipeline_parallel
             raise ValueError(f"engine.pipeline_parallel: {stages} stages for {num_layers} layers; at most one a layer")
-        return VllmEngine(
-            VllmSettings(
-                model_path=model.model_path,
-                dtype=model.dtype,
-                max_model_len=self.max_context_tokens,
-                max_num_seqs=self.max_concurrent_samples,
-                num_threads=self.num_threads,
-                max_lora_rank=model.max_lora_rank,
-                kv_cache_gib=self.kv_cache_gib,
-                gpu_memory_utilization=self.gpu_memory_utilization,
-                tensor_parallel=self.tensor_parallel,
-                pipeline_parallel=self.pipeline_parallel,
-                seed=model.seed,
-            )
-        )
+        return VllmEngine(self, model)
 
     @classmethod
     def decodes_on_cpus(cls) -> bool:

@@ -55,8 +55,10 @@ from services.generator.engine.engine import (
 )
 from services.generator.engine.install_progress import InstallSigns
 from services.generator.engine.lora_checks import AdapterBase, check_update, write_peft_folder
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.engine_requests import sampling_params, to_spans, version_starts
-from services.generator.engines.vllm.process_setup import VllmSettings, build_engine, can_seed_samples
+from services.generator.engines.vllm.process_setup import build_engine, can_seed_samples
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -64,12 +66,22 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
 
 
+START_TIMEOUT_S = 600.0
+UPDATE_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 20.0
+"""Longest wait for the engine process to end before it is killed."""
+STREAM_INTERVAL = 16
+"""Steps for which the engine buffers tokens; at 1 each step costs a message and wakes every sample."""
+
+
 class VllmEngine:
     """An `Engine` that decodes with vLLM."""
 
-    def __init__(self, settings: VllmSettings) -> None:
-        self._settings = settings
-        self._policy_version = settings.policy_version
+    def __init__(self, config: VllmEngineConfig, model: ServedModel, *, stream_interval: int = STREAM_INTERVAL) -> None:
+        self._config = config
+        self._model = model
+        self._stream_interval = stream_interval
+        self._policy_version = 0
         self._llm: Any = None
         self._recorder: Any = None
         self._layout: dict[str, tuple[int, ...]] = {}
@@ -99,23 +111,25 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Starts the engine process, loads the initial model and attests it. Raises EngineError."""
-        weights = sorted(self._settings.model_path.glob("*.safetensors"))
+        weights = sorted(self._model.model_path.glob("*.safetensors"))
         if not weights:
-            raise EngineError(f"{self._settings.model_path}: no safetensors weights")
+            raise EngineError(f"{self._model.model_path}: no safetensors weights")
         try:
             # In a thread: building the engine blocks for seconds, and vLLM starts its tasks on the loop at first use.
             # Through a list: a traceback that vLLM keeps references the thread's result beyond interpreter exit.
             built: list[AsyncLLM] = []
-            await asyncio.to_thread(lambda: built.append(build_engine(self._settings)))
+            await asyncio.to_thread(
+                lambda: built.append(build_engine(self._config, self._model, stream_interval=self._stream_interval))
+            )
             llm = self._llm = built.pop()
             # The engine process buffers tokens; what arrives from it is yielded at once.
             llm.output_processor.stream_interval = 1
-            self._can_seed = can_seed_samples(self._settings)
+            self._can_seed = can_seed_samples(self._config, self._model)
             self._recorder = llm.logger_manager.stat_loggers[0] if llm.logger_manager else None
             for path in weights:
                 self._layout.update(safetensors_shapes(path))
             self._optional = (TIED_HEAD,) if llm.model_config.hf_config.tie_word_embeddings else ()
-            async with asyncio.timeout(self._settings.start_timeout_s):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 await self._begin_transfers(llm)
                 await llm.update_weight_version(str(self._policy_version))
                 mismatched = await self._attest(weights, self._layout)
@@ -126,7 +140,7 @@ class VllmEngine:
             await self._make_ready_for_adapters()
         except (RuntimeError, ValueError, OSError, TimeoutError, EngineError, WeightsMismatchError) as error:
             await self.stop()
-            raise EngineError(f"vLLM did not start with {self._settings.model_path}: {error}") from error
+            raise EngineError(f"vLLM did not start with {self._model.model_path}: {error}") from error
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenSpan, None]:
         """See `Engine.generate`."""
@@ -196,7 +210,7 @@ class VllmEngine:
         """See `Engine.profile`; speed is measured by its rates."""
         cache = self._running().vllm_config.cache_config
         return EngineProfile(
-            max_concurrent_samples=self._settings.max_num_seqs,
+            max_concurrent_samples=self._config.max_concurrent_samples,
             kv_capacity_tokens=cache.kv_cache_size_tokens or None,
             kv_block_tokens=cache.block_size,
         )
@@ -229,8 +243,8 @@ class VllmEngine:
         if llm.output_handler is not None:
             # Before the process ends, which it would report as a failure.
             llm.output_handler.cancel()
-        async with asyncio.timeout(2 * self._settings.stop_timeout_s):
-            await asyncio.to_thread(llm.shutdown, timeout=self._settings.stop_timeout_s)
+        async with asyncio.timeout(2 * STOP_TIMEOUT_S):
+            await asyncio.to_thread(llm.shutdown, timeout=STOP_TIMEOUT_S)
             # vLLM has asked this loop to close its sockets, but leaves their context open.
             await asyncio.sleep(0)
             await asyncio.to_thread(llm.engine_core.resources.ctx.destroy, linger=0)
@@ -244,10 +258,10 @@ class VllmEngine:
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._settings.update_timeout_s):
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
                 yield
         except TimeoutError as error:
-            raise EngineError(f"{what} took longer than {self._settings.update_timeout_s} s") from error
+            raise EngineError(f"{what} took longer than {UPDATE_TIMEOUT_S} s") from error
 
     async def _hold(self, llm: AsyncLLM) -> None:
         # Not llm.pause_generation: it sleeps 20 ms so that outputs arrive before it returns, but spans do not
@@ -295,10 +309,10 @@ class VllmEngine:
         return sorted({name for mismatched in answers for name in mismatched})
 
     async def _make_ready_for_adapters(self) -> None:
-        if self._settings.max_lora_rank is None:
+        if self._model.max_lora_rank is None:
             return
-        digest = await asyncio.to_thread(model_digest, self._settings.model_path)
-        self._base = AdapterBase(digest=digest, layout=self._layout, max_rank=self._settings.max_lora_rank)
+        digest = await asyncio.to_thread(model_digest, self._model.model_path)
+        self._base = AdapterBase(digest=digest, layout=self._layout, max_rank=self._model.max_lora_rank)
         self._adapters = TemporaryDirectory(prefix="penstock-adapters-")
 
     async def _drop_kv(self, llm: AsyncLLM) -> int:

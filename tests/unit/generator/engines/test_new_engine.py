@@ -28,7 +28,6 @@ from services.generator.engine.engine import (
     WeightUpdate,
 )
 from services.generator.engines.base_config import BaseEngineConfig, ServedModel
-from services.generator.engines.factory import build_engine, engine_version
 from services.generator.engines.registry import ENGINES
 
 
@@ -92,8 +91,8 @@ async def test_a_toy_engine_is_configured_built_and_run(monkeypatch: pytest.Monk
     assert "no-such-toys (engine toy): not installed" in [finding.text for finding in examine()]
     config = generator_config(run, choose_addresses(run), RunFolder(tmp_path), 0)
     config = GeneratorConfig.model_validate_json(config.model_dump_json())
-    assert (config.engine.engine, engine_version(config.engine)) == ("toy", engine_version(ENGINES["emulated"]()))
-    engine = build_engine(config)
+    assert (config.engine.engine, config.engine.version()) == ("toy", ENGINES["emulated"].version())
+    engine = config.engine.build(config)
     await engine.start()
     sampling = SamplingSettings(temperature=1.0, max_new_tokens=3)
     request = GenerateRequest(request_id="a", prompt_token_ids=(5,), sampling=sampling)

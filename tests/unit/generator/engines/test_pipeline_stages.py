@@ -10,8 +10,9 @@ import pytest
 
 from penstock.config import ConfigError, validate
 from services.generator.config import GeneratorConfig
-from services.generator.engines.factory import build_engine
-from services.generator.engines.vllm.process_setup import VllmSettings
+from services.generator.engine.engine import Engine
+from services.generator.engines.base_config import ServedModel
+from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 
 
@@ -20,13 +21,18 @@ def config(model_path: Path, **engine: object) -> GeneratorConfig:
     return validate(GeneratorConfig, document, source="c.yaml")
 
 
+def build_engine(model_path: Path, **engine: object) -> Engine:
+    made = config(model_path, engine="vllm", **engine)
+    return made.engine.build(made)
+
+
 def test_stages_reach_vllm_and_no_other_engine_takes_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 4}))
-    engine = build_engine(config(tmp_path, engine="vllm", tensor_parallel=2, pipeline_parallel=4))
+    engine = build_engine(tmp_path, tensor_parallel=2, pipeline_parallel=4)
     assert isinstance(engine, VllmEngine)
-    assert (engine._settings.tensor_parallel, engine._settings.pipeline_parallel) == (2, 4)
+    assert (engine._config.tensor_parallel, engine._config.pipeline_parallel) == (2, 4)
     with pytest.raises(ValueError, match="5 stages for 4 layers"):
-        build_engine(config(tmp_path, engine="vllm", pipeline_parallel=5))
+        build_engine(tmp_path, pipeline_parallel=5)
     with pytest.raises(ConfigError, match="need the vllm engine, not transformers"):
         config(tmp_path, engine="transformers", pipeline_parallel=2)
 
@@ -47,6 +53,6 @@ async def test_stages_prove_together_what_they_hold(
         assert (method, args) == ("penstock_attest", (["w.safetensors"],))
         return stages
 
-    engine = VllmEngine(VllmSettings(model_path=tmp_path))
+    engine = VllmEngine(VllmEngineConfig(), ServedModel(model_path=tmp_path))
     engine._llm = SimpleNamespace(collective_rpc=collective_rpc)
     assert await engine._attest([Path("w.safetensors")], ["a", "b", "c"]) == differing
