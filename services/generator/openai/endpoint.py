@@ -37,7 +37,7 @@ from services.generator.openai.sessions.agent_session import History, Session, T
 from services.generator.openai.sessions.group_sender import GroupPutter
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import SessionAdmission
-from services.generator.openai.sessions.session_groups import SessionGroups, SessionLimits
+from services.generator.openai.sessions.session_groups import SessionGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,17 +119,11 @@ class Agents:
         """The sessions; raises ApiError while the run is unknown."""
         if self._groups is None:
             try:
-                shape = await self._putter.shape()
+                limits = await self._putter.limits()
             except PenstockError as error:
                 raise unavailable(f"the run is not known yet: {error}") from error
-            config = self._config
-            limits = SessionLimits(
-                group_size=min(config.group_size or shape.group_size, shape.group_size),
-                max_sessions=config.max_sessions,
-                session_idle_s=config.session_idle_s,
-                group_timeout_s=config.group_timeout_s,
-            )
-            self._groups = self._groups or SessionGroups(limits)
+            group_size = min(self._config.group_size or limits.group_size, limits.group_size)
+            self._groups = self._groups or SessionGroups(self._config, group_size=group_size)
         return self._groups
 
     async def prepare_chat(self, body: ChatRequest, labels: Labels | None) -> Prepared:
@@ -244,12 +238,11 @@ class Agents:
         )
 
     async def _num_left_in_run(self, parent: Turn | None, given: list[int]) -> int:
-        shape = await self._putter.shape()
+        max_tokens = (await self._putter.limits()).max_completion_tokens
         if parent is None:
-            return shape.max_completion_tokens
-        path = parent.path()
-        num_before = len(token_ids_of(parent)) - len(path[0].given_token_ids)
-        return shape.max_completion_tokens - num_before - len(given)
+            return max_tokens
+        num_before = len(token_ids_of(parent)) - len(parent.path()[0].given_token_ids)
+        return max_tokens - num_before - len(given)
 
     def _sampling(self, body: SamplingRequest, *, is_in_session: bool, max_new_tokens: int) -> SamplingSettings:
         config = self._config

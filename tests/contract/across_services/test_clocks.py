@@ -93,11 +93,11 @@ async def test_sessions_of_agents_and_groups_that_wait_for_siblings_outlive_a_ju
         clock.advance(20.0)
         # A look at what is idle comes before it says that nothing is left to put.
         assert await bench.endpoint._putter.wait_until_idle(timeout_s=30.0)
-        assert not bench.metrics.outcomes
+        assert not bench.outcomes
 
         begin_s = clock.now_s()
         clock.advance(11.0)
-        await until(lambda: bench.metrics.outcomes["idle"] == 1 and bench.metrics.outcomes["put"] == 2)
+        await until(lambda: bench.outcomes["idle"] == 1 and bench.outcomes["put"] == 2)
         [group] = await bench.groups(1)
     sample = group.trajectories[0]
     assert begin_s - sample.submit_time.ToMicroseconds() / 1e6 == pytest.approx(20.0, abs=0.01)

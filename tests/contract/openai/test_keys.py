@@ -240,8 +240,7 @@ async def test_a_generator_puts_agents_groups_as_an_environment(model, roles, is
         key = key_for("task7", opens=tuple(Opens))
         await chat(bench, key)
         assert (await ask(bench, "POST", "/sessions/task7/reward", key=key, body={"reward": 1}))[0] == 200
-        outcome = bench.metrics._sessions.labels("put" if is_put else "forbidden")
-        await until(lambda: outcome._value.get() == 1)
+        await until(lambda: bench.outcomes["put" if is_put else "forbidden"] == 1)
         if is_put:
             assert len(await bench.groups(1)) == 1
 

@@ -155,7 +155,7 @@ async def test_only_the_answer_that_the_agent_went_on_from_is_trained_on(model):
         await sibling(bench)
         (group,) = await bench.groups(1)
         assert sampled_texts(bench, group) == [f"answer 2{END}answer 4{END}"]
-        assert bench.metrics.dropped_branches["not_taken"] == 2
+        assert bench.dropped_branches["not_taken"] == 2
 
 
 @pytest.fixture

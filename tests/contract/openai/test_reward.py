@@ -53,7 +53,7 @@ async def test_the_reward_server_judges_the_last_answer_and_abstaining_drops_the
         right = await bench.reward("s1", answer="5", metadata={"level": 1})
         wrong = await bench.reward("s2", answer="6", metadata={"level": 1})
         (group,) = await bench.groups(1)
-        await until(lambda: bench.metrics.outcomes["reward_abstained"] == 1)
+        await until(lambda: bench.outcomes["reward_abstained"] == 1)
     assert (abstained["status"], abstained["reward"]) == ("abstained", None)
     assert [(told["status"], told["reward"]) for told in (right, wrong)] == [("ok", 1.0), ("ok", 0.0)]
     assert [(t.score.value, t.score.model) for t in group.trajectories] == [(1.0, "judge"), (0.0, "judge")]

@@ -189,8 +189,8 @@ async def test_a_group_whose_time_is_up_is_put_without_those_that_still_go_on(mo
         (group,) = await bench.groups(1)
         assert len(group.trajectories) == 2
         await bench.reward("late", 1.0)
-        await until(lambda: bench.metrics.outcomes["group_incomplete"] == 1)
-    assert bench.metrics.outcomes["put"] == 2
+        await until(lambda: bench.outcomes["group_incomplete"] == 1)
+    assert bench.outcomes["put"] == 2
 
 
 async def test_idle_and_abandoned_sessions_are_dropped_and_counted(model):
@@ -198,7 +198,7 @@ async def test_idle_and_abandoned_sessions_are_dropped_and_counted(model):
         await ask(bench.client("left"), [user("go")])
         assert (await bench.client().delete("/sessions/left", cast_to=object))["deleted"]
         await ask(bench.client("idle"), [user("go")])
-        await until(lambda: bench.metrics.outcomes == {"idle": 1, "abandoned": 1})
+        await until(lambda: bench.outcomes == {"idle": 1, "abandoned": 1})
 
 
 async def test_weights_that_change_between_turns_show_in_the_versions(model):
@@ -225,7 +225,7 @@ async def test_sessions_of_weights_that_a_rewind_took_back_are_dropped(model):
         await ask(bench.client("s2", "task"), [user("go")])
         for session in ("s1", "s2"):
             await bench.reward(session, 1.0)
-        await until(lambda: bench.metrics.outcomes["rewound"] == 1)
+        await until(lambda: bench.outcomes["rewound"] == 1)
 
 
 async def test_what_the_broker_finds_too_old_is_dropped_by_its_reason(model):
@@ -235,7 +235,7 @@ async def test_what_the_broker_finds_too_old_is_dropped_by_its_reason(model):
         await bench.open_run(version=1, max_staleness=0)
         for session in ("s1", "s2"):
             await bench.reward(session, 1.0)
-        await until(lambda: bench.metrics.outcomes["stale"] == 2)
+        await until(lambda: bench.outcomes["stale"] == 2)
 
 
 async def test_complete_groups_are_put_when_the_process_stops(model):
@@ -245,7 +245,7 @@ async def test_complete_groups_are_put_when_the_process_stops(model):
         for session in ("s1", "s2"):
             await bench.reward(session, 1.0)
         await bench.endpoint.stop()
-        assert bench.metrics.outcomes == {"shutdown": 1, "put": 2}
+        assert bench.outcomes == {"shutdown": 1, "put": 2}
         assert (await bench.broker.audit()).submitted == 2
         for session in ("open", "new"):
             with pytest.raises(openai.InternalServerError, match="shuts down"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -119,6 +120,12 @@ class PlannedEngine:
         )
 
 
+def _counts(metric: Any) -> Counter[str]:
+    """A Prometheus counter's values by its one label."""
+    samples = [sample for family in metric.collect() for sample in family.samples if sample.name.endswith("_total")]
+    return Counter({label: sample.value for sample in samples for label in sample.labels.values()})
+
+
 @dataclass(slots=True, kw_only=True)
 class Bench:
     """What a test talks to."""
@@ -134,6 +141,16 @@ class Bench:
     failures: list[Exception]
     loop_task: asyncio.Task[None]
     clients: list[AsyncOpenAI] = field(default_factory=list)
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """Sessions ended, by outcome."""
+        return _counts(self.metrics.sessions)
+
+    @property
+    def dropped_branches(self) -> Counter[str]:
+        """Branches left out, by reason."""
+        return _counts(self.metrics.branches)
 
     def client(self, session: str | None = None, group: str | None = None, **settings: Any) -> AsyncOpenAI:
         headers = {"X-Penstock-Session": session, "X-Penstock-Group": group}

@@ -17,7 +17,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import Transit
 from services.generator.openai.sessions.session_groups import SessionGroup, SessionGroups
-from services.generator.openai.sessions.session_trajectories import GroupNames, RunShape, to_group
+from services.generator.openai.sessions.session_trajectories import GroupNames, to_group
 
 POLL_S = 0.5
 """Interval of the search for idle sessions and expired groups."""
@@ -54,23 +54,18 @@ class GroupPutter:
         self._generator_id = generator_id
         self._temperature = temperature
         self._metrics = metrics
-        self._shape: RunShape | None = None
+        self._limits: broker_pb2.RunLimits | None = None
         self._instance = uuid.uuid4().hex[:8]
         self.transit = Transit()
         """Groups in transit to the broker."""
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
 
-    async def shape(self) -> RunShape:
+    async def limits(self) -> broker_pb2.RunLimits:
         """The run's limits; requested once. Raises PenstockError while the broker does not know the run."""
-        if self._shape is None:
-            limits = (await self.get_run()).limits
-            self._shape = RunShape(
-                group_size=limits.group_size,
-                max_completion_tokens=limits.max_completion_tokens,
-                temperature=self._temperature,
-            )
-        return self._shape
+        if self._limits is None:
+            self._limits = (await self.get_run()).limits
+        return self._limits
 
     async def get_run(self) -> broker_pb2.GetRunResponse:
         """The run's limits and counters; raises PenstockError."""
@@ -131,6 +126,7 @@ class GroupPutter:
         return GroupNames(
             group_id=f"agent-{self._instance}-{group.number}-{group.task}",
             generator_id=self._generator_id,
+            temperature=self._temperature,
             text_of=text_of,
             epoch_s=epoch_s,
         )
@@ -140,16 +136,16 @@ class GroupPutter:
     ) -> None:
         metrics, num_sessions = self._metrics, len(group.finished)
         group.finished = [done for done in group.finished if done.session.run_history in (None, run_history)]
-        metrics.drop_sessions("rewound", num_sessions - len(group.finished))
+        metrics.end_sessions("rewound", num_sessions - len(group.finished))
         if not group.finished:
             return
-        made = to_group(group, shape=await self.shape(), names=names, on_dropped=metrics.drop_branches)
+        made = to_group(group, limits=await self.limits(), names=names, on_dropped=metrics.drop_branches)
         if made is not None:
             try:
                 await self._send(session, made, len(group.finished))
             except PenstockError as error:
                 # A retry would not help: the run is closed, or does not accept the group.
-                metrics.drop_sessions(error.reason.lower(), len(group.finished))
+                metrics.end_sessions(error.reason.lower(), len(group.finished))
                 if not isinstance(error, InvalidFieldError):
                     raise
 
@@ -158,9 +154,10 @@ class GroupPutter:
         if receipt.refused:
             error = receipt.refused[0]
             _log.warning("a group of agents was refused", group_id=made.prompt.group_id, message=error.message)
-            self._metrics.drop_sessions(error.reason.lower(), num_sessions)
+            self._metrics.end_sessions(error.reason.lower(), num_sessions)
         else:
-            self._metrics.put(num_sessions=num_sessions, num_trajectories=receipt.num_samples)
+            self._metrics.end_sessions("put", num_sessions)
+            self._metrics.trajectories.inc(receipt.num_samples)
 
     async def _wait_for_news(self) -> None:
         try:

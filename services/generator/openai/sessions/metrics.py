@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
+from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
@@ -15,59 +16,33 @@ class OpenAIMetrics:
     """Created once per process; tests pass their own registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.requests = Counter(
-            f"{_PREFIX}_requests", "Requests answered, by path and status.", ["path", "status"], registry=registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.requests = counter(f"{_PREFIX}_requests", "Requests answered, by path and status.", ["path", "status"])
+        self.turns = counter(
+            f"{_PREFIX}_turns", "Turns of sessions: continued exactly, begun anew, or branched off.", ["kind"]
         )
-        self.turns = Counter(
-            f"{_PREFIX}_turns",
-            "Turns of sessions: continued exactly, begun anew, or branched off.",
-            ["kind"],
-            registry=registry,
-        )
-        self.repeats = Counter(
-            f"{_PREFIX}_repeats", "Repeated requests answered with what was sampled before.", registry=registry
-        )
-        self._sessions = Counter(
-            f"{_PREFIX}_sessions", "Sessions ended: put, or why they were dropped.", ["outcome"], registry=registry
-        )
-        self._trajectories = Counter(f"{_PREFIX}_trajectories", "Trajectories put.", registry=registry)
-        self._branches = Counter(
-            f"{_PREFIX}_branches_dropped", "Branches of sessions left out, by reason.", ["reason"], registry=registry
-        )
-        self._open = Gauge(f"{_PREFIX}_open_sessions", "Sessions that go on.", registry=registry)
-        self._held = Gauge(
-            f"{_PREFIX}_held_sessions", "Sessions that go on or wait for their siblings.", registry=registry
-        )
+        self.repeats = counter(f"{_PREFIX}_repeats", "Repeated requests answered with what was sampled before.")
+        self.sessions = counter(f"{_PREFIX}_sessions", "Sessions ended: put, or why they were dropped.", ["outcome"])
+        self.trajectories = counter(f"{_PREFIX}_trajectories", "Trajectories put.")
+        self.branches = counter(f"{_PREFIX}_branches_dropped", "Branches of sessions left out, by reason.", ["reason"])
+        self._open = gauge(f"{_PREFIX}_open_sessions", "Sessions that go on.")
+        self._held = gauge(f"{_PREFIX}_held_sessions", "Sessions that go on or wait for their siblings.")
         self._seen: Tally[str] = Tally()
-        self.outcomes: Tally[str] = Tally()
-        """Sessions ended, by outcome."""
-        self.dropped_branches: Tally[str] = Tally()
-        """Branches left out, by reason."""
 
-    def put(self, *, num_sessions: int, num_trajectories: int) -> None:
-        """Count a stored group."""
-        self._end_sessions("put", num_sessions)
-        self._trajectories.inc(num_trajectories)
-
-    def drop_sessions(self, reason: str, num_sessions: int) -> None:
-        """Count sessions with a reward that are not trained on."""
-        self._end_sessions(reason, num_sessions)
+    def end_sessions(self, outcome: str, num_sessions: int) -> None:
+        """Count sessions that were put, or why they are not trained on."""
+        if num_sessions:
+            self.sessions.labels(outcome).inc(num_sessions)
 
     def drop_branches(self, reason: str, num_branches: int) -> None:
         """Count branches that are left out of their group."""
         if num_branches:
-            self._branches.labels(reason).inc(num_branches)
-            self.dropped_branches[reason] += num_branches
+            self.branches.labels(reason).inc(num_branches)
 
     def follow(self, groups: SessionGroups) -> None:
         """Copy the counts of the groups."""
-        for reason, number in groups.dropped.items():
-            self._end_sessions(reason, number - self._seen[reason])
-            self._seen[reason] = number
+        for reason, number in (groups.dropped - self._seen).items():
+            self.end_sessions(reason, number)
+        self._seen = groups.dropped.copy()
         self._open.set(groups.num_open)
         self._held.set(groups.num_held)
-
-    def _end_sessions(self, outcome: str, number: int) -> None:
-        if number:
-            self._sessions.labels(outcome).inc(number)
-            self.outcomes[outcome] += number

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 
+from services.generator.config import OpenAIConfig
 from services.generator.openai.formats.api_errors import ApiError, unavailable
 from services.generator.openai.sessions.agent_session import Session
 
@@ -24,20 +25,6 @@ MAX_TURNS = 512
 MAX_REMEMBERED = 10_000
 """Number of finished sessions that are remembered as finished."""
 RETRY_AFTER_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLimits:
-    """Limits on the number and age of sessions."""
-
-    group_size: int
-    """Sessions that make a group."""
-    max_sessions: int
-    """Sessions that are open or wait for their siblings."""
-    session_idle_s: float
-    """An open session without a request for this long is dropped."""
-    group_timeout_s: float
-    """How long a finished session waits for its siblings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,10 +60,16 @@ class SessionGroup:
 
 
 class SessionGroups:
-    """All sessions of one endpoint."""
+    """All sessions of one endpoint.
 
-    def __init__(self, limits: SessionLimits) -> None:
-        self.limits = limits
+    Args:
+        config: Limits on the number and age of sessions.
+        group_size: Sessions that make a group.
+    """
+
+    def __init__(self, config: OpenAIConfig, *, group_size: int) -> None:
+        self._config = config
+        self._group_size = group_size
         self.dropped: Counter[str] = Counter()
         """Sessions dropped, by reason."""
         self._open: dict[str, Session] = {}
@@ -108,7 +101,7 @@ class SessionGroups:
     def begins_group(self, session_id: str, task: str) -> bool:
         """Whether this session is new, and the first of a group."""
         newest = self._newest.get(task)
-        return session_id not in self._open and (newest is None or newest.size >= self.limits.group_size)
+        return session_id not in self._open and (newest is None or newest.size >= self._group_size)
 
     def find(self, session_id: str) -> Session | None:
         """An open session; None for a new one. Raises ApiError for one that has ended, and after shutdown."""
@@ -151,7 +144,7 @@ class SessionGroups:
             self._waiting.append(group)
         done = Finished(session=session, reward=reward, components=components, model=model, finish_s=now_s)
         group.finished.append(done)
-        if len(group.finished) >= self.limits.group_size:
+        if len(group.finished) >= self._group_size:
             self._close(group)
         return True
 
@@ -187,12 +180,12 @@ class SessionGroups:
     def expire(self, now_s: float) -> None:
         """Drop idle sessions, and close groups that have waited too long."""
         idle = [
-            s for s in self._open.values() if not s.num_active and now_s - s.last_used_s > self.limits.session_idle_s
+            s for s in self._open.values() if not s.num_active and now_s - s.last_used_s > self._config.session_idle_s
         ]
         for session in idle:
             self.drop(session.session_id, "idle")
         for group in list(self._waiting):
-            if now_s - group.finished[0].finish_s > self.limits.group_timeout_s:
+            if now_s - group.finished[0].finish_s > self._config.group_timeout_s:
                 self._close(group)
 
     def close_all(self) -> None:
@@ -208,10 +201,10 @@ class SessionGroups:
         return self._ready.popleft() if self._ready else None
 
     def _begin(self, session_id: str, task: str, now_s: float) -> Session:
-        if self.num_held >= self.limits.max_sessions:
+        if self.num_held >= self._config.max_sessions:
             raise ApiError(
                 429,
-                f"{self.num_held} sessions are open or wait for their siblings; at most {self.limits.max_sessions}",
+                f"{self.num_held} sessions are open or wait for their siblings; at most {self._config.max_sessions}",
                 code="too_many_sessions",
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -229,7 +222,7 @@ class SessionGroups:
 
     def _join(self, session: Session) -> None:
         group = self._newest.get(session.task)
-        if group is None or group.size >= self.limits.group_size:
+        if group is None or group.size >= self._group_size:
             self._num_groups += 1
             group = self._newest[session.task] = SessionGroup(task=session.task, number=self._num_groups)
         group.open_ids.add(session.session_id)
@@ -244,7 +237,7 @@ class SessionGroups:
             self._join(self._open[session_id])
         group.open_ids.clear()
         # A single sample has nothing to be compared with.
-        if len(group.finished) >= min(2, self.limits.group_size):
+        if len(group.finished) >= min(2, self._group_size):
             self._ready.append(group)
         else:
             self.dropped["group_incomplete"] += len(group.finished)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.v1 import types_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, encode_versions, float32_bytes, int32_bytes
 from penstock.wire.timestamps import timestamp
 from services.generator.openai.sessions.agent_session import Branch
@@ -29,23 +29,13 @@ OnDropped = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunShape:
-    """The run's limits, and how its sessions are sampled."""
-
-    group_size: int
-    """Maximum number of trajectories in a group."""
-    max_completion_tokens: int
-    """Maximum number of tokens of a trajectory after the prompt."""
-    temperature: float = 1.0
-    """Sampling temperature of sessions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupNames:
     """The name and origin of a group."""
 
     group_id: str
     generator_id: str
+    temperature: float
+    """What its sessions were sampled with."""
     text_of: Callable[[Sequence[int]], str]
     """Decodes a completion."""
     epoch_s: float
@@ -53,21 +43,21 @@ class GroupNames:
 
 
 def to_group(
-    group: SessionGroup, *, shape: RunShape, names: GroupNames, on_dropped: OnDropped
+    group: SessionGroup, *, limits: broker_pb2.RunLimits, names: GroupNames, on_dropped: OnDropped
 ) -> types_pb2.TrajectoryGroup | None:
     """The group to put; None if nothing is left. `on_dropped` is called for branches left out."""
     parts = [(done, branch) for done in group.finished for branch in done.session.branches()]
     on_dropped("not_taken", sum(len(done.session.not_taken()) for done in group.finished))
     parts = _that_share_a_beginning(parts, on_dropped)
     num_shared = _num_shared([branch.prompt_token_ids for _, branch in parts])
-    fitting = [part for part in parts if _num_completion_tokens(part[1], num_shared) <= shape.max_completion_tokens]
+    fitting = [part for part in parts if _num_completion_tokens(part[1], num_shared) <= limits.max_completion_tokens]
     on_dropped("too_long", len(parts) - len(fitting))
-    kept = _newest_first(fitting)[: shape.group_size]
+    kept = _newest_first(fitting)[: limits.group_size]
     on_dropped("too_many_branches", len(fitting) - len(kept))
     if not kept:
         return None
     prompt_ids = kept[0][1].prompt_token_ids[:num_shared]
-    made = types_pb2.TrajectoryGroup(prompt=_prompt(group, prompt_ids, shape, names))
+    made = types_pb2.TrajectoryGroup(prompt=_prompt(group, prompt_ids, limits, names))
     max_characters = min(MAX_TEXT_CHARACTERS, MAX_GROUP_TEXT_CHARACTERS // len(kept))
     for index, (done, branch) in enumerate(kept):
         sample = _trajectory(index, done, branch, num_shared, names)
@@ -110,15 +100,15 @@ def _newest_first(parts: list[tuple[Finished, Branch]]) -> list[tuple[Finished, 
     return [part for _, part in sorted(zip(reversed(ranks), parts, strict=True), key=lambda ranked: ranked[0])]
 
 
-def _prompt(group: SessionGroup, token_ids: Int32, shape: RunShape, names: GroupNames) -> types_pb2.Prompt:
+def _prompt(group: SessionGroup, token_ids: Int32, limits: broker_pb2.RunLimits, names: GroupNames) -> types_pb2.Prompt:
     sessions = [done.session.session_id for done in group.finished]
     return types_pb2.Prompt(
         group_id=names.group_id,
         token_ids=int32_bytes(token_ids),
-        group_size=shape.group_size,
-        sampling=types_pb2.SamplingParams(temperature=shape.temperature, max_new_tokens=shape.max_completion_tokens),
+        group_size=limits.group_size,
+        sampling=types_pb2.SamplingParams(temperature=names.temperature, max_new_tokens=limits.max_completion_tokens),
         text=names.text_of(token_ids.tolist())[:MAX_TEXT_CHARACTERS],
-        metadata_json=json.dumps({"task": group.task, "sessions": sessions[: shape.group_size]}),
+        metadata_json=json.dumps({"task": group.task, "sessions": sessions[: limits.group_size]}),
         purpose=types_pb2.PURPOSE_TRAIN,
     )
 

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.v1.broker_pb2 import RunLimits
 from penstock.wire.codec import decode_versions, int32_array
 from services.broker.ingest.trajectory_decoder import read_put
+from services.generator.config import OpenAIConfig
 from services.generator.openai.formats.api_errors import ApiError
 from services.generator.openai.sessions.agent_session import Sampled, Session, Turn, token_ids_of
-from services.generator.openai.sessions.session_groups import SessionGroups, SessionLimits
-from services.generator.openai.sessions.session_trajectories import GroupNames, RunShape, to_group
+from services.generator.openai.sessions.session_groups import SessionGroups
+from services.generator.openai.sessions.session_trajectories import GroupNames, to_group
 from tests.helpers.brokers.trajectories import pack_groups
 
 
@@ -77,9 +79,9 @@ def test_every_sampled_token_is_trained_on_once_and_no_given_one(plan):
     ]
 
 
-def session_groups(**changes):
-    limits = {"group_size": 2, "max_sessions": 8, "session_idle_s": 10.0, "group_timeout_s": 5.0}
-    return SessionGroups(SessionLimits(**(limits | changes)))
+def session_groups(*, group_size=2, **changes):
+    limits = {"max_sessions": 8, "session_idle_s": 10.0, "group_timeout_s": 5.0}
+    return SessionGroups(OpenAIConfig(**(limits | changes)), group_size=group_size)
 
 
 def play(made, name, *, reward=1.0, task="t", now_s=0.0, turns=None):
@@ -159,9 +161,15 @@ def group_of(*sessions, group_size=4, max_completion_tokens=64):
     made, dropped = session_groups(group_size=len(sessions)), Counter()
     for index, turns in enumerate(sessions):
         play(made, f"s{index}", reward=float(index), turns=turns)
-    shape = RunShape(group_size=group_size, max_completion_tokens=max_completion_tokens)
-    names = GroupNames(group_id="g", generator_id="gen", text_of=lambda ids: " ".join(map(str, ids)), epoch_s=1e9)
-    group = to_group(made.take(), shape=shape, names=names, on_dropped=lambda why, n: dropped.update({why: n}))
+    limits = RunLimits(group_size=group_size, max_completion_tokens=max_completion_tokens)
+    names = GroupNames(
+        group_id="g",
+        generator_id="gen",
+        temperature=1.0,
+        text_of=lambda ids: " ".join(map(str, ids)),
+        epoch_s=1e9,
+    )
+    group = to_group(made.take(), limits=limits, names=names, on_dropped=lambda why, n: dropped.update({why: n}))
     return group, {why: n for why, n in dropped.items() if n}
 
 
