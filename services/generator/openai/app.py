@@ -22,6 +22,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
+from penstock.errors import BadTokenError, ForbiddenError
 from penstock.security import Security
 from penstock.security.http_access import ANYBODY, Handler
 from penstock.security.roles import Role
@@ -300,6 +301,11 @@ def as_api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
+        case BadTokenError() | ForbiddenError():
+            is_unknown = isinstance(error, BadTokenError)
+            return ApiError(
+                401 if is_unknown else 403, str(error), code="invalid_api_key" if is_unknown else "forbidden"
+            )
         case RequestRefusedError():
             return ApiError(400, str(error), code="context_length_exceeded")
         case TimeoutError():

@@ -17,6 +17,7 @@ from services.generator.openai.formats.chat_template import ConversationTokenize
 from services.generator.openai.formats.openai_requests import ChatRequest, SamplingRequest
 
 END_OF_STREAM = b"data: [DONE]\n\n"
+_CHUNK = "chat.completion.chunk"
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -43,7 +44,7 @@ class Form:
         """The whole response, not streamed."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         oldest = min(int(answer.sampled.versions.min()) for answer in answers)
-        made = self._frame("chat.completion" if self.is_chat else "text_completion", choices)
+        made = self._frame(choices, chat_kind="chat.completion")
         made["system_fingerprint"] = f"policy-{oldest}"
         made["usage"] = usage(prepared, answers)
         if self.body.return_token_ids:
@@ -52,32 +53,30 @@ class Form:
 
     def first_chunk(self, index: int) -> dict[str, Any] | None:
         """The first chunk of a choice."""
-        return self._chunk(index, {"role": "assistant", "content": ""}) if self.is_chat else None
+        return self._chunk(index, delta={"role": "assistant", "content": ""}) if self.is_chat else None
 
     def piece_chunk(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """The next chunk; None if there is nothing to send."""
         logprobs = self._logprobs(piece.tokens)
         if not piece.text and not logprobs:
             return None
-        if self.is_chat:
-            return self._chunk(index, {"content": piece.text}, logprobs=logprobs)
-        return self._text_chunk(index, piece.text, logprobs=logprobs)
+        return self._chunk(index, **self._shown(piece.text), logprobs=logprobs)
 
     def last_chunks(self, index: int, answer: Answer) -> list[dict[str, Any]]:
         """The rest of a choice, and why it ended."""
         rest = answer.content[answer.num_shown :]
         extra = {"token_ids": answer.sampled.token_ids.tolist()} if self.body.return_token_ids else {}
         if not self.is_chat:
-            return [self._text_chunk(index, rest, finish_reason=answer.finish_reason, **extra)]
-        chunks = [self._chunk(index, {"content": rest})] if rest else []
+            return [self._chunk(index, **self._shown(rest), finish_reason=answer.finish_reason, **extra)]
+        chunks = [self._chunk(index, **self._shown(rest))] if rest else []
         calls = [{"index": position} | call.as_json() for position, call in enumerate(answer.tool_calls)]
         if calls:
-            chunks.append(self._chunk(index, {"tool_calls": calls}))
-        return [*chunks, self._chunk(index, {}, finish_reason=answer.finish_reason, **extra)]
+            chunks.append(self._chunk(index, delta={"tool_calls": calls}))
+        return [*chunks, self._chunk(index, delta={}, finish_reason=answer.finish_reason, **extra)]
 
     def usage_chunk(self, prepared: Prepared, answers: Sequence[Answer]) -> dict[str, Any]:
         """The token counts of a stream."""
-        return self._frame(self._chunk_kind(), []) | {"usage": usage(prepared, answers)}
+        return self._frame([], chat_kind=_CHUNK) | {"usage": usage(prepared, answers)}
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason}
@@ -114,21 +113,17 @@ class Form:
             "text_offset": offsets,
         }
 
-    def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
-        return self._frame(self._chunk_kind(), [choice])
+    def _shown(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}} if self.is_chat else {"text": text}
 
-    def _text_chunk(self, index: int, text: str, **more: Any) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None} | more
-        return self._frame(self._chunk_kind(), [choice])
+    def _chunk(self, index: int, **fields: Any) -> dict[str, Any]:
+        choice = {"index": index, "logprobs": None, "finish_reason": None} | fields
+        return self._frame([choice], chat_kind=_CHUNK)
 
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self.is_chat else "text_completion"
-
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _frame(self, choices: list[dict[str, Any]], *, chat_kind: str) -> dict[str, Any]:
         return {
             "id": self.response_id,
-            "object": kind,
+            "object": chat_kind if self.is_chat else "text_completion",
             "created": self.created_s,
             "model": self.model,
             "choices": choices,

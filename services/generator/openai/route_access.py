@@ -11,7 +11,7 @@ from penstock.security import Security
 from penstock.security.http_access import Handler, HttpAccess, route_of
 from penstock.security.session_keys import PREFIX, SESSION_ID, TASK, Opens, SessionKey, SessionKeys
 from services.generator.openai.endpoint import Labels
-from services.generator.openai.formats.api_errors import ApiError, invalid
+from services.generator.openai.formats.api_errors import invalid
 
 SESSION_HEADER = "X-Penstock-Session"
 GROUP_HEADER = "X-Penstock-Group"
@@ -51,20 +51,15 @@ class Doors:
             self._opened[route] = key
 
     def admit(self, request: web.Request) -> None:
-        """Raises ApiError if a request may not pass."""
+        """Raises BadTokenError or ForbiddenError if a request may not pass."""
         given = request.headers.get("Authorization", "").removeprefix(_BEARER)
+        if given.startswith(PREFIX):
+            self._admit_agent(request, given)
+            return
         try:
-            if given.startswith(PREFIX):
-                self._admit_agent(request, given)
-            else:
-                self.access.admit(request)
+            self.access.admit(request)
         except BadTokenError as error:
-            text = (
-                str(error) if given.startswith(PREFIX) else "missing or wrong API key; use one of POST /v1/session_keys"
-            )
-            raise ApiError(401, text, code="invalid_api_key") from error
-        except ForbiddenError as error:
-            raise forbidden(error) from error
+            raise BadTokenError("missing or wrong API key; use one of POST /v1/session_keys") from error
 
     def _admit_agent(self, request: web.Request, given: str) -> None:
         key = self._keys.read(given, now_s=self._now_s())
@@ -76,7 +71,7 @@ class Doors:
 
 
 def labels_of(request: web.Request) -> Labels | None:
-    """The session that a request names; with an agent's key there always is one. Raises ApiError."""
+    """The session that a request names; with an agent's key there always is one. Raises ApiError, ForbiddenError."""
     key = request.get(_KEY)
     session_id, task = request.headers.get(SESSION_HEADER), request.headers.get(GROUP_HEADER, "")
     if task and TASK.fullmatch(task) is None:
@@ -85,10 +80,7 @@ def labels_of(request: web.Request) -> Labels | None:
         session_id = session_id or key.only_session
         if session_id is None:
             raise invalid(SESSION_HEADER, f"missing; {key} opens several")
-        try:
-            task = key.task(task)
-        except ForbiddenError as error:
-            raise forbidden(error) from error
+        task = key.task(task)
     if session_id is None:
         if task:
             raise invalid(GROUP_HEADER, f"set without {SESSION_HEADER}")
@@ -97,18 +89,10 @@ def labels_of(request: web.Request) -> Labels | None:
 
 
 def checked_session(request: web.Request, session_id: str, opens: Opens) -> str:
-    """The session id; raises ApiError if it is malformed or not open to the request's key."""
+    """The session id; raises ApiError if it is malformed, ForbiddenError if it is not open to the request's key."""
     if SESSION_ID.fullmatch(session_id) is None:
         raise invalid(SESSION_HEADER, f"{session_id!r:.80}; 1 to 128 printable ASCII characters without spaces")
     key = request.get(_KEY)
     if key is not None:
-        try:
-            key.check(session_id, opens)
-        except ForbiddenError as error:
-            raise forbidden(error) from error
+        key.check(session_id, opens)
     return session_id
-
-
-def forbidden(error: ForbiddenError) -> ApiError:
-    """403: authenticated, but without access."""
-    return ApiError(403, str(error), code="forbidden")
