@@ -18,7 +18,8 @@ from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
 from services.scheduler.solvers.registry import AUTO
 from simulator.virtual_run.build_run import Mode, SetupError, colocated, with_staleness
-from simulator.virtual_run.simulation import Options, Outcome, simulate_plan, simulate_setup
+from simulator.virtual_run.event_loop import Options, Run
+from simulator.virtual_run.simulation import simulate_plan, simulate_setup
 
 NUM_SIMULATED = 14
 """Plans to simulate, the best by the cost model."""
@@ -61,7 +62,7 @@ def best_plan(problem: Problem, options: Options, *, allowed: Allowed = anything
     staleness = options.mode.staleness(problem.workload.staleness)
     judge = with_staleness(model, staleness)
     plans = sorted(_plans(model, allowed), key=lambda plan: -judge.score(plan).samples_per_second)
-    found: list[tuple[Outcome, PlanDocument]] = []
+    found: list[tuple[Run, PlanDocument]] = []
     candidates = plans[:NUM_SIMULATED]
     if allowed is anything and (searched := _searched(judge)) is not None:
         candidates.append(searched)
@@ -72,8 +73,8 @@ def best_plan(problem: Problem, options: Options, *, allowed: Allowed = anything
             continue
     if not found:
         raise RuntimeError(f"{problem.id}: no plan can run")
-    outcome, plan = max(found, key=lambda each: each[0].samples_per_second)
-    return _as_best(outcome, _shown(model, plan))
+    run, plan = max(found, key=lambda each: each[0].samples_per_second)
+    return _as_best(run, _shown(model, plan))
 
 
 def _searched(judge: CostModel) -> PlanDocument | None:
@@ -85,17 +86,17 @@ def _searched(judge: CostModel) -> PlanDocument | None:
 def best_colocated(problem: Problem, options: Options, *, is_blind: bool = False) -> Best:
     """All machines in turn, at the best tensor-parallel degree that all can have."""
     model = make_model(problem, CALIBRATED)
-    outcomes = []
+    runs = []
     for tp in (None, 1, 2, 4, 8):
         try:
             setup = colocated(model, is_blind=is_blind, tp=tp)
         except SetupError:
             continue
-        outcomes.append((simulate_setup(model, setup, _final(options)), tp))
-    if not outcomes:
+        runs.append((simulate_setup(model, setup, _final(options)), tp))
+    if not runs:
         raise RuntimeError(f"{problem.id}: colocated, nothing can run")
-    outcome, tp = max(outcomes, key=lambda each: each[0].samples_per_second)
-    return _as_best(outcome, f"all colocated, tp {tp or 'by GPU'}")
+    run, tp = max(runs, key=lambda each: each[0].samples_per_second)
+    return _as_best(run, f"all colocated, tp {tp or 'by GPU'}")
 
 
 def _final(options: Options) -> Options:
@@ -104,9 +105,8 @@ def _final(options: Options) -> Options:
     return replace(options, num_steps=_FINAL_STEPS + 2 * more, skip=_SKIPPED + more)
 
 
-def _as_best(outcome: Outcome, shown: str) -> Best:
-    tokens = outcome.record.tokens_per_second(skip=outcome.options.skip)
-    return Best(outcome.samples_per_second, tokens, shown)
+def _as_best(run: Run, shown: str) -> Best:
+    return Best(run.samples_per_second, run.tokens_per_second, shown)
 
 
 def _plans(model: CostModel, allowed: Allowed) -> Iterator[PlanDocument]:

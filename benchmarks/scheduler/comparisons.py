@@ -20,7 +20,7 @@ from benchmarks.scheduler.problems.settings import (
 )
 from services.scheduler.problem.problem import NodeClass, Problem
 from simulator.virtual_run.build_run import Mode
-from simulator.virtual_run.simulation import Options
+from simulator.virtual_run.event_loop import Options
 
 ONE_STEP, ASYNC, STREAMING = (Options(mode=mode) for mode in (Mode.ONE_STEP, Mode.ASYNC, Mode.STREAMING))
 STREAMRL = Options(mode=Mode.ONE_STEP, drains=True, can_move=False)

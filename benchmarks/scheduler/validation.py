@@ -31,8 +31,8 @@ from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import DEFAULT_BASE_S, DEFAULT_PER_SAMPLE_S, LatencyModel
 from services.broker.fleet.snapshot import lengths_seen
 from services.broker.rules.limits import Limits
-from simulator.virtual_run.build_run import Setup, TrainerSpec
-from simulator.virtual_run.event_loop import Run
+from simulator.virtual_run.build_run import Mode, Setup, TrainerSpec
+from simulator.virtual_run.event_loop import Options, Run
 from simulator.virtual_run.ledger import Ledger
 from simulator.virtual_run.virtual_generator import GeneratorSpec
 
@@ -149,8 +149,8 @@ def _run(case: Case, workload: Workload, time_scale: float) -> float:
     trainer = TrainerSpec(sample_s=0.0, mean_tokens=1.0, prompt_tokens=NUM_PROMPT_TOKENS, end_s=0.0)
     setup = Setup(generators=tuple(specs), trainer=trainer, transfer_s={}, staleness=0)
     seen = lengths_seen([(forecasts[index] or 0.0, [workload.lengths[index]]) for index in order])
-    run = Run(setup, ledger, streams=False, seen=seen, places=case.dispatch == "lpt")
-    return run.play(1).steps[0].end_s * time_scale
+    options = Options(mode=Mode.DISAGGREGATED_SYNC, num_steps=1, places=case.dispatch == "lpt")
+    return Run(setup, ledger, options, seen=seen).play().steps[0].end_s * time_scale
 
 
 def _order(workload: Workload) -> list[int]:

@@ -17,8 +17,8 @@ from services.scheduler.problem.plan_document import PlanDocument, read_plan
 from services.scheduler.problem.problem import read_problem
 from services.scheduler.solvers.registry import AUTO
 from simulator.virtual_run.build_run import Mode, SetupError
-from simulator.virtual_run.event_loop import Change
-from simulator.virtual_run.simulation import Options, Outcome, SimulationReport, report_of, simulate_plan
+from simulator.virtual_run.event_loop import Change, Options
+from simulator.virtual_run.simulation import SimulationReport, report_of, simulate_plan
 
 PLAN_BUDGET_S = 10.0
 _LOOKS = 600
@@ -60,15 +60,18 @@ def simulate_command(  # noqa: PLR0913 - one argument for each option
     )
     began_s = time.process_time()
     try:
-        outcome = simulate_plan(model, plan, options)
+        run = simulate_plan(model, plan, options)
     except (SetupError, RuntimeError) as error:
         raise ConfigError(f"{path}: this plan cannot run: {error}") from error
     except ValueError as error:
         raise ConfigError(f"--fail, --join, --slow: {error}") from error
     cpu_s = time.process_time() - began_s
-    report = report_of(model, outcome, predicted=predicted if mode == Mode.ASYNC else None, cpu_s=cpu_s)
+    report = report_of(model, run, predicted=predicted if mode == Mode.ASYNC else None, cpu_s=cpu_s)
     if picture is not None:
-        _draw(picture, report, outcome)
+        from console.plan.simulate_picture import timeline
+
+        title = f"{report.problem}, {report.mode}: {report.samples_per_second:.4g} samples/s"
+        picture.write_text(timeline(title, run.record), encoding="utf-8")
     print(json.dumps(asdict(report), indent=2) if is_json else "\n".join(_lines(report)))
     return 0
 
@@ -100,13 +103,6 @@ def _made_plan(model: CostModel, path: Path) -> PlanDocument:
     if not isinstance(report, FeasiblePlan):
         raise ConfigError(f"{path}: no plan can run: {report.reason or 'none was found in time'}")
     return report.plan
-
-
-def _draw(path: Path, report: SimulationReport, outcome: Outcome) -> None:
-    from console.plan.simulate_picture import timeline
-
-    title = f"{report.problem}, {report.mode}: {report.samples_per_second:.4g} samples/s"
-    path.write_text(timeline(title, outcome.record), encoding="utf-8")
 
 
 def _lines(report: SimulationReport) -> list[str]:

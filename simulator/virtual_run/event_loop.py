@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from services.broker.fleet.snapshot import SeenLengths
-from simulator.virtual_run.build_run import Setup
+from services.scheduler.solvers.interface import TimeLeft
+from simulator.virtual_run.build_run import Mode, Setup
+from simulator.virtual_run.drawn_lengths import RANKER_ERROR
 from simulator.virtual_run.ledger import Group, Ledger, Sample
 from simulator.virtual_run.lpt_queue import ASK_AGAIN_S, Placer
 from simulator.virtual_run.stealing import Mover
@@ -39,6 +41,34 @@ class Change:
     """Factor on the duration of its steps from now on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a simulation."""
+
+    mode: Mode
+    num_steps: int = 10
+    skip: int = 2
+    """First steps that rates leave out, in which the pipeline is not yet full."""
+    seed: int = 0
+    longest_first: bool = True
+    """Whether a step's prompts start in the order of forecast lengths, as under `lpt`; otherwise in order of
+    arrival."""
+    forecast_error: float = RANKER_ERROR
+    """Standard deviation of the logarithm of forecast over length."""
+    growth_per_step: float = 0.0
+    """Growth of completions per step, as a share of the first ones' length."""
+    changes: Sequence[Change] = ()
+    look_s: float | None = None
+    """How often to record the samples under way, for plots."""
+    can_move: bool = True
+    """Whether idle generators steal work from others."""
+    drains: bool = False
+    """Whether all generators finish their samples before any takes new weights; otherwise samples continue under
+    them."""
+    places: bool = False
+    """Whether the longest samples are kept from slow generators, as under `lpt`; needs `can_move` and forecasts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One training step."""
@@ -52,9 +82,8 @@ class Step:
 
 @dataclass(slots=True)
 class Record:
-    """Outcome of a run."""
+    """What happened in a run."""
 
-    samples_per_step: int
     steps: list[Step] = field(default_factory=list)
     trained: list[tuple[float, float, int]] = field(default_factory=list)
     """When the trainer worked: from and to in seconds, and on which step."""
@@ -67,16 +96,6 @@ class Record:
     """Samples that moved because an idle generator finishes them sooner."""
     num_events: int = 0
 
-    def samples_per_second(self, *, skip: int = 1) -> float:
-        """Rate over all steps but the first ones, in which the pipeline is not yet full."""
-        begin_s = self.steps[skip - 1].end_s if skip else 0.0
-        return self.samples_per_step * (len(self.steps) - skip) / (self.steps[-1].end_s - begin_s)
-
-    def tokens_per_second(self, *, skip: int = 1) -> float:
-        """Rate of completion tokens over the same steps."""
-        begin_s = self.steps[skip - 1].end_s if skip else 0.0
-        return sum(step.num_tokens for step in self.steps[skip:]) / (self.steps[-1].end_s - begin_s)
-
 
 class Run:
     """A run; call `play` once.
@@ -84,37 +103,19 @@ class Run:
     Args:
         setup: Generators, trainer, links.
         ledger: The broker's rules over the samples.
-        streams: Whether training begins before a step's samples are all there.
-        changes: Failures, arrivals and slow-downs of machines.
-        look_s: How often the samples under way are noted; None never does.
+        options: How it is run.
         seen: What the broker knows of lengths before the first step; None moves no samples.
-        drains: Whether all generators finish their samples before any takes new weights, or continue under them.
-        places: Whether the longest samples are kept from slow generators, as under `lpt`; needs `seen` and forecasts.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        ledger: Ledger,
-        *,
-        streams: bool,
-        changes: Sequence[Change] = (),
-        look_s: float | None = None,
-        seen: SeenLengths | None = None,
-        places: bool = False,
-        drains: bool = False,
-    ) -> None:
-        self._drains = drains
-        self._setup, self._ledger, self._look_s = setup, ledger, look_s
+    def __init__(self, setup: Setup, ledger: Ledger, options: Options, *, seen: SeenLengths | None = None) -> None:
+        self.setup, self.ledger, self.options = setup, ledger, options
         self._engines = [Engine(spec) for spec in setup.generators]
         self._mover = Mover(self._engines, ledger, seen, setup.trainer.prompt_tokens) if seen is not None else None
         self._move_due_s, self._is_move_due = 0.0, False
-        self._placer: Placer | None = None
-        if places and self._mover is not None:
-            self._placer = Placer(self._engines, self._mover, setup.trainer.prompt_tokens)
+        self._placer = Placer(self._mover) if options.places and self._mover is not None else None
         self._is_ask_due = False
-        limits = ledger.limits
-        self._at_least = max(1, limits.groups_per_step // MICROBATCHES) if streams else limits.groups_per_step
+        per_step = ledger.limits.groups_per_step
+        self._at_least = max(1, per_step // MICROBATCHES) if options.mode.streams else per_step
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._now_s = 0.0
@@ -122,34 +123,46 @@ class Run:
         self._step_busy_s, self._step_tokens = 0.0, 0.0
         self._sent = dict.fromkeys(setup.transfer_s, 0)
         self._sending: set[str] = set()
-        self.record = Record(samples_per_step=limits.groups_per_step * limits.group_size)
-        for change in changes:
+        self.record = Record()
+        for change in options.changes:
             if change.kind == "join":
-                self._members(change.node, alive=False)
+                for engine in self._members(change.node):
+                    engine.is_alive = False
             self._at(change.at_s, partial(self._change, change))
-
-    @property
-    def ledger(self) -> Ledger:
-        """The counters."""
-        return self._ledger
 
     @property
     def num_held(self) -> int:
         """Samples occupied by generators."""
         return sum(engine.num_running for engine in self._engines)
 
-    def play(
-        self, num_steps: int, *, max_s: float = math.inf, time_left: Callable[[], float] = lambda: math.inf
-    ) -> Record:
-        """Run this many training steps, fewer if time ends. Raises RuntimeError if the run is stuck."""
+    @property
+    def counted_s(self) -> float:
+        """Duration of the steps that rates count."""
+        skip, steps = self.options.skip, self.record.steps
+        return steps[-1].end_s - (steps[skip - 1].end_s if skip else 0.0)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples trained per second in steady state."""
+        limits = self.ledger.limits
+        samples_per_step = limits.groups_per_step * limits.group_size
+        return samples_per_step * (len(self.record.steps) - self.options.skip) / self.counted_s
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Rate of completion tokens over the same steps."""
+        return sum(step.num_tokens for step in self.record.steps[self.options.skip :]) / self.counted_s
+
+    def play(self, *, time_left: TimeLeft = lambda: math.inf) -> Record:
+        """Run the training steps, fewer if time ends. Raises RuntimeError if the run is stuck."""
         self._deal(self._engines)
-        if self._look_s is not None:
-            self._look()
-        while self._ledger.version < num_steps and time_left() > 0:
-            if not self._events or self._events[0][0] > max_s or self._is_stuck():
+        if self.options.look_s is not None:
+            self._look(self.options.look_s)
+        while self.ledger.version < self.options.num_steps and time_left() > 0:
+            if not self._events or self._is_stuck():
                 raise RuntimeError(
-                    f"after {self._now_s:.0f} s and {self._ledger.version} steps nothing goes on: "
-                    f"{self._ledger.num_ready} groups are ready, {self.num_held} samples under way"
+                    f"after {self._now_s:.0f} s and {self.ledger.version} steps nothing goes on: "
+                    f"{self.ledger.num_ready} groups are ready, {self.num_held} samples under way"
                 )
             self._now_s, _, event = heapq.heappop(self._events)
             self.record.num_events += 1
@@ -162,7 +175,8 @@ class Run:
 
     def _is_stuck(self) -> bool:
         """Whether only looks are left."""
-        return self._look_s is not None and len(self._events) == 1 and not self._is_training and not self.num_held
+        is_busy = self._is_training or self.num_held > 0
+        return self.options.look_s is not None and len(self._events) == 1 and not is_busy
 
     def _at(self, time_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._numbers), event))
@@ -181,7 +195,7 @@ class Run:
 
     def _taken(self, engine: Engine) -> list[Sample]:
         """The samples a generator gets now. Its clock is now."""
-        ledger = self._ledger
+        ledger = self.ledger
         if self._placer is None:
             return ledger.take(engine.version, engine.num_free)
         if not ledger.has_work(engine.version):
@@ -207,7 +221,7 @@ class Run:
         while free:
             again = []
             for engine in free:
-                taken = self._ledger.take(engine.version, 1)
+                taken = self.ledger.take(engine.version, 1)
                 for sample in taken:
                     engine.take(sample)
                 if taken and engine.num_free:
@@ -236,14 +250,14 @@ class Run:
             return
         engine.advance(self._now_s)
         for sample in engine.pop_ended():
-            self._ledger.finish(sample)
+            self.ledger.finish(sample)
         self._fill(engine)
         self._renew_drained()
         self._train()
 
     def _train(self) -> None:
         """Start a microbatch if the trainer is free and enough is ready."""
-        ledger = self._ledger
+        ledger = self.ledger
         if self._is_training or ledger.num_ready < (wanted := min(self._at_least, ledger.num_missing)):
             return
         groups = ledger.deliver(at_least=wanted)
@@ -251,30 +265,30 @@ class Run:
             self._is_training = True
             seconds = self._training_s(groups)
             if ledger.num_missing == 0:
-                seconds += self._setup.trainer.end_s
+                seconds += self.setup.trainer.end_s
             self._step_busy_s += seconds
             self._step_tokens += sum(group.num_tokens for group in groups)
             self.record.trained.append((self._now_s, self._now_s + seconds, ledger.version))
             self._at(self._now_s + seconds, self._trained)
 
     def _training_s(self, groups: Sequence[Group]) -> float:
-        trainer = self._setup.trainer
+        trainer = self.setup.trainer
         tokens = sum(group.num_tokens + len(group.lengths) * trainer.prompt_tokens for group in groups)
         return tokens / trainer.mean_tokens * trainer.sample_s
 
     def _trained(self) -> None:
         self._is_training = False
-        if self._ledger.num_missing == 0:
-            self._ledger.acknowledge()
+        if self.ledger.num_missing == 0:
+            self.ledger.acknowledge()
             self.record.steps.append(Step(self._now_s, self._step_busy_s, self._step_tokens))
             self._step_busy_s, self._step_tokens = 0.0, 0.0
-            for region in self._setup.transfer_s:
+            for region in self.setup.transfer_s:
                 self._send(region)
         self._train()
 
     def _send(self, region: str) -> None:
         """Send the newest weights to a region, one copy at a time."""
-        seconds, version = self._setup.transfer_s[region], self._ledger.version
+        seconds, version = self.setup.transfer_s[region], self.ledger.version
         if region not in self._sending and seconds < math.inf and self._sent[region] < version:
             self._sending.add(region)
             self._sent[region] = version
@@ -286,7 +300,7 @@ class Run:
         for engine in there:
             engine.advance(self._now_s)
             engine.next_version = version
-            if not self._drains:
+            if not self.options.drains:
                 self._renew(engine)
         self._deal(there)
         self._renew_drained()
@@ -294,7 +308,7 @@ class Run:
 
     def _renew_drained(self) -> None:
         """Update all generators together once no sample is under way, if samples must end under their first weights."""
-        if not self._drains or any(engine.num_running for engine in self._engines):
+        if not self.options.drains or any(engine.num_running for engine in self._engines):
             return
         waiting = [engine for engine in self._engines if engine.next_version is not None]
         for engine in waiting:
@@ -321,23 +335,19 @@ class Run:
             self._fill(engine)
 
     def _redeliver(self, lost: Sequence[Sample]) -> None:
-        self._ledger.give_back(lost)
+        self.ledger.give_back(lost)
         free = [engine for engine in self._engines if engine.num_free]
         for engine in free:
             engine.advance(self._now_s)
         self._deal(free)
 
-    def _members(self, node: str, *, alive: bool | None = None) -> list[Engine]:
+    def _members(self, node: str) -> list[Engine]:
         members = [engine for engine in self._engines if engine.spec.node == node]
         if not members:
             known = ", ".join(sorted({engine.spec.node for engine in self._engines}))
             raise ValueError(f"no generator runs on {node!r}; there are: {known}")
-        if alive is not None:
-            for engine in members:
-                engine.is_alive = alive
         return members
 
-    def _look(self) -> None:
+    def _look(self, every_s: float) -> None:
         self.record.held.append((self._now_s, self.num_held))
-        assert self._look_s is not None
-        self._at(self._now_s + self._look_s, self._look)
+        self._at(self._now_s + every_s, partial(self._look, every_s))

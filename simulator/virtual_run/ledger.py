@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.situation import QueuedGroup, Rank
@@ -32,7 +31,7 @@ class Group:
 
     sequence: int
     lengths: Sequence[float]
-    forecast: float
+    forecast: float = 0.0
     min_version: int = 0
     num_open: int = 0
     """Unfinished samples."""
@@ -60,12 +59,9 @@ class Sample:
         return Sample(self.group, left, self.num_done + num_tokens, moved_s)
 
 
-class Choice(Protocol):
-    """A dispatch decision for one generator, shown the queue in order."""
-
-    def num_taken(self, group: Group, num_samples: int, *, num_done: float, most: int) -> int:
-        """How many of the group's samples, each with this many tokens already, it gets."""
-        ...
+Choice = Callable[[Group, int, float, int], int]
+"""A dispatch decision for one generator, shown the queue in order: how many of a group's samples it gets, from their
+number, the tokens that each has already and the most that it may get."""
 
 
 class Ledger:
@@ -127,12 +123,12 @@ class Ledger:
             sample = self._siblings[index]
             if len(taken) == most or not self._may_join(sample.group, generator_version):
                 continue
-            if choice.num_taken(sample.group, 1, num_done=sample.num_done, most=1):
+            if choice(sample.group, 1, sample.num_done, 1):
                 taken.append(self._siblings.pop(index))
         index = len(self._queue) - 1
         while index >= 0 and len(taken) < most and self._may_start(generator_version):
             group = self._queue[index]
-            count = choice.num_taken(group, len(group.lengths), num_done=0.0, most=most - len(taken))
+            count = choice(group, len(group.lengths), 0.0, most - len(taken))
             if count:
                 samples = self._begin(self._queue.pop(index), generator_version)
                 taken += samples[:count]
@@ -250,7 +246,7 @@ class Ledger:
 
     def _next(self) -> Group:
         if self._forecast is None:
-            return self._drawn(0.0)
+            return self._drawn()
         if not self._queue:
             self._draw_step()
         return self._queue.pop()
@@ -260,7 +256,7 @@ class Ledger:
         assert self._forecast is not None, "without forecasts prompts begin as they come"
         ranked: list[tuple[Rank, Group]] = []
         for _ in range(self.limits.groups_per_step):
-            group = self._drawn(0.0)
+            group = self._drawn()
             group.forecast = self._forecast(group.lengths)
             place = QueuedGroup(
                 sequence=group.sequence, is_evaluation=False, is_started=False, predicted_tokens=group.forecast
@@ -270,6 +266,6 @@ class Ledger:
         ranked.sort(key=lambda each: each[0], reverse=True)
         self._queue = [group for _, group in ranked] + self._queue
 
-    def _drawn(self, forecast: float) -> Group:
+    def _drawn(self) -> Group:
         self._sequence += 1
-        return Group(self._sequence, self._draw(self.version), forecast)
+        return Group(self._sequence, self._draw(self.version))

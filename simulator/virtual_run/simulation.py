@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.v1 import broker_pb2
@@ -14,8 +14,8 @@ from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Workload
 from services.scheduler.solvers.interface import TimeLeft
 from simulator.virtual_run.build_run import Mode, Setup, SetupError, colocated, from_plan
-from simulator.virtual_run.drawn_lengths import RANKER_ERROR, forecaster, group_source
-from simulator.virtual_run.event_loop import Change, Record, Run
+from simulator.virtual_run.drawn_lengths import forecaster, group_source
+from simulator.virtual_run.event_loop import Options, Run
 from simulator.virtual_run.ledger import Ledger
 
 STEADY_SAMPLES = 16_384
@@ -25,60 +25,13 @@ MAX_PLACED = 16
 """Most generators whose placing is simulated for a plan: each one looks at all others."""
 
 
-def _no_deadline() -> float:
-    return math.inf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of a simulation."""
-
-    mode: Mode
-    num_steps: int = 10
-    skip: int = 2
-    """First steps that rates leave out, in which the pipeline is not yet full."""
-    seed: int = 0
-    longest_first: bool = True
-    """Whether a step's prompts start in the order of forecast lengths, as under `lpt`; otherwise in order of
-    arrival."""
-    forecast_error: float = RANKER_ERROR
-    """Standard deviation of the logarithm of forecast over length."""
-    growth_per_step: float = 0.0
-    """Growth of completions per step, as a share of the first ones' length."""
-    changes: Sequence[Change] = ()
-    look_s: float | None = None
-    """How often to record the samples under way, for plots."""
-    can_move: bool = True
-    """Whether idle generators steal work from others."""
-    drains: bool = False
-    """Whether all generators finish their samples before any takes new weights; otherwise samples continue under
-    them."""
-    places: bool = False
-    """Whether the longest samples are kept from slow generators, as under `lpt`; needs `can_move` and forecasts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A simulated run."""
-
-    setup: Setup
-    run: Run
-    record: Record
-    options: Options
-
-    @property
-    def samples_per_second(self) -> float:
-        """Samples trained per second in steady state."""
-        return self.record.samples_per_second(skip=self.options.skip)
-
-
 def simulate_plan(
-    model: CostModel, plan: PlanDocument, options: Options, *, time_left: TimeLeft = _no_deadline
-) -> Outcome:
+    model: CostModel, plan: PlanDocument, options: Options, *, time_left: TimeLeft = lambda: math.inf
+) -> Run:
     """A run of this plan. Raises SetupError if it cannot run, RuntimeError if it gets stuck."""
-    if options.mode is Mode.COLOCATED_SYNC:
-        return simulate_setup(model, colocated(model), options, time_left=time_left)
-    return simulate_setup(model, from_plan(model, plan, options.mode), options, time_left=time_left)
+    is_colocated = options.mode is Mode.COLOCATED_SYNC
+    setup = colocated(model) if is_colocated else from_plan(model, plan, options.mode)
+    return simulate_setup(model, setup, options, time_left=time_left)
 
 
 def steady_rate(model: CostModel, plan: PlanDocument, *, time_left: TimeLeft, seed: int = 0) -> float | None:
@@ -96,15 +49,15 @@ def steady_rate(model: CostModel, plan: PlanDocument, *, time_left: TimeLeft, se
     found: list[float] = []
     for places in (False, True) if num_generators <= MAX_PLACED else (False,):
         try:
-            outcome = simulate_plan(model, plan, replace(options, places=places), time_left=time_left)
+            run = simulate_plan(model, plan, replace(options, places=places), time_left=time_left)
         except (SetupError, RuntimeError):
             continue
-        if len(outcome.record.steps) >= skip + least:
-            found.append(outcome.samples_per_second)
+        if len(run.record.steps) >= skip + least:
+            found.append(run.samples_per_second)
     return max(found, default=None)
 
 
-def simulate_setup(model: CostModel, setup: Setup, options: Options, *, time_left: TimeLeft = _no_deadline) -> Outcome:
+def simulate_setup(model: CostModel, setup: Setup, options: Options, *, time_left: TimeLeft = lambda: math.inf) -> Run:
     """A run of these generators and this trainer. Raises RuntimeError if it gets stuck.
 
     If time ends before the last step, the run ends there.
@@ -121,17 +74,9 @@ def simulate_setup(model: CostModel, setup: Setup, options: Options, *, time_lef
     draw = group_source(workload, seed=options.seed, growth_per_step=options.growth_per_step)
     forecast = forecaster(options.seed, options.forecast_error) if options.longest_first else None
     ledger = Ledger(limits, draw, forecast)
-    run = Run(
-        setup,
-        ledger,
-        streams=options.mode.streams,
-        changes=options.changes,
-        look_s=options.look_s,
-        seen=_seen_before(workload, options) if options.can_move else None,
-        drains=options.drains,
-        places=options.places,
-    )
-    return Outcome(setup, run, run.play(options.num_steps, time_left=time_left), options)
+    run = Run(setup, ledger, options, seen=_seen_before(workload, options) if options.can_move else None)
+    run.play(time_left=time_left)
+    return run
 
 
 def _seen_before(workload: Workload, options: Options) -> SeenLengths:
@@ -169,29 +114,28 @@ class SimulationReport:
     cpu_s: float
 
 
-def report_of(model: CostModel, outcome: Outcome, *, predicted: float | None, cpu_s: float = 0.0) -> SimulationReport:
+def report_of(model: CostModel, run: Run, *, predicted: float | None, cpu_s: float = 0.0) -> SimulationReport:
     """The report; `predicted` is the cost model's expectation, None if it has none for the mode."""
-    record, ledger, skip = outcome.record, outcome.run.ledger, outcome.options.skip
+    record, ledger, skip = run.record, run.ledger, run.options.skip
     size = model.problem.workload.group_size
     end_s = record.steps[-1].end_s
-    counted_s = end_s - record.steps[skip - 1].end_s
     trained_s = sum(step.busy_s for step in record.steps[skip:])
     return SimulationReport(
         problem=model.problem.id,
         cost_model=model.name,
-        mode=outcome.options.mode.value,
+        mode=run.options.mode.value,
         num_steps=len(record.steps),
         num_skipped=skip,
         num_generators=record.num_generators,
         num_events=record.num_events,
         virtual_s=end_s,
-        samples_per_second=outcome.samples_per_second,
-        tokens_per_second=record.tokens_per_second(skip=skip),
-        step_s=counted_s / (len(record.steps) - skip),
+        samples_per_second=run.samples_per_second,
+        tokens_per_second=run.tokens_per_second,
+        step_s=run.counted_s / (len(record.steps) - skip),
         predicted_samples_per_second=predicted,
         generation_idle=max(0.0, 1 - record.generating_s / (end_s * record.num_generators)),
-        training_idle=max(0.0, 1 - trained_s / counted_s),
-        max_staleness=outcome.setup.staleness,
+        training_idle=max(0.0, 1 - trained_s / run.counted_s),
+        max_staleness=run.setup.staleness,
         staleness={age: count * size for age, count in sorted(ledger.staleness.items())},
         num_returned=ledger.num_returned,
         num_moves=record.num_moves,

@@ -38,10 +38,10 @@ class Mover:
     """
 
     def __init__(self, engines: Sequence[Engine], ledger: Ledger, seen: SeenLengths, prompt_tokens: float) -> None:
-        self._engines, self._ledger = engines, ledger
+        self.engines, self._ledger = engines, ledger
         self.seen = seen
         """Observed lengths, from the newest step."""
-        self._prompt_tokens = prompt_tokens
+        self.prompt_tokens = prompt_tokens
         self._version = ledger.version
         kinds: dict[GeneratorSpec, int] = {}
         anonymous = (replace(engine.spec, name="", node="") for engine in engines)
@@ -55,13 +55,13 @@ class Mover:
     def look(self, now_s: float) -> list[Move]:
         """Make the moves that pay. All clocks are now; predict the ends of the returned generators again."""
         kinds: dict[tuple[int, int, float], list[int]] = {}
-        for index, engine in enumerate(self._engines):
+        for index, engine in enumerate(self.engines):
             if engine.num_free:
                 kinds.setdefault((self._kinds[index], engine.version, engine.slowdown), []).append(index)
         if not kinds:
             return []
         self.learn()
-        self._loads = [self.load(engine) for engine in self._engines]
+        self._loads = [self.load(engine) for engine in self.engines]
         return [move for alike in kinds.values() for move in self._taken_over(alike, now_s)]
 
     def learn(self) -> None:
@@ -82,7 +82,7 @@ class Mover:
             for _ in range(MAX_MOVES):
                 if asking == donor or not self._loads[asking].room or not self._takes(asking, donor, now_s):
                     break
-                yield self._engines[donor], self._engines[asking]
+                yield self.engines[donor], self.engines[asking]
                 asking = self._emptiest(alike)
 
     def _emptiest(self, alike: Sequence[int]) -> int:
@@ -90,7 +90,7 @@ class Mover:
 
     def _takes(self, asking: int, donor: int, now_s: float) -> bool:
         """Move the donor's longest sample, if that pays."""
-        taker, giver = self._engines[asking], self._engines[donor]
+        taker, giver = self.engines[asking], self.engines[donor]
         there_s = self._loads[donor].finish_s()
         # Not worth it even without the prefill of its context: no need to search.
         longest = self._loads[donor].longest_tokens
@@ -112,7 +112,7 @@ class Mover:
                 continue
             remaining = self._to_go(sample, num_done)
             if best is None or remaining > best[1]:
-                best = sample, remaining, self._prompt_tokens + num_done
+                best = sample, remaining, self.prompt_tokens + num_done
         return best
 
     def _to_go(self, sample: Sample, num_done: float) -> float:

@@ -18,9 +18,9 @@ from services.scheduler.cost_model.reference import CostModel, Limit
 from services.scheduler.problem.problem import Problem
 from simulator.virtual_run import simulation as simulate_module
 from simulator.virtual_run.build_run import Mode, Setup, SetupError, TrainerSpec, colocated
-from simulator.virtual_run.event_loop import Change, Run
+from simulator.virtual_run.event_loop import Change, Options, Run
 from simulator.virtual_run.ledger import Group, Ledger, Sample
-from simulator.virtual_run.simulation import Options, report_of, simulate_plan, simulate_setup, steady_rate
+from simulator.virtual_run.simulation import report_of, simulate_plan, simulate_setup, steady_rate
 from simulator.virtual_run.virtual_generator import Engine, GeneratorSpec
 from tests.helpers.plans.problems import plan, problem
 
@@ -51,8 +51,8 @@ def simulated(mode: Mode, *, seed: int = 1, given=None, num_steps: int = 8, **op
 def test_a_generator_decodes_as_fast_as_its_steps_say():
     spec = GeneratorSpec(name="g", node="n", region="r", steps_s=(0.0, 0.010, 0.012), prefill_s=0.5, pause_s=0.0)
     engine = Engine(spec)
-    engine.take(Sample(Group(1, [100.0], 0.0), 100.0))
-    engine.take(Sample(Group(2, [300.0], 0.0), 300.0))
+    engine.take(Sample(Group(1, [100.0]), 100.0))
+    engine.take(Sample(Group(2, [300.0]), 300.0))
 
     assert engine.next_end_s == pytest.approx(2 * 0.5 + 100 * 0.012)
     engine.advance(engine.next_end_s)
@@ -63,7 +63,7 @@ def test_a_generator_decodes_as_fast_as_its_steps_say():
 def test_a_lost_generator_returns_the_rest_of_its_samples():
     spec = GeneratorSpec(name="g", node="n", region="r", steps_s=(0.0, 0.01), prefill_s=0.0, pause_s=0.0)
     engine = Engine(spec)
-    engine.take(Sample(Group(1, [100.0], 0.0), 100.0))
+    engine.take(Sample(Group(1, [100.0]), 100.0))
     engine.advance(0.4)
 
     (left,) = engine.lose_all()
@@ -76,7 +76,7 @@ def test_a_moved_sample_keeps_its_tokens_and_recomputes_its_context():
     steps_s = (0.0, 0.010, 0.020)
     spec = GeneratorSpec(name="g", node="n", region="r", steps_s=steps_s, prefill_s=0.0, pause_s=0.0)
     slow, quick = Engine(spec), Engine(replace(spec, steps_s=(0.0, 0.005), prefill_token_s=0.001))
-    sample = Sample(Group(1, [100.0], 0.0), 100.0)
+    sample = Sample(Group(1, [100.0]), 100.0)
     slow.take(sample)
     for engine in (slow, quick):
         engine.advance(0.4)
@@ -143,18 +143,19 @@ def one_step(models, lengths, *, can_move, places=None):
     setup = Setup(generators=tuple(specs), trainer=trainer, transfer_s={}, staleness=0)
     known = [(0.0 if forecast is None else float(length), [length]) for length in lengths]
     seen = lengths_seen(known) if can_move else None
-    return Run(setup, ledger, streams=False, seen=seen, places=bool(places)).play(1)
+    options = Options(mode=Mode.DISAGGREGATED_SYNC, num_steps=1, places=bool(places))
+    return Run(setup, ledger, options, seen=seen).play()
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("longest_first", [True, False])
 def test_counters_balance_and_nothing_is_staler_than_allowed(mode, longest_first):
-    outcome = simulated(mode, longest_first=longest_first)
-    found = report_of(make_model(long_tailed(), CALIBRATED), outcome, predicted=None)
+    run = simulated(mode, longest_first=longest_first)
+    found = report_of(make_model(long_tailed(), CALIBRATED), run, predicted=None)
 
     assert found.audit["is_balanced"]
     assert found.audit["num_trained"] == 8 * 64
-    assert max(found.staleness) <= outcome.setup.staleness == mode.staleness(3)
+    assert max(found.staleness) <= run.setup.staleness == mode.staleness(3)
     assert sum(found.staleness.values()) == 8 * 256
     assert 0 <= found.generation_idle < 1
     assert 0 <= found.training_idle < 1
@@ -182,10 +183,10 @@ def test_where_all_lengths_are_alike_it_agrees_with_the_cost_model(candidate, li
     model = CostModel(problem("tiny_02", "workload.output_len={type: fixed, length: 1500}"))
     score = model.score(candidate)
 
-    outcome = simulate_plan(model, candidate, Options(mode=Mode.ASYNC, num_steps=14, skip=6))
+    run = simulate_plan(model, candidate, Options(mode=Mode.ASYNC, num_steps=14, skip=6))
 
     assert score.limit is limit
-    assert outcome.samples_per_second == pytest.approx(score.samples_per_second, rel=0.05)
+    assert run.samples_per_second == pytest.approx(score.samples_per_second, rel=0.05)
 
 
 def test_generators_may_end_their_samples_before_they_take_new_weights(monkeypatch):
@@ -198,7 +199,7 @@ def test_generators_may_end_their_samples_before_they_take_new_weights(monkeypat
 
     monkeypatch.setattr(Run, "_renew", noted)
 
-    assert simulated(Mode.ONE_STEP, drains=True).run.ledger.audit()["is_balanced"]
+    assert simulated(Mode.ONE_STEP, drains=True).ledger.audit()["is_balanced"]
     assert held
     assert not any(held)
     simulated(Mode.ONE_STEP)
@@ -221,9 +222,9 @@ def test_a_machine_that_dies_costs_time_and_no_sample():
     alone = simulated(Mode.ASYNC, num_steps=12)
     dies = simulated(Mode.ASYNC, num_steps=12, changes=[Change(100.0, "h20-1", "fail")])
 
-    assert dies.run.ledger.num_returned > 0
-    assert dies.run.ledger.audit()["is_balanced"]
-    assert dies.run.ledger.num_trained == 12 * 64
+    assert dies.ledger.num_returned > 0
+    assert dies.ledger.audit()["is_balanced"]
+    assert dies.ledger.num_trained == 12 * 64
     assert dies.samples_per_second < alone.samples_per_second
 
 
@@ -306,7 +307,7 @@ def test_a_sample_is_about_one_event_however_many_generators_there_are():
     )
     ledger = Ledger(limits, lambda version: [500.0 + version], None)
 
-    record = Run(many, ledger, streams=True).play(10)
+    record = Run(many, ledger, Options(mode=Mode.STREAMING, num_steps=10)).play()
 
     assert ledger.num_trained == 20_000
     assert record.num_events < 1.5 * ledger.num_begun
