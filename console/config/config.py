@@ -46,6 +46,9 @@ from services.trainer.config import RunSections
 RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
 
+Address = Annotated[str, AfterValidator(checked_address)]
+"""One server, host:port."""
+
 
 class GeneratorSection(BaseEngineConfig):
     """The generators that are started here, and the keys of their engine."""
@@ -54,13 +57,8 @@ class GeneratorSection(BaseEngineConfig):
     """Generators started here; ignored if endpoints.generators names others. 0 for a replayed run."""
     flush_interval_s: float = Field(default=0.2, gt=0, le=10)
     """Longest time a decoded token waits before it is sent."""
-    openai_listen: str | None = None
+    openai_listen: Address | None = None
     """Address of the OpenAI-compatible endpoint of the first generator, host:port; the others take the next ports."""
-
-    @field_validator("openai_listen")
-    @classmethod
-    def _is_an_address(cls, value: str | None) -> str | None:
-        return None if value is None else checked_address(value)
 
 
 @cache
@@ -131,26 +129,16 @@ class SchedulerSection(StrictModel):
 class EndpointsSection(StrictModel):
     """Services that already run elsewhere, as host:port; null means the service is started here."""
 
-    broker: Targets | None = None
+    broker: Annotated[Targets, AfterValidator(checked_addresses)] | None = None
     """A broker, or a list of brokers on one Redis, of which the first that works is used."""
-    scheduler: str | None = None
+    scheduler: Address | None = None
     """A scheduler."""
-    reward: str | None = None
+    reward: Address | None = None
     """A reward worker started for this run's id (a reward model's address belongs in reward.model)."""
-    trainer: str | None = None
+    trainer: Address | None = None
     """A trainer; the paths in model and data are then on its machine."""
     generators: list[str] | None = None
     """Generators started for this run's id."""
-
-    @field_validator("scheduler", "reward", "trainer")
-    @classmethod
-    def _is_an_address(cls, value: str | None) -> str | None:
-        return None if value is None else checked_address(value)
-
-    @field_validator("broker")
-    @classmethod
-    def _are_brokers(cls, value: str | None) -> str | None:
-        return None if value is None else checked_addresses(value)
 
     @field_validator("generators")
     @classmethod
@@ -163,23 +151,18 @@ class EndpointsSection(StrictModel):
 class ListenSection(StrictModel):
     """Addresses of services that are started here, as host:port; if null, a free port of 127.0.0.1."""
 
-    broker: str | None = None
+    broker: Address | None = None
     """The broker."""
-    scheduler: str | None = None
+    scheduler: Address | None = None
     """The scheduler."""
-    reward: str | None = None
+    reward: Address | None = None
     """The reward worker."""
-    trainer: str | None = None
+    trainer: Address | None = None
     """The trainer."""
-    weights: str | None = None
+    weights: Address | None = None
     """The trainer's HTTP server for weights."""
     public_host: str | None = None
     """Name or address under which generators on other machines fetch weights from here; 127.0.0.1 if null."""
-
-    @field_validator("broker", "scheduler", "reward", "trainer", "weights")
-    @classmethod
-    def _is_an_address(cls, value: str | None) -> str | None:
-        return None if value is None else checked_address(value)
 
 
 class LogSection(StrictModel):

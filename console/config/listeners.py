@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from console.config.config import RunConfig
 from penstock.security import Security
 from penstock.security.plain_text import is_local, plain_listener_warning
@@ -13,11 +11,11 @@ _LOOPBACK = "127.0.0.1:0"
 
 def listener_problems(config: RunConfig, security: Security) -> list[str]:
     """Reasons not to start, one line each."""
-    listeners = _listeners(config)
+    listeners = local_listeners(config)
     problem = security.listener_problem(_LOOPBACK, setting="listen") if listeners else None
     if problem is not None:
         return [problem]
-    found = (security.listener_problem(address, setting=setting) for setting, address in listeners.items())
+    found = (security.listener_problem(address, setting=setting) for setting, address in listeners.items() if address)
     return [problem for problem in found if problem is not None]
 
 
@@ -25,19 +23,18 @@ def listener_warnings(config: RunConfig, security: Security) -> list[str]:
     """Exposed listeners that are allowed nevertheless, one line each."""
     if security.serves_tls or not security.allows_plain:
         return []
-    exposed = ((setting, address) for setting, address in _listeners(config).items() if not is_local(address))
-    return [f"{setting}: {plain_listener_warning(address)}" for setting, address in exposed]
+    return [
+        f"{setting}: {plain_listener_warning(address)}"
+        for setting, address in local_listeners(config).items()
+        if address is not None and not is_local(address)
+    ]
 
 
-def _listeners(config: RunConfig) -> Mapping[str, str]:
-    """Addresses of the services started here, by setting; an unset one is a free port of loopback."""
-    listen, endpoints = config.listen, config.endpoints
-    found: dict[str, str | None] = {}
-    for name in ("broker", "scheduler", "reward", "trainer"):
-        if getattr(endpoints, name) is None:
-            found[f"listen.{name}"] = getattr(listen, name) or _LOOPBACK
-    if endpoints.trainer is None:
-        found["listen.weights"] = listen.weights
-    if config.starts_generators:
+def local_listeners(config: RunConfig) -> dict[str, str | None]:
+    """Addresses of the services started here, by setting; None is a free port of loopback."""
+    elsewhere = {**dict(config.endpoints), "weights": config.endpoints.trainer}
+    names = [name for name in ("broker", "scheduler", "reward", "trainer", "weights") if elsewhere[name] is None]
+    found = {f"listen.{name}": getattr(config.listen, name) for name in names}
+    if config.starts_generators and config.generator.openai_listen is not None:
         found["generator.openai_listen"] = config.generator.openai_listen
-    return {setting: address for setting, address in found.items() if address is not None}
+    return found

@@ -2,13 +2,14 @@
 
 Invariants:
 - Addresses are chosen once: a restarted service returns on the same port.
-- Every started process is stopped, at the end or when startup fails; `kill` ends everything at once.
+- Every started process is stopped, at the end or when startup fails; `services.kill` ends everything at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from console.config.config import RunConfig
@@ -26,7 +27,6 @@ from console.config.run_folder import ProcessRecord, RunFolder
 from console.launch.cpu_pinning import Cores
 from console.launch.embedded_redis import redis_spec, redis_url
 from console.launch.ports import free_addresses
-from console.launch.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ProcessState, ServiceSpec, console_argv, service_environment
 from penstock.config import StrictModel
@@ -40,7 +40,7 @@ MODEL_READY_S = 600.0
 
 
 class Launcher:
-    """The processes of one run on this machine."""
+    """Starts and stops the processes of one run on this machine, `services`."""
 
     def __init__(
         self,
@@ -54,21 +54,11 @@ class Launcher:
         self.addresses = choose_addresses(config)
         self._config = config
         self._folder = folder
-        self._services = ServiceProcesses(
+        self.services = ServiceProcesses(
             folder, security=security, log=config.log, on_change=self._take_change, on_wait=on_wait
         )
         self._on_change = on_change
         self._cores: Cores | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the processes started so far."""
-        return self._services.names
-
-    @property
-    def records(self) -> Mapping[str, ProcessRecord]:
-        """The latest record of every process, by name."""
-        return self._services.records
 
     async def start(self) -> None:
         """Start everything, and wait for what StartRun needs: broker, scheduler, trainer. Raises ServiceFailedError.
@@ -80,48 +70,35 @@ class Launcher:
         self._cores = Cores.of_run(config, num_generators=num_generators)
         if addresses.broker.is_local:
             settings = broker_config(config, addresses, config.broker.redis_url or await self._start_redis())
-            self._launch("broker", "broker", settings, addresses.broker, BROKER)
+            self._launch("broker", settings, addresses.broker)
         if addresses.scheduler.is_local:
-            scheduler = scheduler_config(config, addresses, self._folder)
-            self._launch("scheduler", "scheduler", scheduler, addresses.scheduler, SCHEDULER)
+            self._launch("scheduler", scheduler_config(config, addresses, self._folder), addresses.scheduler)
         if addresses.trainer.is_local:
-            self._launch("trainer", "trainer", trainer_config(config, addresses), addresses.trainer, TRAINER)
+            self._launch("trainer", trainer_config(config, addresses), addresses.trainer)
         if addresses.reward.is_local:
-            self._launch("reward", "reward", reward_config(config, addresses), addresses.reward, REWARD)
+            self._launch("reward", reward_config(config, addresses), addresses.reward)
         for index, endpoint in enumerate(addresses.generators):
             if endpoint.is_local:
                 generator = generator_config(config, addresses, self._folder, index)
-                self._launch(f"generator-{index}", "generator", generator, endpoint, GENERATOR)
+                self._launch(f"generator-{index}", generator, endpoint)
         for path in config.scheduler.nodes:
             self._launch_node(path)
         for name in ("broker", "scheduler", "trainer"):
-            if name in self._services.names:
-                await self._services.wait_ready(name, timeout_s=MODEL_READY_S if name == "trainer" else SERVICE_READY_S)
+            if name in self.services.names:
+                await self.services.wait_ready(name, timeout_s=MODEL_READY_S if name == "trainer" else SERVICE_READY_S)
 
     async def _start_redis(self) -> str:
-        self._services.launch(redis_spec(self._folder, env=service_environment(os.environ, num_threads=1)))
-        await self._services.wait_ready("redis", timeout_s=REDIS_READY_S)
+        self.services.launch(redis_spec(self._folder, env=service_environment(os.environ, num_threads=1)))
+        await self.services.wait_ready("redis", timeout_s=REDIS_READY_S)
         return redis_url(self._folder)
-
-    async def watch(self) -> None:
-        """See `ServiceProcesses.watch`."""
-        await self._services.watch()
 
     async def stop(self) -> None:
         """Stop everything: consumers of the broker first, then the broker, then its Redis."""
-        generators = [name for name in self.names if name.startswith(("generator-", "node-"))]
+        generators = [name for name in self.services.names if name.startswith(("generator-", "node-"))]
         for group in (generators, ["reward"], ["trainer"], ["scheduler"], ["broker"], ["redis"]):
-            await self._services.stop(group)
+            await self.services.stop(group)
         if self._cores is not None:
             self._cores.release()
-
-    async def kill(self) -> None:
-        """End everything at once."""
-        await self._services.kill()
-
-    def kill_now(self) -> None:
-        """`kill` for a signal handler: does not wait."""
-        self._services.kill_now()
 
     def _take_change(self, record: ProcessRecord) -> None:
         # Not earlier: while they load, all processes need every core.
@@ -131,12 +108,7 @@ class Launcher:
 
     def _launch_node(self, path: Path) -> None:
         name = f"node-{path.stem.removeprefix('node-')}"
-
-        async def is_ready() -> bool:
-            # A node serves nothing; its generators show whether it works.
-            return True
-
-        self._services.launch(
+        self.services.launch(
             ServiceSpec(
                 name=name,
                 kind="node",
@@ -144,21 +116,17 @@ class Launcher:
                 address="",
                 env=service_environment(os.environ, num_threads=1),
                 log_path=self._folder.log_of(name),
-                is_ready=is_ready,
+                # A node serves nothing; its generators show whether it works.
+                is_ready=lambda: asyncio.sleep(0, result=True),
                 stop_grace_s=STOP_GRACE_S["node"],
             )
         )
 
-    def _launch(self, name: str, kind: str, settings: StrictModel, endpoint: Endpoint, service: str) -> None:
+    def _launch(self, name: str, settings: StrictModel, endpoint: Endpoint) -> None:
+        kind = name.partition("-")[0]
         threads = {"generator": self._config.generator.num_threads, "trainer": self._config.trainer.num_threads}
-        self._services.launch_service(
-            kind,
-            settings,
-            name=name,
-            target=endpoint.target,
-            health_service=service,
-            num_threads=threads.get(kind, 1),
-        )
+        num_threads = threads.get(kind, 1)
+        self.services.launch_service(kind, settings, name=name, target=endpoint.target, num_threads=num_threads)
 
 
 def choose_addresses(config: RunConfig) -> Addresses:
@@ -172,18 +140,14 @@ def choose_addresses(config: RunConfig) -> Addresses:
             return Endpoint(target=elsewhere, listen=None)
         return local_endpoint(here or next(free))
 
-    generators: tuple[Endpoint, ...]
-    if endpoints.generators is None:
-        generators = tuple(local_endpoint(next(free)) for _ in range(num_local))
-    else:
-        generators = tuple(Endpoint(target=target, listen=None) for target in endpoints.generators)
+    generators: Sequence[str | None] = endpoints.generators or [None] * num_local
     weights_listen = None if endpoints.trainer is not None else listen.weights or next(free)
     return Addresses(
         broker=endpoint(endpoints.broker, listen.broker),
         scheduler=endpoint(endpoints.scheduler, listen.scheduler),
         reward=endpoint(endpoints.reward, listen.reward),
         trainer=endpoint(endpoints.trainer, listen.trainer),
-        generators=generators,
+        generators=tuple(endpoint(target, None) for target in generators),
         weights_listen=weights_listen,
         weights_url=_weights_address(weights_listen, listen.public_host),
     )

@@ -20,14 +20,12 @@ from services.broker.storage.redis.authentication import NO_CREDENTIALS, RedisCr
 PROBE_TIMEOUT_S = 3.0
 TLS_FAILS = "TLS with"
 """Prefix of problems that waiting does not solve."""
-BROKER, SCHEDULER, REWARD = "penstock.v1.BrokerService", "penstock.v1.SchedulerService", "penstock.v1.RewardService"
-TRAINER, GENERATOR = "penstock.v1.TrainerService", "penstock.v1.GeneratorService"
 
 
 async def service_problem(
-    target: str, service: str, *, security: Security, must_serve: bool = True, timeout_s: float = PROBE_TIMEOUT_S
+    target: str, kind: str, *, security: Security, must_serve: bool = True, timeout_s: float = PROBE_TIMEOUT_S
 ) -> str | None:
-    """Why the server at `target` cannot be used as `service`; None if it, or one of several, can.
+    """Why the server at `target` cannot be used as a broker, trainer ...; None if it, or one of several, can.
 
     A server without health checks, or whose health does not name the service, counts as up: foreign servers may lack
     them. Without `must_serve`, a server that answers but does not serve yet, as it waits for the run, counts as well.
@@ -36,11 +34,12 @@ async def service_problem(
     if len(targets) > 1:
         problems = await asyncio.gather(
             *(
-                service_problem(one, service, security=security, must_serve=must_serve, timeout_s=timeout_s)
+                service_problem(one, kind, security=security, must_serve=must_serve, timeout_s=timeout_s)
                 for one in targets
             )
         )
         return None if None in problems else "; ".join(problem for problem in problems if problem)
+    service = f"penstock.v1.{kind.title()}Service"
     async with open_channel(target, security) as channel:
         # The health package's types lack its stub's methods.
         stub: Any = health_pb2_grpc.HealthStub(channel)

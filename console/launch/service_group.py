@@ -80,16 +80,16 @@ class ServiceProcesses:
         *,
         name: str,
         target: str,
-        health_service: str,
         num_threads: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `penstock serve kind` with these settings; `target` and `health_service` tell when it is up."""
+        """Start `penstock serve kind` with these settings; its health at `target` shows when it is up."""
         path = self._folder.services / f"{name}.yaml"
         write_config(settings, path)
+        log_options = ("--log-level", self._log.level, "--log-format", self._log.format)
 
         async def is_ready() -> bool:
-            problem = await service_problem(target, health_service, security=self._security, timeout_s=_PROBE_S)
+            problem = await service_problem(target, kind, security=self._security, timeout_s=_PROBE_S)
             self._problems[name] = problem or ""
             return problem is None
 
@@ -97,7 +97,7 @@ class ServiceProcesses:
             ServiceSpec(
                 name=name,
                 kind=kind,
-                argv=console_argv("serve", kind, "--config", str(path), "--name", name, *self.log_options),
+                argv=console_argv("serve", kind, "--config", str(path), "--name", name, *log_options),
                 address=target,
                 env=service_environment({**os.environ, **(environment or {})}, num_threads=num_threads),
                 log_path=self._folder.log_of(name),
@@ -105,11 +105,6 @@ class ServiceProcesses:
                 stop_grace_s=STOP_GRACE_S[kind],
             )
         )
-
-    @property
-    def log_options(self) -> tuple[str, ...]:
-        """Log settings, as command-line options."""
-        return ("--log-level", self._log.level, "--log-format", self._log.format)
 
     def launch(self, spec: ServiceSpec) -> None:
         """Start a process and keep it running."""
@@ -162,13 +157,8 @@ class ServiceProcesses:
             del self._processes[name]
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def kill(self) -> None:
-        """End everything at once."""
-        self.kill_now()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def kill_now(self) -> None:
-        """`kill` for a signal handler: does not wait."""
+    def kill(self) -> None:
+        """End everything at once, without waiting for it."""
         for process in self._processes.values():
             process.kill()
 

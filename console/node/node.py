@@ -24,7 +24,6 @@ from console.config.run_folder import RunFolder
 from console.launch.disk_watch import FolderRefusedError
 from console.launch.parent_watch import watch_launcher
 from console.launch.ports import free_block
-from console.launch.probes import GENERATOR
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ServiceFailedError
 from console.node.assignment import Placement, change, generator_config, misfits, placements
@@ -165,7 +164,6 @@ class NodeAgent:
             settings,
             name=placement.name,
             target=f"{_called(config)}:{port}",
-            health_service=GENERATOR,
             num_threads=settings.engine.num_threads,
             environment=_visible(placement) if not settings.engine.is_emulated else {},
         )

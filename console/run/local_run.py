@@ -78,13 +78,11 @@ async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int
     folder = RunFolder(config.run.dir / config.run.id)
     with contextlib.ExitStack() as held:
         notes = [held.enter_context(locked(folder.path))] if is_resume else []
-        findings = await check_run(config, folder, is_resume=is_resume, security=security)
-        if findings.problems:
-            raise ConfigError("\n".join(f"{source}: {problem}" for problem in findings.problems))
+        warnings = await check_run(config, folder, is_resume=is_resume, security=security, source=source)
         if not is_resume:
             _make_folder(folder)
             notes = [held.enter_context(locked(folder.path))]
-        notes = [*filter(None, notes), *findings.warnings]
+        notes = [*filter(None, notes), *warnings]
         return await _execute(config, folder, security=security, notes=notes, is_resume=is_resume, source=source)
 
 
@@ -185,7 +183,7 @@ class _Run:
 
     async def _watch(self) -> None:
         """Wait until a service is given up or the folder is full, and raise that error."""
-        await race(self._launcher.watch(), self._disk.watch())
+        await race(self._launcher.services.watch(), self._disk.watch())
 
     async def _start(self, session: RunSession, *, is_resume: bool) -> None:
         self._view.phase = "starting services"
@@ -267,7 +265,7 @@ class _Run:
 
     def _write_results(self, finished: trainer_pb2.RunFinished | None) -> bool:
         """Save the run's results and draw its report; returns whether there is one. Raises OSError."""
-        restarts = {record.name: record.num_restarts for record in self._launcher.records.values()}
+        restarts = {record.name: record.num_restarts for record in self._launcher.services.records.values()}
         if finished is not None:
             keep_results(self._folder, finished, self._view.history)
             add_to_summary(self._folder, restarts=dict(sorted(restarts.items())), lengths=self._lengths)
@@ -320,7 +318,7 @@ class _Run:
         # Second request: everything still running is killed. The terminal's cursor is restored first.
         self._display.stop()
         print("penstock: second signal: everything is ended at once", file=sys.stderr, flush=True)
-        self._launcher.kill_now()
+        self._launcher.services.kill()
         os._exit(EXIT_INTERRUPTED)
 
     def _note_wait(self, name: str, problem: str, waited_s: float) -> None:

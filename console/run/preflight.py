@@ -6,19 +6,18 @@ import asyncio
 import importlib.util
 import os
 import subprocess
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from console.config.config import RunConfig
 from console.config.folder_lock import LOCK_NAME
-from console.config.listeners import listener_problems, listener_warnings
+from console.config.listeners import listener_problems, listener_warnings, local_listeners
 from console.config.run_folder import CONSOLE_NAME, RunFolder
 from console.inspect.certificates import certificate_findings
 from console.launch.disk_watch import MIN_FREE_BYTES
 from console.launch.embedded_redis import redis_executable
 from console.launch.ports import listen_problem
-from console.launch.probes import BROKER, GENERATOR, REWARD, SCHEDULER, TRAINER, redis_problem, service_problem
+from console.launch.probes import redis_problem, service_problem
 from console.launch.supervisor import console_argv, service_environment
 from console.node.config import read_node
 from console.run.model_check import context_problem, data_problems, model_problems, text_problem
@@ -35,18 +34,13 @@ from services.trainer.config import TRACKER_PACKAGES
 _REWARD_IMPORT_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """Result of the checks."""
+async def check_run(
+    config: RunConfig, folder: RunFolder, *, is_resume: bool, security: Security, source: str
+) -> list[str]:
+    """Check the model, the data, the reward, ports and all services that must already answer.
 
-    problems: tuple[str, ...]
-    """Reasons not to start, one line each."""
-    warnings: tuple[str, ...]
-    """Notes for the user, one line each."""
-
-
-async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, security: Security) -> Findings:
-    """Check the model, the data, the reward, ports and all services that must already answer."""
+    Returns notes for the user, one line each. Raises ConfigError with one line per reason not to start.
+    """
     problems = _folder_problems(folder, is_resume=is_resume) + _recording_problems(config, is_resume=is_resume)
     warnings: list[str] = []
     if config.endpoints.trainer is None:
@@ -67,7 +61,9 @@ async def check_run(config: RunConfig, folder: RunFolder, *, is_resume: bool, se
     problems += await _network_problems(config, security)
     if config.endpoints.reward is None:
         problems += await reward_problems(config.reward.model, is_insecure=config.insecure)
-    return Findings(problems=tuple(problems), warnings=tuple(warnings))
+    if problems:
+        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
+    return warnings
 
 
 def _lengths_problems(config: RunConfig) -> list[str]:
@@ -111,7 +107,7 @@ async def reward_problems(model: str, *, is_insecure: bool) -> list[str]:
     """Check that the reward model of that name can be used. Raises ConfigError."""
     if model.startswith(THIRD_PARTY):
         judges = Security.from_environment(JUDGES, insecure=is_insecure)
-        problem = await service_problem(model.removeprefix(THIRD_PARTY), REWARD, security=judges)
+        problem = await service_problem(model.removeprefix(THIRD_PARTY), "reward", security=judges)
         return [f"reward.model: reward server: {problem}; start it first"] if problem else []
     return await asyncio.to_thread(_local_reward_problems, model)
 
@@ -186,19 +182,7 @@ def _package_problems(config: RunConfig) -> list[str]:
 
 
 def _port_problems(config: RunConfig) -> list[str]:
-    listen, endpoints = config.listen, config.endpoints
-    wanted = (
-        ("broker", listen.broker, endpoints.broker),
-        ("scheduler", listen.scheduler, endpoints.scheduler),
-        ("reward", listen.reward, endpoints.reward),
-        ("trainer", listen.trainer, endpoints.trainer),
-        ("weights", listen.weights, endpoints.trainer),
-    )
-    local = [
-        (f"listen.{name}", address) for name, address, elsewhere in wanted if address is not None and elsewhere is None
-    ]
-    if config.generator.openai_listen is not None and config.starts_generators:
-        local.append(("generator.openai_listen", config.generator.openai_listen))
+    local = [(name, address) for name, address in local_listeners(config).items() if address is not None]
     problems = [f"{name}: {problem}" for name, address in local if (problem := listen_problem(address))]
     seen: dict[str, str] = {}
     for name, address in local:
@@ -210,23 +194,16 @@ def _port_problems(config: RunConfig) -> list[str]:
 
 async def _network_problems(config: RunConfig, security: Security) -> list[str]:
     endpoints = config.endpoints
-    wanted: list[tuple[str, str, str]] = []
-    for key, target, service in (
-        ("broker", endpoints.broker, BROKER),
-        ("scheduler", endpoints.scheduler, SCHEDULER),
-        ("reward", endpoints.reward, REWARD),
-        ("trainer", endpoints.trainer, TRAINER),
-    ):
-        if target is not None:
-            wanted.append((key, target, service))
-    wanted += [("generators", target, GENERATOR) for target in endpoints.generators or ()]
-    checks: list[Awaitable[str | None]] = [
-        # Reward workers and generators serve only once the run exists.
-        service_problem(target, service, security=security, must_serve=service not in (REWARD, GENERATOR, TRAINER))
-        for _, target, service in wanted
-    ]
+    single = ((name, getattr(endpoints, name)) for name in ("broker", "scheduler", "reward", "trainer"))
+    wanted = [(name, target) for name, target in single if target is not None]
+    wanted += [("generators", target) for target in endpoints.generators or ()]
+    checks = (
+        # The others serve only once the run exists.
+        service_problem(target, key.removesuffix("s"), security=security, must_serve=key in ("broker", "scheduler"))
+        for key, target in wanted
+    )
     answers = await asyncio.gather(*checks)
-    problems = [f"endpoints.{key}: {problem}" for (key, _, _), problem in zip(wanted, answers, strict=True) if problem]
+    problems = [f"endpoints.{key}: {problem}" for (key, _), problem in zip(wanted, answers, strict=True) if problem]
     if endpoints.broker is None and config.broker.redis_url is not None:
         problems += await asyncio.to_thread(_redis_problems, config.broker.redis_url, security)
     return problems

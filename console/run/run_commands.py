@@ -100,10 +100,7 @@ def _quiet_logging() -> None:
 def _dry_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
     folder = RunFolder(config.run.dir / config.run.id)
     security = Security.from_environment(insecure=config.insecure)
-    findings = asyncio.run(check_run(config, folder, is_resume=is_resume, security=security))
-    if findings.problems:
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in findings.problems))
-    for warning in findings.warnings:
+    for warning in asyncio.run(check_run(config, folder, is_resume=is_resume, security=security, source=source)):
         print(f"# note: {warning}")
     print(to_yaml(config), end="")
     return 0

@@ -19,7 +19,7 @@ from console.config.config import RunConfig
 from console.inspect.certificates import certificate_findings, certificate_lines
 from console.inspect.find_run import Target
 from console.inspect.status import Picture, as_document, render, status_command
-from console.launch.probes import BROKER, service_problem
+from console.launch.probes import service_problem
 from penstock import healthcheck
 from penstock.clock import SystemClock
 from penstock.network.rpc import Server
@@ -61,7 +61,7 @@ def run_config(**changes: object) -> RunConfig:
 async def test_a_probe_says_why_tls_fails(authority: Path) -> None:
     security = issue(authority)
     async with elsewhere(security) as target:
-        problem = await service_problem(target, BROKER, security=security)
+        problem = await service_problem(target, "broker", security=security)
     assert problem is not None
     assert problem.startswith(f"TLS with {target} fails: its certificate does not name 127.0.0.2, but localhost")
 
