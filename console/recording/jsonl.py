@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import BinaryIO
 
@@ -81,15 +82,8 @@ def _parsed(where: str, line: bytes) -> Row:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove an unterminated last line: its writer died, and its step is recorded again."""
-    size_bytes = path.stat().st_size
-    with path.open("rb+") as file:
-        end = size_bytes
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-            end = start
-        file.truncate(0)
+    if path.stat().st_size > 0:
+        with path.open("rb+") as file:
+            with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            file.truncate(end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 
 
@@ -13,10 +13,4 @@ def part_path(path: Path, number: int) -> Path:
 
 def parts_of(path: Path) -> list[Path]:
     """The existing parts of a recording, in order; may be empty."""
-    found: list[Path] = []
-    for number in count(1):
-        part = part_path(path, number)
-        if not part.is_file():
-            return found
-        found.append(part)
-    raise AssertionError("unreachable")
+    return list(takewhile(Path.is_file, (part_path(path, number) for number in count(1))))

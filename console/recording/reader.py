@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 from console.config.config import RECORDING_SUFFIXES
@@ -121,15 +121,5 @@ def read_samples(path: Path) -> Iterator[Recorded]:
 
 def read_groups(path: Path) -> Iterator[RecordedGroup]:
     """The groups of the surviving history, each once. Raises RecordingError."""
-    pending: list[Recorded] = []
-    for sample in read_samples(path):
-        if pending and (sample.step, sample.position[0]) != (pending[0].step, pending[0].position[0]):
-            yield _group(pending)
-            pending = []
-        pending.append(sample)
-    if pending:
-        yield _group(pending)
-
-
-def _group(samples: list[Recorded]) -> RecordedGroup:
-    return RecordedGroup(policy_version=samples[0].policy_version, group=group_of(samples))
+    for (step, _), samples in groupby(read_samples(path), key=lambda sample: (sample.step, sample.position[0])):
+        yield RecordedGroup(policy_version=step[1], group=group_of(list(samples)))

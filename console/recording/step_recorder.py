@@ -11,6 +11,7 @@ from console.recording.reader import scan
 from console.recording.recorded_sample import RecordingError, samples_of
 from console.recording.writer import RecordingWriter
 from penstock.clients.export import StepExport
+from penstock.process.tasks import uninterrupted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,11 +40,12 @@ async def record(
 ) -> None:
     """Write the export until it ends; raises its errors. The writer stays open, and `recording` is updated.
 
-    Files are written in a thread, so that the event loop is not blocked.
+    Files are written in a thread, so that the event loop is not blocked; a cancelled caller waits for it, so that no
+    file is closed meanwhile.
     """
     async for response in export.responses():
         if not response.HasField("group"):
-            await in_thread(writer.end_step)
+            await uninterrupted(asyncio.to_thread(writer.end_step))
             recording.is_in_step = False
             if response.num_missing_samples:
                 recording.missing[response.policy_version] = response.num_missing_samples
@@ -51,7 +53,7 @@ async def record(
             continue
         samples = samples_of(run_id, response)
         recording.is_in_step = True
-        await in_thread(writer.write, samples)
+        await uninterrupted(asyncio.to_thread(writer.write, samples))
         recording.num_samples += len(samples)
         recording.last_version = response.policy_version
         if recording.first_version is None:
@@ -76,13 +78,3 @@ def resume_point(path: Path, run_id: str) -> tuple[int, int | None]:
 def missing_line(version: int, num_samples: int) -> str:
     """Message about samples that cannot be recorded."""
     return f"step {version}: {num_samples} samples are missing, Redis lost them"
-
-
-async def in_thread(work: Callable[..., None], *arguments: object) -> None:
-    """Do file work in a thread; a cancelled caller waits for its end, so that the file is not closed meanwhile."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

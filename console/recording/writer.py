@@ -17,24 +17,17 @@ import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from console.recording.jsonl import JsonLinesWriter
 from console.recording.parts import part_path, parts_of
 from console.recording.reader import check_suffix, last_step, read_part
 from console.recording.recorded_sample import Recorded, RecordingError, Step
-from console.recording.row_codec import Row, to_row
+from console.recording.row_codec import to_row
+from penstock.process.durable_files import sync_file
 
-
-class _RowWriter(Protocol):
-    @property
-    def size_bytes(self) -> int: ...
-
-    def write(self, rows: Sequence[Row]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from console.recording.parquet import ParquetWriter
 
 
 class RecordingWriter:
@@ -63,7 +56,7 @@ class RecordingWriter:
         """Begin another step, in another file if this one is full."""
         is_full = self._max_bytes is not None and self._rows.size_bytes >= self._max_bytes
         if is_full and self._step is not None:
-            self._complete()
+            self.close()
             self._part += 1
             self._rows, self._beside = self._opened()
         self._step, self._seen = step, set()
@@ -74,7 +67,10 @@ class RecordingWriter:
 
     def close(self) -> None:
         """Complete the file and rename it into place."""
-        self._complete()
+        self._rows.close()
+        if self._beside != self._target:
+            sync_file(self._beside)
+            self._beside.replace(self._target)
 
     def discard(self) -> None:
         """Discard a file that is written in one go; one that was appended to stays as it is."""
@@ -86,13 +82,7 @@ class RecordingWriter:
     def _target(self) -> Path:
         return part_path(self.path, self._part)
 
-    def _complete(self) -> None:
-        self._rows.close()
-        if self._beside != self._target:
-            _sync(self._beside)
-            self._beside.replace(self._target)
-
-    def _opened(self) -> tuple[_RowWriter, Path]:
+    def _opened(self) -> tuple[JsonLinesWriter | ParquetWriter, Path]:
         """The part's writer, and the file it writes to."""
         target = self._target
         beside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -133,8 +123,3 @@ def open_writer(path: Path, *, is_followed: bool = False, max_bytes: int | None 
         return RecordingWriter(path, is_followed=is_followed, max_bytes=max_bytes if is_followed else None)
     except OSError as error:
         raise RecordingError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -11,16 +11,16 @@ import json
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from console.recording import Recorded, RecordingError, RecordingWriter, open_writer, read_samples
-from console.recording.step_recorder import in_thread
+from console.recording import Recorded, RecordingWriter, open_writer, read_samples
 from penstock.config import ConfigError
 from penstock.process.log_setup import configure_logging
-from penstock.process.tasks import end, race
+from penstock.process.tasks import end, uninterrupted
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
@@ -72,17 +72,20 @@ class Comparison:
             self.previous_sum += previous.value
             self.new_sum += new.value
 
-    def as_document(self) -> dict[str, object]:
+    def as_document(self) -> dict[str, Any]:
         """The comparison as JSON; means are None if nothing could be compared."""
-        compared = self.num_compared
+
+        def mean(total: float) -> float | None:
+            return total / self.num_compared if self.num_compared else None
+
         return {
             "num_samples": self.num_samples,
             "by_status": dict(self.by_status),
-            "num_compared": compared,
-            "agreement": self.num_same / compared if compared else None,
-            "mean_previous": self.previous_sum / compared if compared else None,
-            "mean_new": self.new_sum / compared if compared else None,
-            "mean_change": (self.new_sum - self.previous_sum) / compared if compared else None,
+            "num_compared": self.num_compared,
+            "agreement": mean(self.num_same),
+            "mean_previous": mean(self.previous_sum),
+            "mean_new": mean(self.new_sum),
+            "mean_change": mean(self.new_sum - self.previous_sum),
             "num_without_text": self.num_without_text,
         }
 
@@ -124,12 +127,12 @@ async def _rescored(file: Path, out: Path, name: str, texts: TextReader | None) 
     try:
         await model.probe()
         writer = open_writer(out)
-        is_whole = False
         try:
             comparison = await rescore(read_samples(file), writer, model, texts=texts)
-            is_whole = True
-        finally:
-            (writer.close if is_whole else writer.discard)()
+        except BaseException:
+            writer.discard()
+            raise
+        writer.close()
         return comparison
     finally:
         await model.close()
@@ -147,99 +150,37 @@ async def rescore(
 
     Raises ConfigError if no score arrives for `patience_s` seconds.
     """
-    source, comparison = _RecordedSource(samples), Comparison(is_decoded=texts is not None)
-    pool = ScoringPool(source=source, model=model, config=RewardModelConfig(model=model.name), texts=texts)
-    task = asyncio.create_task(pool.run())
+    config, comparison = RewardModelConfig(model=model.name), Comparison(is_decoded=texts is not None)
+    pool = ScoringPool(model=model, config=config, texts=texts)
+    turn = asyncio.Semaphore(config.max_concurrent_batches)
+
+    async def rescored(batch: list[Recorded]) -> list[Recorded]:
+        leases = [broker_pb2.ScoringLease(lease_id=str(at), item=_item(sample)) for at, sample in enumerate(batch)]
+        async with turn:
+            scores = {int(result.lease_id): result.score for result in await pool.score(leases)}
+        return [sample.rescored(scores[at]) for at, sample in enumerate(batch)]
+
+    ahead: deque[asyncio.Task[list[Recorded]]] = deque()
     try:
-        while not source.is_done:
-            try:
-                async with asyncio.timeout(patience_s):
-                    await source.wait_for_answers(task)
-            except TimeoutError:
-                raise ConfigError(f"reward model {model.name}: no score in {patience_s:g} s; is it running?") from None
-            ready = source.take_scored()
-            for sample in ready:
-                comparison.add(sample)
-            await in_thread(writer.write, ready)
-        return comparison
-    finally:
-        await end(task)
-
-
-class _RecordedSource:
-    """Presents a recording as a source of scoring leases: none is ever lost, and the samples' order is kept."""
-
-    def __init__(self, samples: Iterator[Recorded]) -> None:
-        self._samples = samples
-        self._ahead: deque[Recorded] = deque()
-        """Samples handed out and not yet taken, oldest first."""
-        self._first = 0
-        """Number of the oldest of them."""
-        self._scores: dict[int, types_pb2.Score] = {}
-        self._is_read = False
-        self._failure: RecordingError | None = None
-        self._answered, self._room = asyncio.Event(), asyncio.Event()
-
-    @property
-    def num_held(self) -> int:
-        """Leases not answered yet."""
-        return len(self._ahead) - len(self._scores)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every sample was read, scored and taken."""
-        return self._is_read and not self._ahead
-
-    async def take(self, *, max_items: int) -> list[broker_pb2.ScoringLease]:
-        """The next samples; waits forever once there are no more."""
         while True:
-            if not self._is_read and (room := min(max_items, MAX_AHEAD - len(self._ahead))) > 0:
-                leases = self._read(room)
-                if leases:
-                    return leases
-            self._room.clear()
-            await self._room.wait()
-
-    def is_held(self, lease_id: str) -> bool:
-        """Always true: no other worker scores them."""
-        return True
-
-    def answer(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
-        """Take scores."""
-        for result in results:
-            self._scores[int(result.lease_id)] = result.score
-        self._answered.set()
-
-    async def wait_for_answers(self, pool: asyncio.Task[None]) -> None:
-        """Wait until there are scores. Raises RecordingError if the recording is damaged."""
-        await race(asyncio.shield(pool), self._answered.wait())
-        self._answered.clear()
-        if self._failure is not None:
-            raise self._failure
-
-    def take_scored(self) -> list[Recorded]:
-        """The leading samples that have their new scores."""
-        taken: list[Recorded] = []
-        while self._ahead and self._first in self._scores:
-            taken.append(self._ahead.popleft().rescored(self._scores.pop(self._first)))
-            self._first += 1
-        self._room.set()
-        return taken
-
-    def _read(self, count: int) -> list[broker_pb2.ScoringLease]:
-        leases: list[broker_pb2.ScoringLease] = []
-        try:
-            for sample in islice(self._samples, count):
-                number = self._first + len(self._ahead)
-                self._ahead.append(sample)
-                leases.append(broker_pb2.ScoringLease(lease_id=str(number), item=_item(sample)))
-        except RecordingError as error:
-            self._failure = error
-        if len(leases) == count:
-            return leases
-        self._is_read = True
-        self._answered.set()
-        return leases
+            while len(ahead) < MAX_AHEAD // config.max_batch_size:
+                batch = list(islice(samples, config.max_batch_size))
+                if not batch:
+                    break
+                ahead.append(asyncio.create_task(rescored(batch)))
+            if not ahead:
+                return comparison
+            running = [task for task in ahead if not task.done()]
+            done, _ = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise ConfigError(f"reward model {model.name}: no score in {patience_s:g} s; is it running?")
+            while ahead and ahead[0].done():
+                ready = ahead.popleft().result()
+                for sample in ready:
+                    comparison.add(sample)
+                await uninterrupted(asyncio.to_thread(writer.write, ready))
+    finally:
+        await end(*ahead)
 
 
 def _item(sample: Recorded) -> reward_pb2.ScoreItem:

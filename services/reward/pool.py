@@ -71,19 +71,19 @@ class ScoringPool:
     def __init__(
         self,
         *,
-        source: LeaseSource,
         model: RewardModel,
         config: RewardModelConfig,
+        source: LeaseSource | None = None,
         texts: TextReader | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `texts` the text sent with a sample is scored as it is."""
+        """Without `texts` the text sent with a sample is scored as it is; without `source` only `score` may be used."""
         self._source = source
         self._model = model
         self._config = config
         self._texts = texts
         self._monotonic_s = monotonic_s
-        self._breaker = Breaker(model, num_waiting=lambda: source.num_held, monotonic_s=monotonic_s)
+        self._breaker = Breaker(model, num_waiting=lambda: source.num_held if source else 0, monotonic_s=monotonic_s)
         self._unscored: Counter[str] = Counter()
         self._log_unscored_at_s = 0.0
 
@@ -99,30 +99,35 @@ class ScoringPool:
 
     async def run(self) -> None:
         """Score until cancelled."""
+        assert self._source is not None
         async with asyncio.TaskGroup() as group:
             for _ in range(self._config.max_concurrent_batches):
-                group.create_task(self._work())
+                group.create_task(self._work(self._source))
 
-    async def _work(self) -> None:
+    async def _work(self, source: LeaseSource) -> None:
         while True:
-            leases = await self._source.take(max_items=self._config.max_batch_size)
-            HELD_SAMPLES.set(self._source.num_held)
-            started_s = self._monotonic_s()
-            faults = {} if self._texts is None else await self._texts.read(leases)
-            results = [self._unreadable(lease, faults[lease.lease_id]) for lease in leases if lease.lease_id in faults]
-            results += await self._judge([lease for lease in leases if lease.lease_id not in faults], self._attempts())
-            latency_s = self._monotonic_s() - started_s
-            for result in results:
-                self._complete(result.score, latency_s)
-            self._source.answer(results)
-            BATCH_SECONDS.labels(self._model.name).observe(latency_s)
-            HELD_SAMPLES.set(self._source.num_held)
+            leases = await source.take(max_items=self._config.max_batch_size)
+            HELD_SAMPLES.set(source.num_held)
+            source.answer(await self.score(leases))
+            HELD_SAMPLES.set(source.num_held)
+
+    async def score(self, leases: Sequence[broker_pb2.ScoringLease]) -> list[broker_pb2.ScoreResult]:
+        """The result of each lease that is not lost meanwhile, in any order."""
+        started_s = self._monotonic_s()
+        faults = {} if self._texts is None else await self._texts.read(leases)
+        results = [self._unreadable(lease, faults[lease.lease_id]) for lease in leases if lease.lease_id in faults]
+        results += await self._judge([lease for lease in leases if lease.lease_id not in faults], self._attempts())
+        latency_s = self._monotonic_s() - started_s
+        for result in results:
+            self._complete(result.score, latency_s)
+        BATCH_SECONDS.labels(self._model.name).observe(latency_s)
+        return results
 
     async def _judge(
         self, leases: Sequence[broker_pb2.ScoringLease], attempts: Attempts
     ) -> list[broker_pb2.ScoreResult]:
         for delay_s in backoff_s():
-            leases = [lease for lease in leases if self._source.is_held(lease.lease_id)]
+            leases = [lease for lease in leases if self._source is None or self._source.is_held(lease.lease_id)]
             if not leases:
                 return []
             answer = await self._try(leases)
