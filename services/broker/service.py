@@ -33,7 +33,7 @@ from services.broker.state.run_state import RunState
 from services.broker.streams.export_stream import export
 from services.broker.streams.lease_stream import LeaseStream
 from services.broker.streams.microbatch_stream import MicrobatchStream
-from services.broker.streams.request_reader import wait_for_event
+from services.broker.streams.request_reader import first_request, wait_for_event
 from services.broker.streams.scoring_stream import ScoringStream
 from services.broker.streams.token_stream import serve_tokens
 from services.broker.streams.trajectory_stream import serve_puts
@@ -118,7 +118,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request_iterator: AsyncIterator[broker_pb2.StreamLeasesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamLeasesResponse]:
         """See `lease_stream`."""
-        stream = await LeaseStream.open(self._run_registry, request_iterator)
+        stream = LeaseStream(self._run_registry, await first_request(request_iterator))
         async for response in stream.serve(request_iterator):
             yield response
 
@@ -133,7 +133,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request_iterator: AsyncIterator[broker_pb2.StreamScoringRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamScoringResponse]:
         """See `scoring_stream`."""
-        stream = await ScoringStream.open(self._run_registry, request_iterator)
+        stream = ScoringStream(self._run_registry, await first_request(request_iterator))
         async for response in stream.serve(request_iterator):
             yield response
 
@@ -149,7 +149,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamMicrobatchesResponse]:
         """Serve a trainer; responses are already serialized, which the server accepts (`penstock.network.guard`)."""
-        stream = await MicrobatchStream.open(self._run_registry, request_iterator)
+        stream = MicrobatchStream(self._run_registry, await first_request(request_iterator))
         async for response in stream.serve(request_iterator):
             yield cast("broker_pb2.StreamMicrobatchesResponse", response)
 

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from google.rpc import code_pb2
 
-from penstock.errors import InvalidFieldError, RunClosedError, StaleError
+from penstock.errors import InvalidFieldError, StaleError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
 from services.broker.ingest.trajectory_columns import PutGroup, PutGroups
@@ -57,8 +57,7 @@ def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
 
     Raises RunClosedError, and InvalidFieldError when the request has more groups than a step.
     """
-    if state.run.is_closed:
-        raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+    state.check_open()
     if len(request.groups) > state.limits.groups_per_step:
         raise InvalidFieldError(
             f"groups: {len(request.groups)} groups; at most groups_per_step, {state.limits.groups_per_step}",

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from google.rpc import code_pb2
 
-from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.ingest.validation import check_prompt
 from services.broker.records_pb2 import GroupRecord, SampleRecord
@@ -29,8 +29,7 @@ def submit(
     training prompts out, and vice versa. `forecasts` are expected completion lengths in tokens by group id,
     if known.
     """
-    if state.run.is_closed:
-        raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+    state.check_open()
     num_waiting = {purpose: state.num_waiting(purpose) for purpose in state.index.ready}
     errors: list[types_pb2.ItemError] = []
     for index, prompt in enumerate(prompts):

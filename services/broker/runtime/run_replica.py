@@ -149,6 +149,11 @@ class RunReplica:
         """The current copy, for hints only: it may be behind the store. None if not loaded."""
         return self._state
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the run is closed according to the copy, a hint too; False if not loaded."""
+        return self._state is not None and self._state.run.is_closed
+
     # -- transactions --------------------------------------------------------------------------------------------------
 
     async def open(self, request: broker_pb2.OpenRunRequest) -> broker_pb2.OpenRunResponse:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from sortedcontainers import SortedList
 
-from penstock.errors import RunConflictError
+from penstock.errors import RunClosedError, RunConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.length_histogram import LengthCounts
 from services.broker.dispatch.situation import Order, QueuedGroup, Rank
@@ -99,6 +99,11 @@ class RunState:
     def queued_in(self, order: Order) -> SortedList[Rank]:
         """The queue in an order; by arrival if the run keeps no other."""
         return self.queues[order] if len(self.queues[order]) == len(self.queue) else self.queue
+
+    def check_open(self) -> None:
+        """Raise RunClosedError if the run is closed."""
+        if self.run.is_closed:
+            raise RunClosedError(f"run {self.run.run_id!r} is closed", run_id=self.run.run_id)
 
     def knows(self, group_id: str) -> bool:
         """Whether the id is used: its group is in the run, or was."""

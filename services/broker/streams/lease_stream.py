@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.errors import InvalidFieldError
 from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
@@ -19,7 +19,7 @@ from services.broker.operations.leasing import GeneratorFacts, Grant, Grants
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
-from services.broker.streams.request_reader import Intake, first_request, wait_for_event
+from services.broker.streams.request_reader import Intake, wait_for_event
 
 IDLE_EVERY_S = 1.0
 MAX_SILENCE_S = 3.0
@@ -42,7 +42,10 @@ class LeaseStream:
     Leases are committed before they are sent; one that never arrives is named in no heartbeat and so expires.
     """
 
-    def __init__(self, run_registry: RunRegistry, hello: broker_pb2.GeneratorHello) -> None:
+    def __init__(self, run_registry: RunRegistry, first: broker_pb2.StreamLeasesRequest) -> None:
+        hello = first.hello
+        if first.WhichOneof("frame") != "hello":
+            raise InvalidFieldError("hello: the first frame of a lease stream must be hello", field="hello")
         check_hello(hello)
         self._run_registry = run_registry
         self._hello = hello
@@ -60,20 +63,9 @@ class LeaseStream:
         self._owner: broker_pb2.RunOwner | None = None
         """The run's owner as last reported to the generator."""
 
-    @classmethod
-    async def open(
-        cls, run_registry: RunRegistry, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]
-    ) -> LeaseStream:
-        """Read the hello."""
-        request = await first_request(requests)
-        if request.WhichOneof("frame") != "hello":
-            raise InvalidFieldError("hello: the first frame of a lease stream must be hello", field="hello")
-        return cls(run_registry, request.hello)
-
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncIterator[_Response]:
         """All responses, until the run is closed or the client disconnects."""
-        if await self._replica.transact(lambda state: state.run.is_closed):
-            raise RunClosedError(f"run {self._hello.run_id!r} is closed", run_id=self._hello.run_id)
+        await self._replica.transact(RunState.check_open)
         await self._replica.peers.see_generator(self._hello, None)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
@@ -85,7 +77,7 @@ class LeaseStream:
                     frames = self._owner_news() + self._revocations() + await self._leases()
                     for frame in frames:
                         yield frame
-                    if self._is_closed():
+                    if self._replica.is_closed:
                         return
                     if frames:
                         spoke_s = loop.time()
@@ -263,9 +255,6 @@ class LeaseStream:
             for lease_id in gone
             if not _is_finished(state, lease_id)
         ]
-
-    def _is_closed(self) -> bool:
-        return self._replica.copy is not None and self._replica.copy.run.is_closed
 
 
 def _is_finished(state: RunState, lease_id: str) -> bool:

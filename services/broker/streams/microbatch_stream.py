@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.assembly.group_loading import copy_of
@@ -22,7 +22,7 @@ from services.broker.runtime.run_registry import RunRegistry
 from services.broker.stalls import stall_report
 from services.broker.state.batches import num_groups
 from services.broker.state.run_state import RunState
-from services.broker.streams.request_reader import Intake, first_request, wait_for_event
+from services.broker.streams.request_reader import Intake, wait_for_event
 
 WAITING_EVERY_S = 1.0
 DEFAULT_MAX_GROUPS = 8
@@ -77,13 +77,6 @@ class MicrobatchStream:
         self._followed: asyncio.Future[_Delivery] | None = None
         """The delivery made by another call's commit."""
 
-    @classmethod
-    async def open(
-        cls, run_registry: RunRegistry, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]
-    ) -> MicrobatchStream:
-        """Read the first message."""
-        return cls(run_registry, await first_request(requests))
-
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Frame]:
         """All responses, until the run is closed or the client disconnects."""
         self._consumer = await self._replica.transact(self._attach)
@@ -96,13 +89,17 @@ class MicrobatchStream:
                     self._run_registry.check_serving()
                     handed_over = await self._next()
                     if handed_over is not None:
-                        async with aclosing(self._load(handed_over)) as frames:
+                        version = handed_over.policy_version
+                        loading = load_frames(
+                            self._replica, self._hello, handed_over.microbatches, policy_version=version
+                        )
+                        async with aclosing(loading) as frames:
                             async for frame in frames:
                                 last_sent_s = loop.time()
                                 yield frame
+                    if self._replica.is_closed:
+                        return
                     if self._replica.copy is not None:
-                        if self._replica.copy.run.is_closed:
-                            return
                         self._check_serving(self._replica.copy)
                     if loop.time() - last_sent_s >= WAITING_EVERY_S:
                         last_sent_s = loop.time()
@@ -111,8 +108,7 @@ class MicrobatchStream:
                 intake.check()
 
     def _attach(self, state: RunState) -> Consumer:
-        if state.run.is_closed:
-            raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+        state.check_open()
         ownership.admit(state, self._hello.owner, self._replica.clock.now_s())
         return delivery.attach(state, self._consumer, held=frozenset(self._hello.held_group_ids))
 
@@ -190,12 +186,6 @@ class MicrobatchStream:
             # There may be more, and no other commit may ever wake this stream.
             self._wake.set()
         return handed_over
-
-    def _load(self, handed_over: _Delivery) -> AsyncGenerator[bytes, None]:
-        """The groups with their payload, in frames."""
-        return load_frames(
-            self._replica, self._hello, handed_over.microbatches, policy_version=handed_over.policy_version
-        )
 
     async def _waiting(self) -> _Response:
         now_s, present = self._replica.clock.now_s(), self._replica.peers.present()

@@ -6,15 +6,17 @@ An error in a request surfaces in the sending half at its next `check`, so that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from types import TracebackType
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Generic, TypeVar
 
 from penstock.errors import DeadlineError, InvalidFieldError
+from penstock.process.tasks import end
 
 HELLO_TIMEOUT_S = 10.0
+CHECK_EVERY_S = 5.0
 
 _Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
 
 
 async def first_request(requests: AsyncIterator[_Request]) -> _Request:
@@ -55,46 +57,64 @@ class Intake(Generic[_Request]):
         wake: asyncio.Event,
     ) -> None:
         self._requests, self._handle, self._wake = requests, handle, wake
-        self._task: asyncio.Task[None] | None = None
-        self._has_begun = False
-        self.patience_s = HELLO_TIMEOUT_S
-        """How long `check_begun` waits for the first request."""
-        self._begin_before_s = asyncio.get_running_loop().time() + HELLO_TIMEOUT_S
+        self.has_begun = False
+        """Whether a request came."""
+        self._task = asyncio.create_task(self._read())
 
     @property
     def is_ended(self) -> bool:
         """Whether the client has stopped sending."""
-        return self._task is not None and self._task.done()
+        return self._task.done()
 
     def check(self) -> None:
         """Re-raise the error of handling a request, if any."""
-        if self._task is not None and self._task.done() and not self._task.cancelled():
+        if self._task.done() and not self._task.cancelled():
             self._task.result()
 
-    def check_begun(self) -> None:
-        """Raise DeadlineError if no request came for HELLO_TIMEOUT_S; for streams without a hello."""
-        if not self._has_begun and asyncio.get_running_loop().time() >= self._begin_before_s:
-            raise DeadlineError(f"hello: no first message in {HELLO_TIMEOUT_S} s")
-
     async def __aenter__(self) -> Intake[_Request]:
-        self._task = asyncio.create_task(self._read())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            if not self._task.cancelled():
-                # Retrieved, so that an error that is no longer checked is not reported as lost.
-                self._task.exception()
+    async def __aexit__(self, *exc_info: object) -> None:
+        # Also retrieves an error that is no longer checked, so that it is not reported as lost.
+        await end(self._task)
 
     async def _read(self) -> None:
         try:
             async for request in self._requests:
-                self._has_begun = True
+                self.has_begun = True
                 await self._handle(request)
                 self._wake.set()
         finally:
             self._wake.set()
+
+
+async def answered(
+    requests: AsyncIterator[_Request],
+    handle: Callable[[_Request], Awaitable[None]],
+    answers: asyncio.Queue[_Answer],
+    wake: asyncio.Event,
+    check: Callable[[], bool],
+) -> AsyncGenerator[_Answer, None]:
+    """The answers of a stream without a hello, which `handle` puts into `answers`.
+
+    Once `answers` is full, the client's requests are not read either. The stream ends when the client has stopped
+    sending, or `check` returns True: it is called at least every CHECK_EVERY_S, and may raise to end the stream too.
+
+    Raises:
+        DeadlineError: No request came for HELLO_TIMEOUT_S.
+    """
+    loop = asyncio.get_running_loop()
+    begin_before_s = loop.time() + HELLO_TIMEOUT_S
+    async with Intake(requests, handle, wake) as intake:
+        while True:
+            is_ended = intake.is_ended
+            while not answers.empty():
+                yield answers.get_nowait()
+            if is_ended:
+                break
+            if not intake.has_begun and loop.time() >= begin_before_s:
+                raise DeadlineError(f"hello: no first message in {HELLO_TIMEOUT_S} s")
+            if check():
+                return
+            await wait_for_event(wake, min(CHECK_EVERY_S, HELLO_TIMEOUT_S))
+        intake.check()

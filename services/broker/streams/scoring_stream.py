@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 
-from penstock.errors import InvalidFieldError, RunClosedError
+from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
@@ -24,7 +24,7 @@ from services.broker.operations.scores import Receipts, ScoringGrant
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
-from services.broker.streams.request_reader import Intake, first_request, wait_for_event
+from services.broker.streams.request_reader import Intake, wait_for_event
 
 IDLE_EVERY_S = 1.0
 MAX_SILENCE_S = 3.0
@@ -50,17 +50,9 @@ class ScoringStream:
         self._num_sent = 0
         self._receipts = Receipts(accepted=[], lost=[])
 
-    @classmethod
-    async def open(
-        cls, run_registry: RunRegistry, requests: AsyncIterator[broker_pb2.StreamScoringRequest]
-    ) -> ScoringStream:
-        """Read the first message."""
-        return cls(run_registry, await first_request(requests))
-
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncIterator[_Response]:
         """All responses, until the run is closed or the client disconnects."""
-        if await self._replica.transact(lambda state: state.run.is_closed):
-            raise RunClosedError(f"run {self._replica.run_id!r} is closed", run_id=self._replica.run_id)
+        await self._replica.transact(RunState.check_open)
         await self._take(self._first)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
@@ -73,7 +65,7 @@ class ScoringStream:
                     frames = self._take_receipts() + ([] if is_ended else await self._leases())
                     for frame in frames:
                         yield frame
-                    if is_ended or (self._replica.copy is not None and self._replica.copy.run.is_closed):
+                    if is_ended or self._replica.is_closed:
                         break
                     if frames:
                         spoke_s = loop.time()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
-from penstock.errors import RunClosedError
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.ingest.token_chunk import ChunkFacts, read_chunks
@@ -24,10 +23,10 @@ from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
-from services.broker.streams.request_reader import Intake, wait_for_event
+from services.broker.streams.request_reader import answered
 
 MAX_UNREAD = 64
-CHECK_EVERY_S = 5.0
+"""Answers that wait unread; then the client's requests are not read either."""
 _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
 
 
@@ -36,8 +35,7 @@ async def serve_tokens(
 ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
     """Answer each request in turn; one commit holds all its chunks.
 
-    Once MAX_UNREAD answers wait unread, the client's requests are not read either. An idle stream ends
-    with OK when a run it wrote to is closed, and with UNAVAILABLE when the process drains.
+    An idle stream ends with OK when a run it wrote to is closed, and with UNAVAILABLE when the process drains.
     """
     wake = asyncio.Event()
     answers: asyncio.Queue[broker_pb2.StreamTokensResponse] = asyncio.Queue(MAX_UNREAD)
@@ -51,19 +49,13 @@ async def serve_tokens(
                 runs[request.run_id] = run_registry.replica(request.run_id)
                 listening.enter_context(runs[request.run_id].listening(wake, only_end=True))
 
-        async with Intake(requests, handle, wake) as intake:
-            while True:
-                is_ended = intake.is_ended
-                while not answers.empty():
-                    yield answers.get_nowait()
-                if is_ended:
-                    break
-                run_registry.check_serving()
-                intake.check_begun()
-                if any(replica.copy is not None and replica.copy.run.is_closed for replica in runs.values()):
-                    return
-                await wait_for_event(wake, min(CHECK_EVERY_S, intake.patience_s))
-            intake.check()
+        def check() -> bool:
+            run_registry.check_serving()
+            return any(replica.is_closed for replica in runs.values())
+
+        async with aclosing(answered(requests, handle, answers, wake, check)) as responses:
+            async for response in responses:
+                yield response
 
 
 async def accept(run_registry: RunRegistry, request: broker_pb2.StreamTokensRequest) -> broker_pb2.StreamTokensResponse:
@@ -77,8 +69,7 @@ async def accept(run_registry: RunRegistry, request: broker_pb2.StreamTokensRequ
     chunks = read_chunks(request.chunks)
 
     def operation(state: RunState) -> _Outcome:
-        if state.run.is_closed:
-            raise RunClosedError(f"run {state.run.run_id!r} is closed", run_id=state.run.run_id)
+        state.check_open()
         accepted = append_tokens.accept_chunks(state, generator_id, chunks, replica.clock.now_s())
         return _Outcome(accepted=accepted, policy_version=state.run.policy_version)
 

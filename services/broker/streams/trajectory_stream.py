@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, aclosing, suppress
+from functools import partial
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
@@ -26,12 +27,11 @@ from services.broker.runtime.invariant_metrics import InvariantMetrics
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
-from services.broker.streams.request_reader import Intake, wait_for_event
+from services.broker.streams.request_reader import answered
 from services.broker.streams.trajectory_parts import PutParts
 
 MAX_UNANSWERED = 16
 """Requests of a stream that are read ahead of their answers; they are stored in order, several by one commit."""
-CHECK_EVERY_S = 5.0
 HOLD_S = 1.0
 """How long a request waits for capacity in the run before it is refused. The stream is not read meanwhile, so
 a trainer that is merely slower than its producers paces them without a request being sent twice."""
@@ -49,32 +49,21 @@ _Response = broker_pb2.PutTrajectoriesResponse
 async def serve_puts(run_registry: RunRegistry, requests: AsyncIterator[bytes]) -> AsyncIterator[_Response]:
     """Answer each request in turn; requests arrive serialized.
 
-    Once MAX_UNANSWERED answers wait, the client's requests are not read either. The stream ends with OK when its run
-    is closed and no answer is due, and with UNAVAILABLE when the process drains.
+    The stream ends with OK when its run is closed and no answer is due, and with UNAVAILABLE when the process drains.
     """
     wake = asyncio.Event()
     with ExitStack() as listening:
         listening.enter_context(run_registry.listening(wake))
         stream = _PutStream(run_registry, wake, listening)
-        async with Intake(requests, stream.handle, wake) as intake:
-            try:
-                while True:
-                    is_ended = intake.is_ended
-                    while not stream.answers.empty():
-                        response = await stream.answers.get_nowait()
-                        _count(run_registry.metrics.invariants, response)
-                        yield response
-                    if is_ended:
-                        break
-                    run_registry.check_serving()
-                    intake.check_begun()
-                    stream.parts.check()
-                    if stream.is_over:
-                        return
-                    await wait_for_event(wake, min(CHECK_EVERY_S, intake.patience_s))
-                intake.check()
-            finally:
-                await _forget(stream.answers)
+        try:
+            async with aclosing(answered(requests, stream.handle, stream.answers, wake, stream.check)) as answers:
+                async for answer in answers:
+                    response = await answer
+                    _count(run_registry.metrics.invariants, response)
+                    yield response
+        finally:
+            # The client is gone: work under way finishes by itself, and its answer is not read.
+            await end(*(stream.answers.get_nowait() for _ in range(stream.answers.qsize())))
 
 
 class _PutStream:
@@ -87,28 +76,28 @@ class _PutStream:
         self.answers: asyncio.Queue[asyncio.Future[_Response]] = asyncio.Queue(MAX_UNANSWERED)
         listening.callback(self.parts.release)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the run is closed and no answer is due."""
-        copy = None if self._replica is None else self._replica.copy
-        return copy is not None and copy.run.is_closed and self.answers.empty()
+    def check(self) -> bool:
+        """Whether the stream is over: its run is closed and no answer is due; see `answered`."""
+        self._run_registry.check_serving()
+        self.parts.check()
+        return self._replica is not None and self._replica.is_closed and self.answers.empty()
 
     async def handle(self, data: bytes) -> None:
         """Take a request and schedule its answer. Raises InvalidFieldError and ForbiddenError."""
         if has_field(data, _Request.TOTAL_BYTES_FIELD_NUMBER):
             part = _parsed(data)
             current_caller().check_message(part)
-            answer = await _take_part(self._hub_of(part.run_id), self.parts, part)
+            answer = await _take_part(self._replica_of(part.run_id), self.parts, part)
             if answer is not None:
                 await self.answers.put(answer)
             return
         request, put = read_request(data)
         current_caller().check_message(request)
-        replica = self._hub_of(request.run_id)
-        await _wait_for_room(replica, put)
+        replica = self._replica_of(request.run_id)
+        await _wait_until(replica, partial(_has_room, replica, put), HOLD_S)
         await self.answers.put(asyncio.create_task(store(replica, request.put_id, put)))
 
-    def _hub_of(self, run_id: str) -> RunReplica:
+    def _replica_of(self, run_id: str) -> RunReplica:
         if self._replica is None:
             self._replica = self._run_registry.replica(run_id)
             self._listening.enter_context(self._replica.listening(self._wake, only_end=True))
@@ -153,31 +142,40 @@ def _check_names(request: _Request) -> None:
     check_id("put_id", request.put_id)
 
 
-async def _wait_for_room(replica: RunReplica, put: Put) -> None:
-    """Wait until the run's copy, which may be behind, has capacity for the request and the puts being stored."""
-    if _has_room(replica, put):
-        return
+async def _wait_until(replica: RunReplica, is_so: Callable[[], bool], hold_s: float) -> bool:
+    """Wait for something that changes of the run bring about, `hold_s` at most; returns whether they did."""
+    if is_so():
+        return True
     with replica.listening() as wake, suppress(TimeoutError):
-        async with asyncio.timeout(HOLD_S):
-            while not _has_room(replica, put):
+        async with asyncio.timeout(hold_s):
+            while not is_so():
                 await wake.wait()
                 wake.clear()
+    return is_so()
+
+
+def _is_full(replica: RunReplica, num_groups: int, size_bytes: int) -> bool:
+    """Whether the run's copy, which may be behind, has no capacity for this much."""
+    return replica.copy is not None and append_trajectories.is_full(replica.copy, num_groups, size_bytes)
 
 
 def _has_room(replica: RunReplica, put: Put) -> bool:
-    """Whether there is capacity, or never will be."""
-    if replica.copy is None or replica.copy.run.is_closed:
+    """Whether there is capacity for a request beside the puts being stored, or never will be."""
+    if replica.copy is None or replica.is_closed:
         return True
     num_groups = replica.num_groups_coming + len(put.groups)
-    return not _is_too_much(replica, put) and not append_trajectories.is_full(
-        replica.copy, num_groups, len(put.payload)
-    )
+    return not _is_too_much(replica, put) and not _is_full(replica, num_groups, len(put.payload))
 
 
 async def _take_part(replica: RunReplica, parts: PutParts, request: _Request) -> asyncio.Future[_Response] | None:
     """Receive a part of a put; returns the immediate answer, if any. Raises InvalidFieldError."""
+    total_bytes = request.total_bytes
     if parts.begins(request):
-        if not await _has_room_in_time(replica, parts, request.total_bytes):
+        if not await _wait_until(
+            replica,
+            lambda: parts.has_room(replica, total_bytes) and not _is_full(replica, 1, total_bytes),
+            HOLD_S,
+        ):
             parts.refuse(request)
             return _answered(_Response(put_id=request.put_id, retry_delay=RETRY_DELAY))
         parts.begin(replica, request)
@@ -201,31 +199,10 @@ async def _take_part(replica: RunReplica, parts: PutParts, request: _Request) ->
     return storing
 
 
-async def _has_room_in_time(replica: RunReplica, parts: PutParts, total_bytes: int) -> bool:
-    """Whether a put of this many bytes may begin, now or within HOLD_S."""
-
-    def has_room() -> bool:
-        is_full = replica.copy is not None and append_trajectories.is_full(replica.copy, 1, total_bytes)
-        return parts.has_room(replica, total_bytes) and not is_full
-
-    with replica.listening() as wake, suppress(TimeoutError):
-        async with asyncio.timeout(HOLD_S):
-            while not has_room():
-                await wake.wait()
-                wake.clear()
-    return has_room()
-
-
 async def _store_ahead(replica: RunReplica, put_id: str, put: Put) -> _Response:
     """Store a large put: first its payload, without delaying the run's other calls, then the rest."""
     await replica.store.put_payload(replica.run_id, put.payload_id, put.payload)
-    with replica.listening() as wake, suppress(TimeoutError):
-        async with asyncio.timeout(HOLD_LARGE_S):
-            while replica.copy is not None and append_trajectories.is_full(
-                replica.copy, len(put.groups), len(put.payload)
-            ):
-                await wake.wait()
-                wake.clear()
+    await _wait_until(replica, lambda: not _is_full(replica, len(put.groups), len(put.payload)), HOLD_LARGE_S)
     return await _commit(replica, put_id, put)
 
 
@@ -289,9 +266,3 @@ def _count(invariants: InvariantMetrics, response: _Response) -> None:
     invariants.refusals.labels("puts").inc(is_full)
     if not is_full and not response.num_samples and not response.errors:
         invariants.duplicates.labels("put").inc()
-
-
-async def _forget(answers: asyncio.Queue[asyncio.Future[_Response]]) -> None:
-    """Detach from a client that is gone: work under way finishes by itself, and its answer is not read."""
-    waiting = [answers.get_nowait() for _ in range(answers.qsize())]
-    await end(*waiting)

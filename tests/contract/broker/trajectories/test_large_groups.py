@@ -18,7 +18,7 @@ from penstock.wire.pieces import MAX_WHOLE_BYTES
 from services.broker.assembly import large_groups, microbatch_reader
 from services.broker.records.store import Store
 from services.broker.storage.memory_store import MemoryStore
-from services.broker.streams import export_stream, trajectory_parts, trajectory_stream
+from services.broker.streams import export_stream, request_reader, trajectory_parts, trajectory_stream
 from tests.contract.broker.trajectories.test_put import ack, producing, receive, training
 from tests.helpers.brokers.broker import (
     RUN,
@@ -341,7 +341,7 @@ async def test_a_producer_that_goes_silent_within_a_put_loses_its_stream(
     open_broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trajectory_parts, "MAX_PART_SILENCE_S", 0.05)
-    monkeypatch.setattr(trajectory_stream, "CHECK_EVERY_S", 0.02)
+    monkeypatch.setattr(request_reader, "CHECK_EVERY_S", 0.02)
     error = await error_of(Duplex(open_broker.stub.PutTrajectories, parts_of(pack_groups(groups("a")))[0]))
     assert isinstance(error, DeadlineError)
     assert "no part of put 'one' came" in str(error)
