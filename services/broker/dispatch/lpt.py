@@ -7,27 +7,12 @@ generators, and only among one step's groups, so that short prompts are never po
 
 from __future__ import annotations
 
-from services.broker.dispatch.placing import USUAL_RISK, EarliestFinish
-from services.broker.dispatch.situation import Order, Situation
+from services.broker.dispatch.least_loaded import LeastLoaded
+from services.broker.dispatch.situation import Order
 
 
-class LongestFirst:
-    """See the module.
-
-    Args:
-        risk: See `EarliestFinish`.
-    """
+class LongestFirst(LeastLoaded):
+    """See the module."""
 
     name = "lpt"
     order = Order.LENGTH
-    needs_situation = True
-
-    def __init__(self, *, risk: float = USUAL_RISK) -> None:
-        self._risk = risk
-
-    def review(self, situation: Situation) -> None:
-        """Nothing to review."""
-
-    def decide(self, situation: Situation) -> EarliestFinish:
-        """Place everything, longest first."""
-        return EarliestFinish.over_fleet(situation, risk=self._risk)

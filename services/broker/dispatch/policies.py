@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from services.broker.dispatch.auto import Auto
 from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.least_loaded import LeastLoaded
@@ -9,19 +11,13 @@ from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.situation import DispatchPolicy
 from services.broker.dispatch.streamrl import StreamRl
 
+DISPATCH_POLICIES: Mapping[str, Callable[[], DispatchPolicy]] = {
+    policy.name: policy for policy in (Fifo, LeastLoaded, LongestFirst, StreamRl, Auto)
+}
+
 
 def make_policy(name: str) -> DispatchPolicy:
     """A new policy of this name. Raises ValueError if there is none."""
-    match name:
-        case "fifo":
-            return Fifo()
-        case "least_loaded":
-            return LeastLoaded()
-        case "lpt":
-            return LongestFirst()
-        case "streamrl":
-            return StreamRl()
-        case "auto":
-            return Auto()
-        case _:
-            raise ValueError(f"dispatch: no policy is called {name!r}")
+    if name not in DISPATCH_POLICIES:
+        raise ValueError(f"dispatch: no policy is called {name!r}; one of {', '.join(DISPATCH_POLICIES)}")
+    return DISPATCH_POLICIES[name]()

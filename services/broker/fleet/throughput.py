@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import LatencyModel
@@ -13,8 +12,7 @@ WEIGHT = 0.2
 MAX_FACTOR = 1000.0
 
 
-@dataclass(slots=True)
-class Speed:
+class Speed(NamedTuple):
     """Moving averages over a generator's heartbeats."""
 
     step_factor: float
@@ -22,33 +20,17 @@ class Speed:
     tokens_per_second: float
 
 
-class Speeds:
-    """The measured speed of each generator."""
-
-    def __init__(self) -> None:
-        self._speeds: dict[str, Speed] = {}
-
-    def get(self, generator_id: str) -> Speed | None:
-        """The measurements; None before it decoded anything."""
-        return self._speeds.get(generator_id)
-
-    def observe(self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat) -> Speed | None:
-        """Learn from a heartbeat; that of an idle generator is ignored."""
-        speed = self._speeds.get(hello.generator_id)
-        if not (beat.num_running and beat.tokens_per_second > 0):
-            return speed
-        model = LatencyModel.from_profile(hello.profile)
-        kv_tokens = beat.kv_cache_usage * (model.kv_capacity_tokens or 0)
-        stated_s = model.step_s(beat.num_running, kv_tokens)
-        seen = math.log(beat.num_running / beat.tokens_per_second / stated_s)
-        seen = max(-math.log(MAX_FACTOR), min(math.log(MAX_FACTOR), seen))
-        if speed is None:
-            speed = self._speeds[hello.generator_id] = Speed(math.exp(seen), beat.tokens_per_second)
-        else:
-            speed.step_factor *= math.exp(WEIGHT * (seen - math.log(speed.step_factor)))
-            speed.tokens_per_second += WEIGHT * (beat.tokens_per_second - speed.tokens_per_second)
-        return speed
-
-    def forget(self, generator_id: str) -> None:
-        """Forget a generator that is gone."""
-        self._speeds.pop(generator_id, None)
+def measured(before: Speed | None, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat) -> Speed | None:
+    """The speed after a heartbeat, from that before it; None before it decoded anything. An idle one's is kept."""
+    if not (beat.num_running and beat.tokens_per_second > 0):
+        return before
+    model = LatencyModel.from_profile(hello.profile)
+    kv_tokens = beat.kv_cache_usage * (model.kv_capacity_tokens or 0)
+    stated_s = model.step_s(beat.num_running, kv_tokens)
+    factor = min(MAX_FACTOR, max(1 / MAX_FACTOR, beat.num_running / beat.tokens_per_second / stated_s))
+    if before is None:
+        return Speed(factor, beat.tokens_per_second)
+    return Speed(
+        before.step_factor * (factor / before.step_factor) ** WEIGHT,
+        before.tokens_per_second + WEIGHT * (beat.tokens_per_second - before.tokens_per_second),
+    )

@@ -13,8 +13,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.stall_limits import sample_speed
 from penstock.v1 import broker_pb2, types_pb2
-from penstock.wire.timestamps import timestamp
-from services.broker.fleet.throughput import Speeds
+from penstock.wire.timestamps import timestamp, unix_s
+from services.broker.fleet.throughput import Speed, measured
 from services.broker.records.run_clock import RunClock
 from services.broker.records.store import Store
 from services.broker.records_pb2 import WorkerView
@@ -46,7 +46,7 @@ class Peers:
         self._written_s: dict[str, float] = {}
         self._refreshed_s = -math.inf
         self._first_seen_s: float | None = None
-        self._speeds = Speeds()
+        self._speeds: dict[str, Speed] = {}
         self._gone: set[str] = set()
         """Generators whose stream to this process ended."""
 
@@ -104,9 +104,10 @@ class Peers:
         if not view.hello.profile.max_concurrent_samples:
             # Not stated: its capacity is what it holds and asks for.
             view.hello.profile.max_concurrent_samples = len(view.beat.active_lease_ids) + view.num_free_leases
-        speed = self._speeds.observe(view.hello, view.beat)
+        speed = measured(self._speeds.get(view.hello.generator_id), view.hello, view.beat)
         if speed is not None:
-            view.measured_step_factor, view.measured_tokens_per_second = speed.step_factor, speed.tokens_per_second
+            self._speeds[view.hello.generator_id] = speed
+            view.measured_step_factor, view.measured_tokens_per_second = speed
 
     async def leave(self, generator_id: str) -> None:
         """Record the end of a generator's stream: until it is back anywhere, no work is left to it."""
@@ -145,39 +146,31 @@ class Peers:
         if at_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = at_s
             stored = await self._store.peers(self._run_id)
-            await self._forget(stored)
-            self._note_workers(stored)
-            for view in self.generators_in(stored):
-                self._first_seen_s = at_s if self._first_seen_s is None else self._first_seen_s
-                self._generators.setdefault(view.hello.generator_id, view)
-                if (
-                    view.beat_time.ToMicroseconds()
-                    > self._generators[view.hello.generator_id].beat_time.ToMicroseconds()
-                ):
+            for view in _generators_in(stored):
+                known = self._generators.get(view.hello.generator_id)
+                if known is None or _beat_s(view) > _beat_s(known):
                     self._generators[view.hello.generator_id] = view
                     self._gone.discard(view.hello.generator_id)
+            self._note_workers(stored)
+            await self._forget()
+            if self._generators and self._first_seen_s is None:
+                self._first_seen_s = at_s
 
-    async def _forget(self, stored: dict[str, bytes]) -> None:
-        """Forget peers that are long gone, here, in the store and in `stored`."""
-        seen_s = {_WORKER + worker_id: view.seen_s for worker_id, view in self._workers.items()}
-        for view in [*self._generators.values(), *self.generators_in(stored)]:
-            peer_id = _GENERATOR + view.hello.generator_id
-            seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), _beat_s(view))
-        for peer_id, raw in stored.items():
-            if peer_id.startswith(_WORKER):
-                seen_s[peer_id] = max(seen_s.get(peer_id, 0.0), WorkerView.FromString(raw).seen_s)
+    async def _forget(self) -> None:
+        """Forget peers that are long gone, here and in the store."""
+        seen_s = {_GENERATOR + generator_id: _beat_s(view) for generator_id, view in self._generators.items()}
+        seen_s |= {_WORKER + worker_id: view.seen_s for worker_id, view in self._workers.items()}
         gone = [peer_id for peer_id, last_s in seen_s.items() if self._clock.age_s(last_s) > KEPT_S]
         for peer_id in gone:
             name = peer_id[len(_GENERATOR) :]
             if peer_id.startswith(_WORKER):
-                self._workers.pop(name, None)
+                del self._workers[name]
             else:
-                self._generators.pop(name, None)
+                del self._generators[name]
                 self._spans.pop(name, None)
                 self._gone.discard(name)
-                self._speeds.forget(name)
+                self._speeds.pop(name, None)
             self._written_s.pop(peer_id, None)
-            stored.pop(peer_id, None)
         if gone:
             await self._store.forget_peers(self._run_id, gone)
 
@@ -185,32 +178,32 @@ class Peers:
         """Generators, with spans that end after `busy_since_s` if given, and ids of reward workers seen recently."""
         stored = await self._store.peers(self._run_id)
         views: list[broker_pb2.GeneratorView] = []
-        for stored_view in self.generators_in(stored):
+        for stored_view in _generators_in(stored):
             generator_id = stored_view.hello.generator_id
-            view = self._newest(stored_view)
+            view = broker_pb2.GeneratorView()
+            view.CopyFrom(max(self._generators.get(generator_id, stored_view), stored_view, key=_beat_s))
             if busy_since_s is not None:
                 raw = [
                     *await self._store.busy_spans(self._run_id, _GENERATOR + generator_id),
                     *self._spans.get(generator_id, ()),
                 ]
                 spans = [types_pb2.TimeSpan.FromString(span) for span in raw]
-                view.busy_spans.extend(span for span in spans if _seconds(span) > busy_since_s)
+                view.busy_spans.extend(span for span in spans if unix_s(span.end_time) > busy_since_s)
             if view.busy_spans or self._is_live(view):
                 views.append(view)
         self._note_workers(stored)
-        return views, self._live_workers()
+        return views, list(self._live_workers())
 
     def present(self) -> Present:
         """Connected peers as of the last refresh; does not ask the store."""
         generators = [view for view in self._generators.values() if self._is_live(view)]
-        workers = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
+        workers = self._live_workers()
         holding = {worker_id: view for worker_id, view in workers.items() if view.holding_reason}
         return Present(generators=generators, worker_ids=workers, holding=holding)
 
     def reward_warnings(self) -> dict[str, str]:
         """Problems with samples reported by recently seen reward workers."""
-        views = {worker_id: self._workers[worker_id] for worker_id in self._live_workers()}
-        return {worker_id: view.warning for worker_id, view in views.items() if view.warning}
+        return {worker_id: view.warning for worker_id, view in self._live_workers().items() if view.warning}
 
     def _note_workers(self, stored: dict[str, bytes]) -> None:
         for peer_id, raw in stored.items():
@@ -219,27 +212,22 @@ class Peers:
                 if worker_id not in self._workers or view.seen_s > self._workers[worker_id].seen_s:
                     self._workers[worker_id] = view
 
-    def _live_workers(self) -> list[str]:
-        return sorted(name for name, view in self._workers.items() if self._clock.age_s(view.seen_s) < WORKER_TIMEOUT_S)
-
-    @staticmethod
-    def generators_in(stored: dict[str, bytes]) -> Iterable[broker_pb2.GeneratorView]:
-        """The generators among stored peers, by id."""
-        for peer_id, raw in sorted(stored.items()):
-            if peer_id.startswith(_GENERATOR):
-                yield broker_pb2.GeneratorView.FromString(raw)
-
-    def _newest(self, stored: broker_pb2.GeneratorView) -> broker_pb2.GeneratorView:
-        known = self._generators.get(stored.hello.generator_id, stored)
-        newest = max(known, stored, key=lambda view: view.beat_time.ToMicroseconds())
-        return broker_pb2.GeneratorView.FromString(newest.SerializeToString())
+    def _live_workers(self) -> dict[str, WorkerView]:
+        workers = sorted(self._workers.items())
+        return {name: view for name, view in workers if self._clock.age_s(view.seen_s) < WORKER_TIMEOUT_S}
 
     def _is_live(self, view: broker_pb2.GeneratorView) -> bool:
         return self._clock.age_s(_beat_s(view)) < PEER_TIMEOUT_S
 
 
+def _generators_in(stored: dict[str, bytes]) -> list[broker_pb2.GeneratorView]:
+    """The generators among stored peers, by id."""
+    views = [raw for peer_id, raw in sorted(stored.items()) if peer_id.startswith(_GENERATOR)]
+    return [broker_pb2.GeneratorView.FromString(raw) for raw in views]
+
+
 def _beat_s(view: broker_pb2.GeneratorView) -> float:
-    return view.beat_time.ToMicroseconds() / 1e6
+    return unix_s(view.beat_time)
 
 
 def _by_run_clock(beat: broker_pb2.GeneratorBeat, now_s: float) -> Iterable[types_pb2.TimeSpan]:
@@ -255,7 +243,3 @@ def _by_run_clock(beat: broker_pb2.GeneratorBeat, now_s: float) -> Iterable[type
 
     for span in beat.busy_spans:
         yield types_pb2.TimeSpan(start_time=moved(span.start_time), end_time=moved(span.end_time))
-
-
-def _seconds(span: types_pb2.TimeSpan) -> float:
-    return span.end_time.ToMicroseconds() / 1e6

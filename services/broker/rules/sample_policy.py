@@ -8,12 +8,13 @@ from penstock.errors import InvalidFieldError
 from penstock.staleness.policy import StalenessPolicy
 from penstock.staleness.registry import DEFAULT, POLICIES
 from penstock.v1 import broker_pb2
+from services.broker.dispatch.policies import DISPATCH_POLICIES
 from services.broker.rules.limits import MAX_GROUP_SIZE, Limits
 
 DEFAULT_RETAINED_STEPS = 64
 MAX_RETAINED_STEPS = 1_024
 DEFAULT_DISPATCH = "auto"
-DISPATCH_NAMES = ("fifo", "least_loaded", "lpt", "streamrl", DEFAULT_DISPATCH)
+DISPATCH_NAMES = tuple(DISPATCH_POLICIES)
 
 _PARTIAL_GROUP_POLICIES = frozenset(broker_pb2.PartialGroupPolicy.values())
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.timestamps import unix_s
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import SampleRecord, WorkerView
 from services.broker.state.run_state import FinishedKey, Leases, RunState
@@ -247,7 +248,7 @@ def _queued(state: RunState, purpose: int) -> Cause | None:
 
 
 def _beat_s(view: broker_pb2.GeneratorView) -> float:
-    return view.beat_time.ToMicroseconds() / 1e6
+    return unix_s(view.beat_time)
 
 
 def _held(state: RunState, leases: Leases) -> Iterator[tuple[SampleId, SampleRecord]]:

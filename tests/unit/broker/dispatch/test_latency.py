@@ -6,7 +6,7 @@ from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import LatencyModel, Load, level_s
 from services.broker.dispatch.length_histogram import LengthCounts, remaining_tokens
 from services.broker.dispatch.streamrl import long_tail_instances, part_s
-from services.broker.fleet.throughput import Speeds
+from services.broker.fleet.throughput import measured
 
 
 def make_load(*remaining: float, context: float = 0.0, max_samples: int = 4, **model: float) -> Load:
@@ -109,16 +109,16 @@ def test_a_sample_that_outlived_its_forecast_has_more_to_come() -> None:
 
 
 def test_a_measured_rate_corrects_the_profile() -> None:
-    speeds = Speeds()
     profile = broker_pb2.GeneratorProfile(step_base_s=0.01, step_per_sample_s=0.001)
     hello = broker_pb2.GeneratorHello(generator_id="g", profile=profile)
-    assert speeds.observe(hello, broker_pb2.GeneratorBeat()) is None
+    speed = measured(None, hello, broker_pb2.GeneratorBeat())
+    assert speed is None
     # 10 samples at 250 tokens/s are 0.04 s a step, twice what the profile says.
     for _ in range(3):
-        speed = speeds.observe(hello, broker_pb2.GeneratorBeat(num_running=10, tokens_per_second=250))
+        speed = measured(speed, hello, broker_pb2.GeneratorBeat(num_running=10, tokens_per_second=250))
     assert speed is not None
     assert speed.step_factor == pytest.approx(2.0)
     # One odd beat moves it by a fifth of the way.
-    speed = speeds.observe(hello, broker_pb2.GeneratorBeat(num_running=10, tokens_per_second=500))
+    speed = measured(speed, hello, broker_pb2.GeneratorBeat(num_running=10, tokens_per_second=500))
     assert speed is not None
     assert speed.step_factor == pytest.approx(2.0**0.8)
