@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from services.trainer.model.backend import BackendError
 
@@ -80,13 +80,6 @@ class RankGroup:
     def total(self, tensor: Tensor) -> Tensor:
         """Adds up over the mesh."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Takes this process' shard without communication."""
-        if not isinstance(like, DTensor):
-            return whole
-        placed = whole.to(like.device)
-        return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
 
     def added_up(self, count: int) -> int:
         """An all-reduce of the message group."""

@@ -27,7 +27,6 @@ from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutpu
 from services.trainer.batches.packing import Pack, Trajectory, join
 from services.trainer.config import OptimizerConfig
 from services.trainer.model.attention import packed_inputs, register_packed_attention
-from services.trainer.model.auxiliary_models import AuxiliaryModels, read_auxiliary_models, write_auxiliary_models
 from services.trainer.model.backend import (
     LossTotals,
     NonFiniteGradientError,
@@ -36,6 +35,7 @@ from services.trainer.model.backend import (
     StepMetrics,
 )
 from services.trainer.model.critic import Critic
+from services.trainer.model.learner import Learner
 from services.trainer.model.model_loading import ModelSettings, load_trained
 from services.trainer.model.precision import compute_dtype, computing_in
 from services.trainer.model.ranks import Ranks, SingleRank
@@ -84,27 +84,19 @@ class RankBackend:
             torch.manual_seed(seed + self._ranks.rank)
         self._model = self._trained.network
         named = self._model.named_parameters()
-        self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+        parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._learner = Learner(parameters, optimizer, ranks=self._ranks)
+        self._critic = self._make_critic()
         self._num_batches = 0
         self._state = TrainingState(
             weights=self._trained.state_tensors(),
-            parameters=self._parameters,
-            optimizer=self._optimizer,
+            policy=self._learner,
+            critic=None if self._critic is None else self._critic.learner,
+            reference=self._trained.reference_tensors(),
             rank=self._ranks.rank,
         )
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        for parameter in self._parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
         self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
-        self._critic = self._make_critic()
-        self._auxiliary = AuxiliaryModels(critic=self._critic, trained=self._trained, ranks=self._ranks)
 
     @property
     def adapter(self) -> AdapterInfo | None:
@@ -172,34 +164,28 @@ class RankBackend:
     def refresh_reference(self) -> None:
         """Copies the weights to the reference, if one is kept."""
         if self._settings.keep_reference:
-            self._auxiliary.refresh_reference()
+            self._trained.refresh_reference()
+            self._state.has_new_reference = True
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """One step of AdamW, and of the critic's optimiser, at the scheduled learning rate."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
-        gradients = self._gradients()
-        norm = float(self._ranks.total(torch.nn.utils.get_total_norm(gradients))) / divisor
+        norm = self._learner.gradient_norm() / divisor
         critic_norm = 0.0 if self._critic is None else self._critic.gradient_norm()
         if not math.isfinite(norm + critic_norm):
             self.discard_gradients()
             raise NonFiniteGradientError(f"the gradient norm is {norm + critic_norm}; no step was taken")
-        # One pass over the gradients: the division and the clipping together.
-        clip = min(1.0, self._optimizer_config.max_grad_norm / (norm + 1e-6))
-        torch._foreach_mul_(gradients, clip / divisor)
         learning_rate = self._learning_rate(self._num_batches)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
+        self._learner.step(divisor=divisor, norm=norm, learning_rate=learning_rate)
         if self._critic is not None:
-            self._critic.step(rate_factor=learning_rate / self._optimizer_config.learning_rate)
-        self.discard_gradients()
+            self._critic.step(norm=critic_norm, rate_factor=learning_rate / self._optimizer_config.learning_rate)
         self._num_batches += is_last
         return StepMetrics(grad_norm=norm, learning_rate=learning_rate, num_batches=self._num_batches)
 
     def discard_gradients(self) -> None:
         """Zeroes the gradients, the critic's too."""
-        torch._foreach_zero_(self._gradients())
+        self._learner.discard_gradients()
         if self._critic is not None:
             self._critic.discard_gradients()
 
@@ -219,21 +205,15 @@ class RankBackend:
         """Copies this process' part; a thread of its own writes it."""
         export = _copied(self.state_tensors())
         resume = _copied(self._state.collect(num_batches=self._num_batches))
-        auxiliary = _copied(self._auxiliary.tensors())
-        return self._writer.submit(self._write, directory, export, resume, auxiliary)
+        return self._writer.submit(self._write, directory, export, resume)
 
     def load(self, directory: Path) -> None:
         """Reads and checks everything before it changes anything."""
         self._trained.check_saved(directory)
-        auxiliary = read_auxiliary_models(directory)
-        self._auxiliary.check(auxiliary)
         self._num_batches = self._state.restore(directory, group=self._ranks.checkpoint_group)
-        self._auxiliary.take(auxiliary)
         self.discard_gradients()
 
-    def _write(
-        self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor], auxiliary: dict[str, Tensor]
-    ) -> None:
+    def _write(self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor]) -> None:
         # First what all processes write: a disk that refuses one of them is then known to all.
         write_resume(resume, directory, group=self._ranks.checkpoint_group)
         if self._ranks.rank > 0:
@@ -243,7 +223,6 @@ class RankBackend:
         except SafetensorError as error:
             raise OSError(f"{directory}: {error}") from error
         copy_tokenizer(self._settings.path, directory)
-        write_auxiliary_models(auxiliary, directory)
 
     def _make_critic(self) -> Critic | None:
         rate = self._settings.critic_learning_rate
@@ -284,9 +263,6 @@ class RankBackend:
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
 
     def _learning_rate(self, num_batches_before: int) -> float:
         """Linear warm-up, then constant or a linear fall to a tenth."""

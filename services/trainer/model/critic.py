@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from services.trainer.batches.packing import Pack
 from services.trainer.config import OptimizerConfig
 from services.trainer.model.attention import PACKED_ATTENTION, packed_inputs
 from services.trainer.model.backend import NonFiniteLossError
+from services.trainer.model.learner import Learner
 from services.trainer.model.precision import MASTER, computing_in
 from services.trainer.model.ranks import Ranks
-from services.trainer.model.tensor_names import below, check_layout, placed
 
 
 class Critic:
@@ -63,21 +62,15 @@ class Critic:
         self._ranks = ranks
         for module in (self._network, self._head):
             ranks.shard(module)
-        self._parameters: dict[str, Tensor] = {
+        parameters: dict[str, Tensor] = {
             f"{module}.{name}": parameter
             for module, holder in (("network", self._network), ("head", self._head))
             for name, parameter in holder.named_parameters()
         }
+        self.learner = Learner(parameters, optimizer, ranks=ranks)
+        """Trains it, and is saved with it."""
         self._device, self._dtype = device, dtype
         self._learning_rate = learning_rate
-        self._max_grad_norm = optimizer.max_grad_norm
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=learning_rate,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
         self._num_tokens = 0
 
     def values(self, pack: Pack) -> Tensor:
@@ -111,59 +104,19 @@ class Critic:
 
     def gradient_norm(self) -> float:
         """Of the mean over the tokens so far, of all processes."""
-        norm = float(self._ranks.total(torch.nn.utils.get_total_norm(self._gradients())))
-        return norm / max(1, self._ranks.added_up(self._num_tokens))
+        return self.learner.gradient_norm() / max(1, self._ranks.added_up(self._num_tokens))
 
-    def step(self, *, rate_factor: float) -> None:
-        """Takes the optimiser step; `rate_factor` is the schedule's factor on the learning rate."""
-        clip = min(1.0, self._max_grad_norm / (self.gradient_norm() + 1e-6))
+    def step(self, *, norm: float, rate_factor: float) -> None:
+        """Takes the optimiser step over a gradient of that norm, at the peak rate times the schedule's factor."""
         num_tokens = self._ranks.added_up(self._num_tokens)
         if num_tokens:
-            torch._foreach_mul_(self._gradients(), clip / num_tokens)
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._learning_rate * rate_factor
-            self._optimizer.step()
-        self.discard_gradients()
+            self.learner.step(divisor=num_tokens, norm=norm, learning_rate=self._learning_rate * rate_factor)
+        self._num_tokens = 0
 
     def discard_gradients(self) -> None:
         """Discard the accumulated gradient."""
-        self._optimizer.zero_grad()
+        self.learner.discard_gradients()
         self._num_tokens = 0
-
-    def saved_tensors(self) -> dict[str, Tensor]:
-        """What continues it: weights, moments; live views by name."""
-        tensors = {f"weights/{name}": tensor.detach() for name, tensor in self._parameters.items()}
-        for name, parameter in self._parameters.items():
-            tensors |= placed(self._optimizer.state[parameter], f"optimizer/{name}")
-        return tensors
-
-    def check_saved(self, saved: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointMismatchError where `saved` is not what `saved_tensors` gives of such a critic."""
-        weights = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        check_layout(below(saved, "weights"), weights, where="the checkpoint's critic")
-        moments = below(saved, "optimizer")
-        if moments:
-            wanted = {
-                f"{name}/{which}": torch.zeros(()) if which == "step" else tensor
-                for name, tensor in weights.items()
-                for which in ("step", "exp_avg", "exp_avg_sq")
-            }
-            check_layout(moments, wanted, where="the checkpoint's critic")
-
-    def load_tensors(self, saved: Mapping[str, Tensor]) -> None:
-        """Continues from what `saved_tensors` gave and `check_saved` has seen."""
-        weights, moments = below(saved, "weights"), below(saved, "optimizer")
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self._ranks.part(weights[name], parameter))
-                self._optimizer.state[parameter] = {
-                    which: tensor.to(parameter.device) if which == "step" else self._ranks.part(tensor, parameter)
-                    for which, tensor in below(moments, name).items()
-                }
-        self.discard_gradients()
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

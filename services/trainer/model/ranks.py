@@ -35,9 +35,6 @@ class Ranks(Protocol):
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor in process 0, on the CPU where it had to be gathered; unspecified in the others."""
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Of a tensor that every process holds all of, what this one is to keep: sharded as `like` is."""
-
     def total(self, tensor: Tensor) -> Tensor:
         """A number about sharded tensors, added up in every process."""
 
@@ -67,10 +64,6 @@ class SingleRank:
     def whole(self, tensor: Tensor) -> Tensor:
         """The tensor itself."""
         return tensor
-
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """All of it."""
-        return whole
 
     def total(self, tensor: Tensor) -> Tensor:
         """The number itself."""

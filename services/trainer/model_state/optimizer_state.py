@@ -1,14 +1,15 @@
 """Collects the tensors that resume training in one flat dictionary: weights, AdamW's moments, random state, step count.
 
     weights/NAME   optimizer/NAME/{step,exp_avg,exp_avg_sq}   random/{cpu,cuda}/RANK   num_optimizer_steps
+    critic/weights/NAME   critic/optimizer/NAME/...           reference/NAME
 
+The reference is among them once it was refreshed: until then it is the initial model, which every process loads.
 `restore` reads everything before it changes anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.model.backend import CheckpointMismatchError
+from services.trainer.model.learner import Learner
 from services.trainer.model_state.dcp import read_resume, stated_tensors
 
 if TYPE_CHECKING:
@@ -23,73 +25,100 @@ if TYPE_CHECKING:
 
 _STEP_COUNT = "num_optimizer_steps"
 """Batches trained on; named when each was one optimiser step."""
-_RANDOM = "random/"
+_RANDOM, _CRITIC, _REFERENCE = "random/", "critic/", "reference/"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """The live tensors of a process; sharded ones are DTensors."""
+    """The live tensors of a process; sharded ones are DTensors.
 
-    weights: Mapping[str, Tensor]
-    """What is trained and published, by name, buffers included."""
-    parameters: Mapping[str, Tensor]
-    """The tensors that the optimiser changes, by name."""
-    optimizer: torch.optim.Optimizer
-    """AdamW."""
-    rank: int = 0
-    """Rank of this process among those that train together."""
+    Args:
+        weights: What is trained and published, by name, buffers included.
+        policy: Trains them.
+        critic: Trains the critic, all of whose weights are its parameters; None without one.
+        reference: The reference's weights by name; empty where none can change.
+        rank: Of this process among those that train together.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: Mapping[str, Tensor],
+        policy: Learner,
+        critic: Learner | None,
+        reference: Mapping[str, Tensor],
+        rank: int,
+    ) -> None:
+        self._learners = {"": policy}
+        self._weights = {f"weights/{name}": tensor for name, tensor in weights.items()}
+        self._ignored: tuple[str, ...] = (_RANDOM, _CRITIC)
+        if critic is not None:
+            self._learners[_CRITIC] = critic
+            self._weights |= {f"{_CRITIC}weights/{name}": each.detach() for name, each in critic.parameters.items()}
+            self._ignored = (_RANDOM,)
+        self._reference = {f"{_REFERENCE}{name}": tensor for name, tensor in reference.items()}
+        self._rank = rank
+        self.has_new_reference = False
+        """Whether the reference was refreshed."""
 
     def collect(self, *, num_batches: int) -> dict[str, Tensor]:
         """Live views by name."""
-        tensors = {f"weights/{name}": tensor for name, tensor in self.weights.items()}
-        for name, parameter in self.parameters.items():
-            for part, tensor in self.optimizer.state[parameter].items():
-                tensors[f"optimizer/{name}/{part}"] = tensor
-        tensors[_STEP_COUNT] = torch.tensor(num_batches, dtype=torch.int64)
-        return tensors | self._random_states()
+        tensors = self._weights | (self._reference if self.has_new_reference else {}) | self._random_states()
+        for prefix, learner in self._learners.items():
+            for name, parameter in learner.parameters.items():
+                for part, tensor in learner.optimizer.state[parameter].items():
+                    tensors[f"{prefix}optimizer/{name}/{part}"] = tensor
+        return tensors | {_STEP_COUNT: torch.tensor(num_batches, dtype=torch.int64)}
 
     def restore(self, directory: Path, *, group: ProcessGroup | None = None) -> int:
         """Continues from what was written of `collect`, by any number of processes; returns the optimiser steps taken.
 
-        A process that had no counterpart keeps its own random state.
+        A process that had no counterpart keeps its own random state. What was saved of a critic is ignored without one.
 
         Raises:
             CheckpointMismatchError: It is of another model, incomplete or damaged; nothing was changed.
         """
         stated = stated_tensors(directory)
-        moments = {name: _blank_moments(parameter) for name, parameter in self.parameters.items()}
-        if not any(name.startswith("optimizer/") for name in stated):
-            # Saved before the first step: AdamW makes its moments when it takes one.
-            moments = {}
-        wanted = {f"weights/{name}": torch.empty_like(tensor) for name, tensor in self.weights.items()}
-        for name, parts in moments.items():
-            wanted |= {f"optimizer/{name}/{part}": tensor for part, tensor in parts.items()}
+        has_new_reference = any(name.startswith(_REFERENCE) for name in stated)
+        live = self._weights | (self._reference if has_new_reference else {})
+        moments = {prefix: self._blank_moments(prefix, stated) for prefix in self._learners}
+        wanted = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+        for prefix, blank in moments.items():
+            for name, parts in blank.items():
+                wanted |= {f"{prefix}optimizer/{name}/{part}": tensor for part, tensor in parts.items()}
         wanted[_STEP_COUNT] = torch.tensor(0, dtype=torch.int64)
         wanted |= {name: tensor for name, tensor in self._random_states().items() if name in stated}
-        unknown = sorted(name for name in stated.keys() - wanted.keys() if not name.startswith(_RANDOM))
+        unknown = sorted(name for name in stated.keys() - wanted.keys() if not name.startswith(self._ignored))
         if unknown:
             raise CheckpointMismatchError(f"{directory}: holds {unknown[0]}, which the model does not have")
         read_resume(wanted, directory, group=group)
-        self._take(wanted, moments)
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(wanted[name])
+        for prefix, learner in self._learners.items():
+            for name, parameter in learner.parameters.items():
+                learner.optimizer.state[parameter] = moments[prefix].get(name, {})
+        self._set_random_states(wanted)
+        self.has_new_reference = has_new_reference
         return int(wanted[_STEP_COUNT])
 
-    def _take(self, read: Mapping[str, Tensor], moments: Mapping[str, dict[str, Tensor]]) -> None:
-        with torch.no_grad():
-            for name, tensor in self.weights.items():
-                tensor.copy_(read[f"weights/{name}"])
-        for name, parameter in self.parameters.items():
-            self.optimizer.state[parameter] = moments.get(name, {})
+    def _blank_moments(self, prefix: str, stated: Iterable[str]) -> dict[str, dict[str, Tensor]]:
+        """AdamW's state of each parameter, to be filled; empty where it was saved before it took a step."""
+        if not any(name.startswith(f"{prefix}optimizer/") for name in stated):
+            return {}
+        return {name: _blank_moments(parameter) for name, parameter in self._learners[prefix].parameters.items()}
+
+    def _random_states(self) -> dict[str, Tensor]:
+        states = {f"{_RANDOM}cpu/{self._rank}": torch.get_rng_state()}
+        if any(parameter.is_cuda for parameter in self._learners[""].parameters.values()):
+            states[f"{_RANDOM}cuda/{self._rank}"] = torch.cuda.get_rng_state()
+        return states
+
+    def _set_random_states(self, read: Mapping[str, Tensor]) -> None:
         for name in self._random_states().keys() & read.keys():
             if name.startswith(f"{_RANDOM}cuda"):
                 torch.cuda.set_rng_state(read[name])
             else:
                 torch.set_rng_state(read[name])
-
-    def _random_states(self) -> dict[str, Tensor]:
-        states = {f"{_RANDOM}cpu/{self.rank}": torch.get_rng_state()}
-        if any(parameter.is_cuda for parameter in self.parameters.values()):
-            states[f"{_RANDOM}cuda/{self.rank}"] = torch.cuda.get_rng_state()
-        return states
 
 
 def _blank_moments(parameter: Tensor) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ def assert_same_scores(found, expected, *, has_critic):
 
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
-def test_two_processes_train_companions_as_one_and_each_reads_the_other_s_checkpoint(model, tmp_path, changes):
+def test_two_processes_train_auxiliary_models_as_one_and_each_reads_the_other_s_checkpoint(model, tmp_path, changes):
     has_critic = changes["algorithm"]["name"] == "ppo"
     one = alone(model, **changes)
     for name in ("of_one", "of_two"):

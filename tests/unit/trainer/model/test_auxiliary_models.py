@@ -127,6 +127,24 @@ def test_a_checkpoint_without_a_critic_is_refused_where_one_is_wanted(tmp_path, 
         backend.load(tmp_path)
 
 
+def test_a_critic_that_was_saved_is_left_out_where_none_is_wanted(tmp_path, model_directory):
+    original = build_backend(model_directory)
+    take_step(original, 0)
+    original.save(tmp_path).result()
+    resumed = build_backend(model_directory, critic_learning_rate=None)
+    resumed.load(tmp_path)
+    for name, tensor in original.state_tensors().items():
+        assert torch.equal(resumed.state_tensors()[name], tensor)
+
+
+def test_a_refreshed_reference_is_refused_where_none_is_kept(tmp_path, model_directory):
+    original = build_backend(model_directory, keep_reference=True)
+    original.refresh_reference()
+    original.save(tmp_path).result()
+    with pytest.raises(CheckpointMismatchError, match="reference"):
+        build_backend(model_directory).load(tmp_path)
+
+
 def log_ratios(backend):
     return scores_of(backend, only_pack()) - scores_of(backend, only_pack(), "reference_logprobs")
 

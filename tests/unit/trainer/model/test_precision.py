@@ -39,11 +39,11 @@ def test_what_is_trained_is_float32_and_small_updates_add_up(model_directory, lo
     backend = build_backend(
         model_directory, dtype="bfloat16", optimizer={"learning_rate": RATE}, **({"lora": LORA} if lora else {})
     )
-    before = {name: parameter.detach().clone() for name, parameter in backend._parameters.items()}
+    before = {name: parameter.detach().clone() for name, parameter in backend._learner.parameters.items()}
     for seed in range(4):
         step(backend, seed)
-    for name, parameter in backend._parameters.items():
-        assert parameter.dtype == backend._optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+    for name, parameter in backend._learner.parameters.items():
+        assert parameter.dtype == backend._learner.optimizer.state[parameter]["exp_avg"].dtype == torch.float32
         moved = (parameter.detach() - before[name]).abs()
         assert 0 < moved.max() < 100 * RATE, name
 
@@ -65,10 +65,10 @@ def test_losses_and_gradients_are_close_to_those_of_float32(model_directory, dev
     pack = only_pack(0)
     losses = [backend.forward_backward(pack).means()["loss"] for backend in (exact, rounded)]
     assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.02)
-    gradients = [torch.cat([p.grad.flatten() for p in each._parameters.values()]) for each in (exact, rounded)]
+    gradients = [torch.cat([p.grad.flatten() for p in each._learner.parameters.values()]) for each in (exact, rounded)]
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.99
     assert 0 < (gradients[0] - gradients[1]).norm() < 0.1 * gradients[0].norm()
-    assert rounded._optimizer.defaults["fused"]
+    assert rounded._learner.optimizer.defaults["fused"]
 
 
 def test_what_is_published_and_exported_is_bfloat16_and_what_resumes_is_not(tmp_path, model_directory):
@@ -84,8 +84,8 @@ def test_what_is_published_and_exported_is_bfloat16_and_what_resumes_is_not(tmp_
     resumed.load(tmp_path)
     for one in (backend, resumed):
         step(one, 1)
-    for name, parameter in backend._parameters.items():
-        assert torch.equal(parameter, resumed._parameters[name]), name
+    for name, parameter in backend._learner.parameters.items():
+        assert torch.equal(parameter, resumed._learner.parameters[name]), name
 
 
 def test_auto_takes_16_bits_from_a_model_that_has_them_and_only_on_a_gpu(tmp_path, model_directory):
