@@ -8,14 +8,11 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from console.certs.authority import Authority, make_authority, read_certificate
 from console.certs.index import Index, Issued
 from console.certs.issuing import ENVIRONMENT, issue
 from console.certs.request import Request
-from console.inspect.local_runs import plain_console
+from console.view.formats import plain_console, plain_table
 
 
 def init_command(folder: Path, *, name: str, days: int) -> int:
@@ -48,14 +45,13 @@ def list_command(directory: Path, *, is_all: bool, as_json: bool) -> int:
         print(json.dumps({"authority": authority, "certificates": [_document(issued, now) for issued in chosen]}))
         return 0
     print(f"{directory}: the authority {_remaining(own_left_s)}")
-    table = Table("name", "roles", "run", "site", "hosts", "until", "", "folder", box=None, pad_edge=False)
+    rows = []
     for issued in chosen:
-        left = _remaining(issued.left_s(now))
-        hosts = ", ".join(issued.hosts) or "-"
-        cells = (issued.name, "+".join(issued.roles), issued.run, issued.site, hosts, _moment(issued), left)
-        table.add_row(*(Text(cell) for cell in (*cells, issued.folder)))
-    if chosen:
-        plain_console().print(table)
+        roles, hosts, left = "+".join(issued.roles), ", ".join(issued.hosts) or "-", _remaining(issued.left_s(now))
+        rows.append((issued.name, roles, issued.run, issued.site, hosts, _moment(issued), left, issued.folder))
+    if rows:
+        names = ("name", "roles", "run", "site", "hosts", "until", "", "folder")
+        plain_console().print(plain_table(names, rows))
     return 0
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from console.inspect.find_run import answer_of, find_run
-from console.inspect.local_runs import plain_console
+from console.view.formats import plain_console, plain_table
 from console.view.length_bias import loss_by_length
 from console.view.outcome import audit_line, read_summary
 from penstock.config import ConfigError
@@ -73,8 +72,7 @@ def show_rows(document: _Document, console: Console, *, by_version: bool) -> Non
         return
     reasons = sorted({reason for row in rows for reason in row["dropped"]})
     lines = _lines(rows, "submit_version" if by_version else "max_tokens")
-    table = _by_version(lines, document, reasons) if by_version else _by_length(lines, reasons)
-    console.print(table)
+    console.print(_by_version(lines, document, reasons) if by_version else _by_length(lines, reasons))
 
 
 def _lines(rows: Iterable[_Document], key: str) -> dict[int, _Line]:
@@ -89,46 +87,24 @@ def _by_length(lines: Mapping[int, _Line], reasons: list[str]) -> Table:
     num_trained = sum(line.trained for line in lines.values())
     num_dropped = sum(line.dropped.total() for line in lines.values())
     names = ("tokens", "trained", "% of trained", "dropped", "% of dropped", "% lost", *reasons, "in flight")
-    table = _table(names)
+    rows = []
     for max_tokens, line in lines.items():
-        lost = line.dropped.total()
-        cells = [
-            _span(max_tokens),
-            str(line.trained),
-            _percent(line.trained, num_trained),
-            str(lost),
-            _percent(lost, num_dropped),
-            _percent(lost, line.trained + lost),
-            *(str(line.dropped[reason]) for reason in reasons),
-            str(line.in_flight),
-        ]
-        table.add_row(*map(Text, cells))
-    return table
+        lost, dropped = line.dropped.total(), (line.dropped[reason] for reason in reasons)
+        shares = (_percent(lost, num_dropped), _percent(lost, line.trained + lost))
+        trained = (line.trained, _percent(line.trained, num_trained))
+        rows.append((_span(max_tokens), *trained, lost, *shares, *dropped, line.in_flight))
+    return plain_table(names, rows, justify="right")
 
 
 def _by_version(lines: Mapping[int, _Line], document: _Document, reasons: list[str]) -> Table:
     submitted = {row["submit_version"]: row["submitted"] for row in document.get("submitted_by_version") or []}
-    table = _table(("version", "submitted", "trained", *reasons, "in flight", "balanced"))
+    rows = []
     for version in sorted(submitted.keys() | lines.keys()):
         line, count = lines.get(version, _Line()), submitted.get(version, 0)
-        is_balanced = count == line.trained + line.dropped.total() + line.in_flight
-        cells = [
-            str(version),
-            str(count),
-            str(line.trained),
-            *(str(line.dropped[reason]) for reason in reasons),
-            str(line.in_flight),
-            "yes" if is_balanced else "NO",
-        ]
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def _table(names: Iterable[str]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right")
-    return table
+        dropped = (line.dropped[reason] for reason in reasons)
+        verdict = "yes" if count == line.trained + line.dropped.total() + line.in_flight else "NO"
+        rows.append((version, count, line.trained, *dropped, line.in_flight, verdict))
+    return plain_table(("version", "submitted", "trained", *reasons, "in flight", "balanced"), rows, justify="right")
 
 
 def _span(max_tokens: int) -> str:

@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.network.rpc import call, open_channel
 from penstock.security import Security
 from penstock.targets import checked_addresses
-from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
+from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 
 _NEXT_BROKER_S = 3.0
 _TRAINER_TIMEOUT_S = 2.0
@@ -75,11 +75,6 @@ def _id_at_broker(run: str | None, broker: str) -> str:
     if not ids:
         raise ConfigError(f"the broker at {broker} knows no runs")
     return ids[-1]
-
-
-async def get_run(run_id: str, broker: str) -> broker_pb2.GetRunResponse:
-    """The broker's state of a run. Raises PenstockError."""
-    return await ask(broker, lambda client: client.get_run(run_id))
 
 
 async def get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from console.config.run_folder import CONSOLE_NAME, ProcessRecord, RunFolder, open_folder
+from console.config.run_folder import CONSOLE_NAME, RunFolder, open_folder
+from console.view.formats import plain_console, plain_table
 from penstock.config import ConfigError
 from penstock.process.grace_periods import STOP_GRACE_S
 
 STOP_WAIT_S = STOP_GRACE_S["run"]
 _POLL_S = 0.2
-_PIPE_WIDTH = 240
 _MAX_TAIL_BYTES = 4 * 1024 * 1024
 
 
@@ -29,25 +24,18 @@ def run_folders(runs_dir: Path) -> list[RunFolder]:
     return [RunFolder(path.parent.absolute()) for path in found]
 
 
-def plain_console() -> Console:
-    """Prints tables to terminals, at their width, and to pipes, wide enough that nothing is cut."""
-    return Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
-
-
 def ps_command(runs_dir: Path) -> int:
     """Print the live processes of every run in a folder; returns the exit status."""
-    table = Table("run", "service", "process", "state", "address", "restarts", box=None, pad_edge=False)
-    num_rows = 0
-    for folder in run_folders(runs_dir):
-        for record in folder.records():
-            if record.is_alive:
-                cells = (folder.path.name, record.name, str(record.pid), record.state, record.address or "-")
-                table.add_row(*(Text(cell) for cell in cells), str(record.num_restarts))
-                num_rows += 1
-    if num_rows == 0:
-        print(f"no run in {runs_dir} is under way")
+    rows = [
+        (folder.path.name, record.name, record.pid, record.state, record.address or "-", record.num_restarts)
+        for folder in run_folders(runs_dir)
+        for record in folder.records()
+        if record.is_alive
+    ]
+    if rows:
+        plain_console().print(plain_table(("run", "service", "process", "state", "address", "restarts"), rows))
     else:
-        plain_console().print(table)
+        print(f"no run in {runs_dir} is under way")
     return 0
 
 
@@ -90,12 +78,8 @@ def stop_command(run_dir: Path) -> int:
             print(f"stopped; continue with: penstock run --resume {folder.path}")
             return 0
         time.sleep(_POLL_S)
-    left = ", ".join(_described(record) for record in alive if record.is_alive)
+    left = ", ".join(f"{record.name} (process {record.pid})" for record in alive if record.is_alive)
     raise ConfigError(f"{folder.path}: still running after {STOP_WAIT_S:g} s: {left}")
-
-
-def _described(record: ProcessRecord) -> str:
-    return f"{record.name} (process {record.pid})"
 
 
 def _tail(path: Path, *, end: int, num_lines: int) -> list[str]:

@@ -19,11 +19,10 @@ from rich.text import Text
 from console.config.run_folder import ProcessRecord
 from console.inspect.certificates import certificate_lines
 from console.inspect.exposure import exposure_lines
-from console.inspect.find_run import Target, find_run, get_run, get_trainer
-from console.inspect.local_runs import plain_console
+from console.inspect.find_run import Target, ask, find_run, get_trainer
 from console.launch.supervisor import ProcessState
 from console.view.forecast_quality import Document, fetch_lengths, length_lines
-from console.view.live_display import duration
+from console.view.formats import duration, plain_console, plain_table
 from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.security import Security
@@ -88,7 +87,7 @@ def pictures(target: Target) -> Iterator[Picture]:
         run, problem = None, ""
         assert target.broker is not None
         try:
-            run = asyncio.run(get_run(target.run_id, target.broker))
+            run = asyncio.run(ask(target.broker, lambda client: client.get_run(target.run_id)))
         except UnknownRunError as error:
             raise ConfigError(str(error)) from error
         except PenstockError as error:
@@ -196,23 +195,22 @@ def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
 
 def _generators_table(generators: Sequence[broker_pb2.GeneratorView], *, now_s: float) -> Table:
     numbers = ("version", "running", "waiting", "leases", "tokens/s", "cache")
-    table = Table("generator", "engine", "site", *numbers, "last beat", box=None, pad_edge=False)
-    for view in generators:
-        beat = view.beat
-        cells = (
-            view.hello.generator_id + (" (drains)" if beat.is_draining else ""),
+    rows = (
+        (
+            view.hello.generator_id + (" (drains)" if view.beat.is_draining else ""),
             view.hello.engine,
             view.hello.site or "-",
-            str(beat.policy_version),
-            str(beat.num_running),
-            str(beat.num_waiting),
-            str(view.num_leases),
-            f"{beat.tokens_per_second:.0f}",
-            f"{100 * beat.kv_cache_usage:.0f} %",
+            view.beat.policy_version,
+            view.beat.num_running,
+            view.beat.num_waiting,
+            view.num_leases,
+            f"{view.beat.tokens_per_second:.0f}",
+            f"{100 * view.beat.kv_cache_usage:.0f} %",
             f"{max(0.0, now_s - unix_s(view.beat_time)):.0f} s ago",
         )
-        table.add_row(*(Text(cell) for cell in cells))
-    return table
+        for view in generators
+    )
+    return plain_table(("generator", "engine", "site", *numbers, "last beat"), rows)
 
 
 def _wait_line(wait: broker_pb2.Wait, *, now_s: float) -> str:

@@ -11,12 +11,9 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.timestamp_pb2 import Timestamp
-from rich.table import Table
-from rich.text import Text
 
 from console.inspect.find_run import answer_of, find_run
-from console.inspect.local_runs import plain_console
-from console.view.live_display import duration
+from console.view.formats import duration, plain_console, plain_table
 from console.view.outcome import audit_line
 from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
@@ -32,14 +29,12 @@ def list_command(*, broker: str | None, runs_dir: Path, as_json: bool) -> int:
         print(json.dumps([_summary_document(run) for run in runs], indent=2))
         return 0
     names = ("run", "state", "version", "last active", "records", "submitted", "trained", "dropped", "instance")
-    table = Table(*names, box=None, pad_edge=False)
-    now_s = time.time()
+    rows = []
     for run in runs:
         counts = (run.num_records, run.submitted, run.trained, run.dropped)
-        ago = f"{duration(max(0.0, now_s - unix_s(run.active_time)))} ago"
-        cells = (run.run_id, _state(run), str(run.policy_version), ago, *map(str, counts), run.instance_id or "-")
-        table.add_row(*(Text(cell) for cell in cells))
-    plain_console().print(table)
+        ago = f"{duration(max(0.0, time.time() - unix_s(run.active_time)))} ago"
+        rows.append((run.run_id, _state(run), run.policy_version, ago, *counts, run.instance_id or "-"))
+    plain_console().print(plain_table(names, rows))
     return 0
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
-from console.view.live_display import Display, duration
+from console.view.formats import duration
+from console.view.live_display import Display
 from console.view.run_view import BUSY_WINDOW_S, Evaluation, RunView
 from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
@@ -186,6 +186,7 @@ class RunSession:
         )
         async with translated_errors(self._trainer_peer):
             stream: Any = self._trainer.WatchRun(request, timeout=_WATCH_TIMEOUT_S)
+            event: trainer_pb2.WatchRunResponse
             async for event in stream:
                 if self._incarnation not in ("", event.incarnation):
                     self._display.note("the trainer restarts from its newest checkpoint")
@@ -194,25 +195,21 @@ class RunSession:
                 self._outage.answered()
                 self._take(event)
                 if event.WhichOneof("event") == "finished":
-                    return _finished(event)
+                    return event.finished
         return None
 
     def _take(self, event: trainer_pb2.WatchRunResponse) -> None:
-        take: dict[str, Callable[[], None]] = {
-            "state_changed": lambda: self._take_state(event.state_changed),
-            "step": lambda: self._display.step(
-                self._view.add_step(event.step, time_s=event.event_time.ToNanoseconds() / 1e9)
-            ),
-            "evaluation": lambda: self._display.note(_evaluation_line(self._view.add_evaluation(event.evaluation))),
-            "checkpoint": lambda: self._display.note(
-                f"checkpoint of step {event.checkpoint.policy_version}: {event.checkpoint.path}"
-            ),
-        }
         # Any event means that it answers again.
         self._view.phase = self._phase
-        known = take.get(event.WhichOneof("event") or "")
-        if known is not None:
-            known()
+        match event.WhichOneof("event"):
+            case "state_changed":
+                self._take_state(event.state_changed)
+            case "step":
+                self._display.step(self._view.add_step(event.step, time_s=unix_s(event.event_time)))
+            case "evaluation":
+                self._display.note(_evaluation_line(self._view.add_evaluation(event.evaluation)))
+            case "checkpoint":
+                self._display.note(f"checkpoint of step {event.checkpoint.policy_version}: {event.checkpoint.path}")
 
     def _take_state(self, change: trainer_pb2.StateChanged) -> None:
         state = trainer_pb2.TrainerState.Name(change.state).removeprefix("TRAINER_STATE_").lower()
@@ -223,10 +220,6 @@ class RunSession:
         self._phase = self._view.phase = phase
         if is_news:
             self._display.note(f"trainer {phase}")
-
-
-def _finished(event: trainer_pb2.WatchRunResponse) -> trainer_pb2.RunFinished:
-    return event.finished
 
 
 def _evaluation_line(evaluation: Evaluation) -> str:

@@ -46,8 +46,9 @@ from console.run.run_plan import RunPlan
 from console.run.run_recorder import TRAJECTORIES, RunRecorder
 from console.view.closed_output import discard
 from console.view.forecast_quality import Document, fetch_lengths
+from console.view.formats import duration
 from console.view.html_report import write_report
-from console.view.live_display import Display, choose_display, duration
+from console.view.live_display import Display, choose_display
 from console.view.outcome import add_to_summary, closing_lines, keep_results
 from console.view.run_view import RunView
 from penstock.config import ConfigError

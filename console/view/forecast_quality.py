@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from console.view.outcome import number
+from console.view.formats import number
 from penstock.errors import PenstockError
 from penstock.network.rpc import call, open_channel
 from penstock.security import Security

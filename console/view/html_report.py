@@ -5,7 +5,6 @@ It can be regenerated at any time (`penstock report RUN_DIR`), even for a run th
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -16,9 +15,9 @@ from console.config.run_folder import RunFolder, replace_text
 from console.launch.probes import masked
 from console.view.charts import Series, line_chart
 from console.view.forecast_quality import lengths_table
+from console.view.formats import duration, number
 from console.view.length_bias import loss_by_length
-from console.view.live_display import duration
-from console.view.outcome import audit_line, number, read_summary
+from console.view.outcome import audit_line, change, read_lines, read_summary, restarts_text
 from console.view.run_view import (
     IDLE_S,
     LENGTH,
@@ -119,15 +118,6 @@ def charts(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
     ]
 
 
-def read_lines(path: Path) -> list[dict[str, float]]:
-    """The complete lines of a JSONL file that name a policy version; empty if there is no file."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return [line for text in lines if (line := _parsed(text)) is not None]
-
-
 def _waits(summary: Mapping[str, Any]) -> str:
     waits = summary.get("trainer_waits_s") or {}
     return ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in waits.items()) or "-"
@@ -146,18 +136,17 @@ def _summary_table(summary: Mapping[str, Any], steps: Sequence[Line]) -> str:
         ("Wall time", duration(summary.get("wall_s"))),
         ("Throughput", f"{_of(summary, 'samples_per_second', '.1f')} samples/s, "
          f"{_of(summary, 'response_tokens_per_second', '.0f')} completion tokens/s"),
-        ("Reward, first to last five steps", _pair(summary, "reward_first", "reward_last")),
-        ("Held-out accuracy, sampled", _pair(summary, "eval_accuracy_start", "eval_accuracy_end")),
-        ("Held-out accuracy, greedy", _pair(summary, "eval_greedy_start", "eval_greedy_end")),
+        ("Reward, first to last five steps", change(summary, "reward_first", "reward_last", " to ")),
+        ("Held-out accuracy, sampled", change(summary, "eval_accuracy_start", "eval_accuracy_end", " to ")),
+        ("Held-out accuracy, greedy", change(summary, "eval_greedy_start", "eval_greedy_end", " to ")),
         ("Staleness seen / bound", f"{_of(summary, 'max_staleness_seen', 'd')} / {_of(summary, 'max_staleness', 'd')}"),
         ("Overlap of generation and training", _of(summary, "overlap_ratio", ".2f")),
         ("Idle, generators / trainer", f"{_of(summary, 'generator_idle_ratio', '.2f')} / "
          f"{_of(summary, 'trainer_idle_ratio', '.2f')}"),
         ("The trainer waited for", _waits(summary)),
         ("Token budget used by forward passes", _of(summary, "pack_fill", ".2f")),
+        ("Restarts", restarts_text(summary) or "none"),
     ]  # fmt: skip
-    restarts = {key: count for key, count in (summary.get("restarts") or {}).items() if count}
-    rows.append(("Restarts", ", ".join(f"{key} ({count})" for key, count in restarts.items()) or "none"))
     cells = [f"<tr><th>{escape(key)}</th><td class=value>{escape(value)}</td></tr>" for key, value in rows]
     audit = summary.get("audit")
     if isinstance(audit, dict):
@@ -207,22 +196,9 @@ def _idle(steps: Sequence[Line]) -> list[tuple[float, float]]:
     return [(x, 100.0 * idle_s / times[x]) for x, idle_s in _points(steps, IDLE_S) if times.get(x, 0.0) > 0]
 
 
-def _pair(summary: Mapping[str, Any], first: str, last: str) -> str:
-    return f"{_of(summary, first, '.3f')} to {_of(summary, last, '.3f')}"
-
-
 def _of(summary: Mapping[str, Any], key: str, form: str) -> str:
     return number(summary.get(key), form)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _parsed(text: str) -> dict[str, float] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        # The last line of a run that was cut short.
-        return None
-    return value if isinstance(value, dict) and _VERSION in value else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from console.view.closed_output import discard
+from console.view.formats import duration, number
 from console.view.run_view import (
     LENGTH,
     MAX_STALENESS,
@@ -35,38 +36,6 @@ _MAX_WAITS = 3
 _BAR_WIDTH = 60
 
 
-class Display(Protocol):
-    """Shows a run."""
-
-    def start(self) -> None:
-        """Start the display."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show an event, in one line."""
-        ...
-
-    def step(self, step: Step) -> None:
-        """Show a finished step, which the view has already."""
-        ...
-
-    def tick(self) -> None:
-        """Called about once a second."""
-        ...
-
-    def stop(self) -> None:
-        """End the display; its output stays. Idempotent."""
-        ...
-
-
-def choose_display(view: RunView, *, out: TextIO = sys.stdout) -> Display:
-    """A live table when `out` is a terminal that can move its cursor, plain lines otherwise."""
-    console = Console(file=out)
-    return (
-        TableDisplay(view, console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(view, out)
-    )
-
-
 class PlainDisplay:
     """One line for each step and each event; after a silence, a line about what the run waits for."""
 
@@ -81,20 +50,20 @@ class PlainDisplay:
         self._say(f"run {self._view.run_id}")
 
     def note(self, text: str) -> None:
-        """Show an event."""
+        """Show an event, in one line."""
         self._say(text)
 
     def step(self, step: Step) -> None:
-        """Show a finished step."""
+        """Show a finished step, which the view has already."""
         self._say(step_line(self._view, step))
 
     def tick(self) -> None:
-        """After a silence, print what the run waits for."""
+        """After a silence, print what the run waits for. Called about once a second."""
         if self._now_s() - self._spoke_s >= QUIET_LINE_EVERY_S:
             self._say(f"... {self._view.phase}{_waits_text(self._view)}")
 
     def stop(self) -> None:
-        """End the display."""
+        """End the display; its output stays. Idempotent."""
         self._out.flush()
 
     def _say(self, text: str) -> None:
@@ -130,20 +99,31 @@ class TableDisplay:
         """Do nothing: the table refreshes by itself."""
 
     def stop(self) -> None:
-        """End the display."""
+        """End the display; its output stays. Idempotent."""
         self._live.stop()
+
+
+Display = PlainDisplay | TableDisplay
+
+
+def choose_display(view: RunView, *, out: TextIO = sys.stdout) -> Display:
+    """A live table when `out` is a terminal that can move its cursor, plain lines otherwise."""
+    console = Console(file=out)
+    return (
+        TableDisplay(view, console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(view, out)
+    )
 
 
 def step_line(view: RunView, step: Step) -> str:
     """A step in one line."""
-    parts = [f"step {step.version}/{view.num_steps}", f"reward {_number(step.get(REWARD), '.3f')}"]
+    parts = [f"step {step.version}/{view.num_steps}", f"reward {number(step.get(REWARD), '.3f')}"]
     if view.evaluations:
-        parts.append(f"accuracy {_number(view.evaluations[-1].sampled, '.3f')}")
+        parts.append(f"accuracy {number(view.evaluations[-1].sampled, '.3f')}")
     parts += [
-        f"staleness {_number(step.get(STALENESS), '.2f')} (max {_number(step.get(MAX_STALENESS), '.0f')})",
-        f"length {_number(step.get(LENGTH), '.0f')}",
-        f"{_number(step.get(SAMPLES_PER_SECOND), '.0f')} samples/s",
-        f"{_number(step.get(TOKENS_PER_SECOND), '.0f')} tokens/s",
+        f"staleness {number(step.get(STALENESS), '.2f')} (max {number(step.get(MAX_STALENESS), '.0f')})",
+        f"length {number(step.get(LENGTH), '.0f')}",
+        f"{number(step.get(SAMPLES_PER_SECOND), '.0f')} samples/s",
+        f"{number(step.get(TOKENS_PER_SECOND), '.0f')} tokens/s",
         f"idle: generators {_percent(view.generator_idle_ratio)}, trainer {_percent(step.idle_ratio)}",
         f"left {duration(view.eta_s)}",
     ]
@@ -162,24 +142,24 @@ def render(view: RunView) -> RenderableType:
         table.add_column(no_wrap=True)
     evaluation = view.evaluations[-1] if view.evaluations else None
     first = view.evaluations[0] if view.evaluations else None
-    get = step.get if step is not None else _nothing
+    get = (step.metrics if step is not None else {}).get
     queues = view.num_in_flight_by_state
     rows = (
         ("step", f"{version} / {view.num_steps}", "left", duration(view.eta_s)),
         (
             "reward",
-            _number(get(REWARD), ".3f"),
+            number(get(REWARD), ".3f"),
             "accuracy (held out)",
-            f"{_number(evaluation.sampled if evaluation else None, '.3f')} "
-            f"(start {_number(first.sampled if first else None, '.3f')})",
+            f"{number(evaluation.sampled if evaluation else None, '.3f')} "
+            f"(start {number(first.sampled if first else None, '.3f')})",
         ),
         (
             "staleness",
-            f"mean {_number(get(STALENESS), '.2f')}  max {_number(get(MAX_STALENESS), '.0f')}",
+            f"mean {number(get(STALENESS), '.2f')}  max {number(get(MAX_STALENESS), '.0f')}",
             "length",
-            f"{_number(get(LENGTH), '.0f')} tokens",
+            f"{number(get(LENGTH), '.0f')} tokens",
         ),
-        ("samples/s", _number(get(SAMPLES_PER_SECOND), ".0f"), "tokens/s", _number(get(TOKENS_PER_SECOND), ".0f")),
+        ("samples/s", number(get(SAMPLES_PER_SECOND), ".0f"), "tokens/s", number(get(TOKENS_PER_SECOND), ".0f")),
         (
             "idle",
             f"generators {_percent(view.generator_idle_ratio)}  trainer {_percent(step.idle_ratio if step else None)}",
@@ -206,19 +186,6 @@ def wait_lines(view: RunView) -> list[str]:
     return [f"{wait.waiter} waits for {wait.owner}: {wait.reason}" for wait in list(waits)[:_MAX_WAITS]]
 
 
-def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds, as short as possible; `-` if unknown."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _nothing(_name: str) -> float | None:
-    return None
-
-
 def _restarts_text(view: RunView) -> str:
     restarted = [
         f"{record.name} ({record.num_restarts}{', paused' if record.state == 'paused' else ''})"
@@ -231,10 +198,6 @@ def _restarts_text(view: RunView) -> str:
 def _waits_text(view: RunView) -> str:
     lines = wait_lines(view)
     return f"; {lines[0]}" if lines else ""
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _percent(ratio: float | None) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from console.config.run_folder import RunFolder, replace_text
+from console.view.formats import duration, number
 from console.view.length_bias import loss_by_length
-from console.view.live_display import duration
 from console.view.run_view import Step
 from penstock.v1 import trainer_pb2
 
@@ -26,7 +26,7 @@ def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: 
         replace_text(folder.summary, finished.summary_json)
     if not history:
         return
-    kept = _read_lines(folder.metrics)
+    kept = {float(line["policy_version"]): line for line in read_lines(folder.metrics)}
     if not _holds(kept, history[max(history)]):
         new_lines = [
             {"policy_version": version, "time": step.time_s, **step.metrics} for version, step in history.items()
@@ -36,13 +36,16 @@ def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: 
         replace_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _read_lines(metrics: Path) -> dict[float, dict[str, Any]]:
-    """The steps of metrics.jsonl by version; unreadable lines are skipped."""
-    found: dict[float, dict[str, Any]] = {}
-    for text in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            line = json.loads(text)
-            found[float(line["policy_version"])] = line
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file that state a policy version; empty if there is no file."""
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            # The last line of a run that was cut short may be torn.
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                line = json.loads(text)
+                float(line["policy_version"])
+                found.append(line)
     return found
 
 
@@ -91,9 +94,9 @@ def summary_lines(summary: Summary) -> list[str]:
         f"{summary.get('steps')} steps, {summary.get('samples_trained')} samples in "
         f"{duration(summary.get('wall_s'))} ({number(summary.get('samples_per_second'), '.1f')} samples/s, "
         f"{number(summary.get('response_tokens_per_second'), '.0f')} tokens/s)",
-        f"reward {change(summary, 'reward_first', 'reward_last')}; held-out accuracy "
-        f"{change(summary, 'eval_accuracy_start', 'eval_accuracy_end')} sampled, "
-        f"{change(summary, 'eval_greedy_start', 'eval_greedy_end')} greedy",
+        f"reward {change(summary, 'reward_first', 'reward_last', ' -> ')}; held-out accuracy "
+        f"{change(summary, 'eval_accuracy_start', 'eval_accuracy_end', ' -> ')} sampled, "
+        f"{change(summary, 'eval_greedy_start', 'eval_greedy_end', ' -> ')} greedy",
         f"staleness at most {summary.get('max_staleness_seen')} (bound {summary.get('max_staleness')}); "
         f"overlap {number(summary.get('overlap_ratio'), '.2f')}",
     ]
@@ -101,9 +104,8 @@ def summary_lines(summary: Summary) -> list[str]:
     if isinstance(audit, dict):
         lines.append(audit_line(audit))
         lines += [line for line in (loss_by_length(audit),) if line is not None]
-    restarts = {name: count for name, count in (summary.get("restarts") or {}).items() if count}
-    if restarts:
-        lines.append(f"restarts: {', '.join(f'{name} ({count})' for name, count in restarts.items())}")
+    if restarts := restarts_text(summary):
+        lines.append(f"restarts: {restarts}")
     return lines
 
 
@@ -118,11 +120,11 @@ def audit_line(audit: Mapping[str, Any]) -> str:
     )
 
 
-def change(summary: Summary, first: str, last: str) -> str:
+def change(summary: Mapping[str, Any], first: str, last: str, between: str) -> str:
     """First and last value, like `0.301 -> 0.842`."""
-    return f"{number(summary.get(first), '.3f')} -> {number(summary.get(last), '.3f')}"
+    return f"{number(summary.get(first), '.3f')}{between}{number(summary.get(last), '.3f')}"
 
 
-def number(value: object, form: str) -> str:
-    """A number in that form, or `-` for anything else."""
-    return format(value, form) if isinstance(value, (int, float)) and not isinstance(value, bool) else "-"
+def restarts_text(summary: Mapping[str, Any]) -> str:
+    """The services that were restarted, and how often; empty if none was."""
+    return ", ".join(f"{name} ({count})" for name, count in (summary.get("restarts") or {}).items() if count)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from console.config.run_folder import ProcessRecord
 from penstock.v1 import broker_pb2, trainer_pb2
+from penstock.wire.timestamps import unix_s
 
 _ETA_STEPS = 10
 BUSY_WINDOW_S = 15.0
@@ -121,18 +122,15 @@ class RunView:
 
 
 def _idle_ratio(run: broker_pb2.GetRunResponse) -> float | None:
-    begin_s = run.now_time.ToNanoseconds() / 1e9 - BUSY_WINDOW_S
+    begin_s = unix_s(run.now_time) - BUSY_WINDOW_S
     ratios = []
     for generator in run.generators:
         # Spans arrive with heartbeats, so the time after the last one is unknown.
-        end_s = generator.beat_time.ToNanoseconds() / 1e9
+        end_s = unix_s(generator.beat_time)
         if end_s <= begin_s:
             continue
         busy_s = sum(
-            max(
-                0.0,
-                min(end_s, span.end_time.ToNanoseconds() / 1e9) - max(begin_s, span.start_time.ToNanoseconds() / 1e9),
-            )
+            max(0.0, min(end_s, unix_s(span.end_time)) - max(begin_s, unix_s(span.start_time)))
             for span in generator.busy_spans
         )
         ratios.append(1.0 - min(1.0, busy_s / (end_s - begin_s)))

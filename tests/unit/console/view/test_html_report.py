@@ -11,7 +11,8 @@ import pytest
 
 from console.config.run_folder import RunFolder
 from console.view.charts import Series, line_chart, ticks
-from console.view.html_report import newest_checkpoint, read_lines, render_report, write_report
+from console.view.html_report import newest_checkpoint, render_report, write_report
+from console.view.outcome import read_lines
 
 STEPS = [
     {"policy_version": version, "reward/mean": version / 40, "length/mean": 40.0, "length/max": 190,

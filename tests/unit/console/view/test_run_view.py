@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from console.config.run_folder import ProcessRecord
-from console.view.live_display import PlainDisplay, TableDisplay, choose_display, duration, render, step_line
+from console.view.formats import duration
+from console.view.live_display import PlainDisplay, TableDisplay, choose_display, render, step_line
 from console.view.run_view import RunView
 from penstock.v1 import broker_pb2, trainer_pb2
 
