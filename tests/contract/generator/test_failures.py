@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 
 from penstock.model.digests import mismatch_error
 from penstock.network.rpc import call
 from penstock.v1 import generator_pb2, types_pb2
-from services.generator.engine.engine import EngineHungError, EngineStoppedError, GenerateRequest, SamplingSettings
+from services.generator.engine.engine import (
+    EngineHungError,
+    EngineStoppedError,
+    GenerateRequest,
+    SamplingSettings,
+    WeightUpdate,
+)
 from services.generator.engine.install_progress import InstallSigns, give_sign, signs_file
 from services.generator.engines.base_config import ServedModel
+from services.generator.engines.transformers import transformers_engine
 from services.generator.engines.transformers.config import TransformersEngineConfig
-from services.generator.engines.transformers.transformers_engine import TransformersEngine
 from services.generator.generator import GeneratorFailedError
 from services.generator.weights import puller
 from tests.helpers.brokers.scripted_generation import prompt
 from tests.helpers.generators.generator_bench import Bench, emulated
 from tests.helpers.generators.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
+from tests.helpers.models.tiny_model import make_tiny_model
 from tests.helpers.waiting import until
 
 
@@ -173,13 +178,25 @@ async def test_a_pull_that_was_overtaken_does_not_take_the_engine_back(bench, mo
         assert [update.policy_version for update in engine.updates] == [0, 1]
 
 
-def test_stopping_an_engine_passes_over_updates_that_nobody_waits_for_any_more(tmp_path):
-    engine = TransformersEngine(TransformersEngineConfig(), ServedModel(model_path=tmp_path))
-    given_up, waited_for = Future(), Future()
-    given_up.cancel()
-    engine._updates.extend([(None, given_up), (None, waited_for)])
-    engine._end_all(SimpleNamespace(rows=[]))
-    assert isinstance(waited_for.exception(timeout=0), EngineStoppedError)
+async def test_an_update_that_waits_for_its_turn_when_the_engine_stops_is_refused(tmp_path, monkeypatch):
+    checked = []
+    for name in ("verify_safetensors", "check_layout"):
+        monkeypatch.setattr(transformers_engine, name, lambda *_arguments, **_settings: None)
+    monkeypatch.setattr(transformers_engine, "check_update", lambda update, _base: checked.append(update))
+    model = ServedModel(model_path=make_tiny_model(tmp_path / "model"), dtype="float32")
+    engine = transformers_engine.TransformersEngine(TransformersEngineConfig(), model)
+    await engine.start()
+    update = WeightUpdate(policy_version=1, path=tmp_path, tensors=[], digest="")
+    async with engine._between_steps:
+        given_up, waited_for = (asyncio.create_task(engine.update_weights(update)) for _ in range(2))
+        await until(lambda: len(checked) == 2)
+        given_up.cancel()
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.sleep(0)
+    await stopping
+    with pytest.raises(EngineStoppedError):
+        await waited_for
+    assert given_up.cancelled()
 
 
 async def test_an_installation_that_hangs_is_noticed_and_one_that_takes_long_is_not(bench):

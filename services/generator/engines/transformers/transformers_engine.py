@@ -1,8 +1,8 @@
 """Runs plain Hugging Face decoding where vLLM cannot be installed.
 
-A thread owns the model and decodes; the event loop owns the samples' queues. The thread takes commands (join, abort,
-update) between steps, so every token of a step belongs to one version. Waiting samples join when the batch is empty or
-a quarter of it is free, because joining prefills the whole batch again.
+The event loop runs one step after the other in a thread that only computes. Samples join and end, and updates are
+installed, between two steps, so every token of a step belongs to one version. Waiting samples join when the batch is
+empty or a quarter of it is free, because joining prefills the whole batch again.
 
 Because a join prefills, an update in mode "keep" keeps old KV only until the next sample joins.
 
@@ -12,11 +12,9 @@ Slower than vLLM by an order of magnitude; the contract is the same.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,8 @@ import torch
 
 from penstock.model.adapter_layout import model_digest
 from penstock.model.digests import check_layout, mismatch_error, verify_safetensors
+from penstock.process.tasks import end
+from penstock.rewards.threads import DaemonThreads
 from services.generator.engine.engine import (
     TIED_HEAD,
     EngineError,
@@ -69,16 +69,15 @@ class TransformersEngine:
         self._model: Any = None
         self._base: AdapterBase | None = None
         self._decoder: BatchDecoder | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._wake = threading.Condition()
+        self._thread = DaemonThreads(max_threads=1, name="transformers-engine")
+        self._decoding: asyncio.Task[None] | None = None
+        self._between_steps = asyncio.Lock()
+        self._has_work = asyncio.Event()
         self._waiting: deque[Row] = deque()
         self._aborts: deque[str] = deque()
-        self._updates: deque[tuple[WeightUpdate, Future[UpdateReport]]] = deque()
-        self._is_stopping = False
         self._is_untrusted = False
         self._is_paused = False
-        self._queues: dict[str, asyncio.Queue[TokenSpan | None]] = {}
+        self._queues: dict[str, asyncio.Queue[TokenSpan | EngineStoppedError]] = {}
         self._tokens_generated = 0
         self._tokens_sampled = 0
         self._install_signs = InstallSigns()
@@ -95,7 +94,6 @@ class TransformersEngine:
 
     async def start(self) -> None:
         """Loads the model and starts decoding. Raises EngineError."""
-        self._loop = asyncio.get_running_loop()
         try:
             self._model = await asyncio.to_thread(_load_model, self._served, num_threads=self._config.num_threads)
             self._base = await asyncio.to_thread(_adapter_base, self._model, self._served)
@@ -104,8 +102,7 @@ class TransformersEngine:
         self._max_model_len = self._config.max_context_tokens or self._model.config.max_position_embeddings
         self._vocab_size = self._model.config.vocab_size
         self._decoder = BatchDecoder(self._model, seed=self._served.seed)
-        self._thread = threading.Thread(target=self._decode, name="transformers-engine", daemon=True)
-        self._thread.start()
+        self._decoding = asyncio.create_task(self._decode(self._decoder), name="transformers-engine")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenSpan, None]:
         """See `Engine.generate`."""
@@ -117,38 +114,37 @@ class TransformersEngine:
         if finish is not None:
             yield TokenSpan.empty(policy_version=self._policy_version, finish_reason=finish)
             return
-        queue: asyncio.Queue[TokenSpan | None] = asyncio.Queue()
+        queue: asyncio.Queue[TokenSpan | EngineStoppedError] = asyncio.Queue()
         self._queues[request.request_id] = queue
-        row = Row.of(request, num_left=max_tokens_left(request, max_model_len=self._max_model_len))
-        self._tell(self._waiting, row)
+        self._waiting.append(Row.of(request, num_left=max_tokens_left(request, max_model_len=self._max_model_len)))
+        self._has_work.set()
         is_finished = False
         try:
             while not is_finished:
                 span = await queue.get()
-                if span is None:
-                    raise EngineStoppedError("the transformers engine died")
+                if isinstance(span, EngineStoppedError):
+                    raise span
                 is_finished = span.finish_reason is not None
                 self._tokens_generated += len(span.token_ids)
                 yield span
         finally:
             del self._queues[request.request_id]
             if not is_finished:
-                self._tell(self._aborts, request.request_id)
+                await self.abort(request.request_id)
 
     async def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
-        self._tell(self._aborts, request_id)
+        """See `Engine.abort`; done after the step under way."""
+        self._aborts.append(request_id)
+        self._has_work.set()
 
     async def pause(self) -> None:
         """See `PausableEngine.pause`; the step under way still completes."""
-        with self._wake:
-            self._is_paused = True
+        self._is_paused = True
 
     async def resume(self) -> None:
         """See `PausableEngine.resume`."""
-        with self._wake:
-            self._is_paused = False
-            self._wake.notify()
+        self._is_paused = False
+        self._has_work.set()
 
     async def update_weights(self, update: WeightUpdate) -> UpdateReport:
         """See `Engine.update_weights`."""
@@ -158,11 +154,9 @@ class TransformersEngine:
         if update.adapter is None:
             optional = (TIED_HEAD,) if self._model.config.tie_word_embeddings else ()
             check_layout(_layout(self._model), update.tensors, optional=optional)
-        done: Future[UpdateReport] = Future()
-        self._tell(self._updates, (update, done))
         try:
-            async with asyncio.timeout(UPDATE_TIMEOUT_S):
-                return await asyncio.wrap_future(done)
+            async with asyncio.timeout(UPDATE_TIMEOUT_S), self._between_steps:
+                return await self._update(self._check_running(), update)
         except TimeoutError as error:
             raise EngineError(f"installing version {update.policy_version} took too long") from error
 
@@ -185,119 +179,101 @@ class TransformersEngine:
 
     async def stop(self) -> None:
         """See `Engine.stop`."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        decoding, self._decoding = self._decoding, None
+        if decoding is None or self._decoder is None:
             return
-        with self._wake:
-            self._is_stopping = True
-            self._wake.notify()
-        await asyncio.to_thread(thread.join, STOP_TIMEOUT_S)
-        if thread.is_alive():
-            raise EngineError(f"the decoding thread did not end within {STOP_TIMEOUT_S} s")
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S), self._between_steps:
+                await end(decoding)
+        except TimeoutError as error:
+            raise EngineError(f"the step under way did not end within {STOP_TIMEOUT_S} s") from error
+        for row in (*self._decoder.rows, *self._waiting):
+            self._end(self._decoder, row.request_id)
+        self._thread.close()
         self._model = self._decoder = None
 
-    def _check_running(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
+    def _check_running(self) -> BatchDecoder:
+        if self._decoding is None or self._decoding.done() or self._decoder is None:
             raise EngineStoppedError("the transformers engine is not running")
+        return self._decoder
 
-    def _tell(self, commands: deque[Any], command: object) -> None:
-        with self._wake:
-            commands.append(command)
-            self._wake.notify()
-
-    # Everything below runs in the decoding thread.
-
-    def _decode(self) -> None:
-        decoder = self._decoder
-        assert decoder is not None
+    async def _decode(self, decoder: BatchDecoder) -> None:
         try:
-            while self._take_commands(decoder):
-                if decoder.rows and self._may_sample():
-                    self._yield_spans(decoder.step())
-            self._end_all(decoder)
-        except Exception:
-            # The thread's boundary: samples must not wait for tokens that will never come. threading reports the error.
-            self._post([(request_id, None) for request_id in list(self._queues)])
+            while True:
+                await self._has_work.wait()
+                async with self._between_steps:
+                    while self._aborts:
+                        self._end(decoder, self._aborts.popleft())
+                    may_sample = not self._is_untrusted and not self._is_paused
+                    if may_sample and (decoder.rows or self._waiting):
+                        self._join(decoder)
+                        await self._step(decoder)
+                    else:
+                        self._has_work.clear()
+        except Exception as error:
+            # Samples must not wait for tokens that will never come.
+            for queue in self._queues.values():
+                died = EngineStoppedError(f"the transformers engine died: {type(error).__name__}: {error}")
+                died.__cause__ = error
+                queue.put_nowait(died)
             raise
 
-    def _take_commands(self, decoder: BatchDecoder) -> bool:
-        """Executes pending commands; waits while idle. Returns False when the engine stops."""
-        with self._wake:
-            self._wake.wait_for(lambda: self._has_work(decoder))
-            aborts, updates = list(self._aborts), list(self._updates)
-            self._aborts.clear()
-            self._updates.clear()
-        for request_id in aborts:
-            self._abort(decoder, request_id)
-        for update, done in updates:
-            self._update(decoder, update, done)
+    def _join(self, decoder: BatchDecoder) -> None:
+        """Begins waiting samples, if the batch is empty or a quarter of it is free."""
         num_free = self._config.max_concurrent_samples - len(decoder.rows)
         if self._waiting and (not decoder.rows or 4 * num_free >= self._config.max_concurrent_samples):
-            with self._wake:
-                joining = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
-            decoder.join(joining)
-        return not self._is_stopping
+            decoder.join([self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))])
 
-    def _has_work(self, decoder: BatchDecoder) -> bool:
-        can_decode = self._may_sample() and bool(decoder.rows or self._waiting)
-        return bool(can_decode or self._aborts or self._updates or self._is_stopping)
+    async def _step(self, decoder: BatchDecoder) -> None:
+        rows = await self._thread.run(decoder.step)
+        self._tokens_sampled += len(rows)
+        for row in rows:
+            if row.finish_reason is not None or len(row.new_token_ids) >= self._stream_interval:
+                self._yield_span(row)
 
-    def _may_sample(self) -> bool:
-        return not self._is_untrusted and not self._is_paused
-
-    def _abort(self, decoder: BatchDecoder, request_id: str) -> None:
+    def _end(self, decoder: BatchDecoder, request_id: str) -> None:
+        """Ends a sample as aborted; an unknown one is ignored."""
         row = decoder.remove(request_id)
         if row is None:
-            with self._wake:
-                row = next((row for row in self._waiting if row.request_id == request_id), None)
-                if row is None:
-                    return
-                self._waiting.remove(row)
+            row = next((row for row in self._waiting if row.request_id == request_id), None)
+            if row is None:
+                return
+            self._waiting.remove(row)
         row.finish_reason = FinishReason.ABORTED
-        self._post([(request_id, self._take_span(row))])
+        self._yield_span(row)
 
-    def _update(self, decoder: BatchDecoder, update: WeightUpdate, done: Future[UpdateReport]) -> None:
-        if not done.set_running_or_notify_cancel():
-            return
+    async def _update(self, decoder: BatchDecoder, update: WeightUpdate) -> UpdateReport:
         started_s = time.monotonic()
         # Tokens decoded so far belong to the old version and must be labelled with it.
-        self._post([(row.request_id, self._take_span(row)) for row in decoder.rows if row.new_token_ids])
+        for row in decoder.rows:
+            if row.new_token_ids:
+                self._yield_span(row)
         self._is_untrusted = True
         try:
             with self._install_signs.installing():
-                mismatched = _install(self._model, update, on_tensor=self._install_signs.give)
+                mismatched = await self._thread.run(
+                    lambda: _install(self._model, update, on_tensor=self._install_signs.give)
+                )
         except (OSError, KeyError, ValueError, RuntimeError) as error:
-            done.set_exception(EngineError(f"version {update.policy_version} cannot be loaded: {error}"))
-            return
+            raise EngineError(f"version {update.policy_version} cannot be loaded: {error}") from error
         if mismatched:
-            what = f"the model does not hold version {update.policy_version} after loading it"
-            done.set_exception(mismatch_error(what, mismatched))
-            return
+            raise mismatch_error(
+                f"the model does not hold version {update.policy_version} after loading it", mismatched
+            )
         self._policy_version = update.policy_version
         self._is_untrusted = False
+        self._has_work.set()
         num_recomputed_tokens = decoder.drop_cache() if update.is_recomputing else 0
         if num_recomputed_tokens and not self._is_paused:
-            self._yield_spans(decoder.step())
-        done.set_result(
-            UpdateReport(
-                policy_version=update.policy_version,
-                digest=update.digest,
-                pause_s=time.monotonic() - started_s,
-                num_recomputed_tokens=num_recomputed_tokens,
-            )
+            await self._step(decoder)
+        return UpdateReport(
+            policy_version=update.policy_version,
+            digest=update.digest,
+            pause_s=time.monotonic() - started_s,
+            num_recomputed_tokens=num_recomputed_tokens,
         )
 
-    def _yield_spans(self, rows: list[Row]) -> None:
-        self._tokens_sampled += len(rows)
-        due = [
-            (row.request_id, self._take_span(row))
-            for row in rows
-            if row.finish_reason is not None or len(row.new_token_ids) >= self._stream_interval
-        ]
-        if due:
-            self._post(due)
-
-    def _take_span(self, row: Row) -> TokenSpan:
+    def _yield_span(self, row: Row) -> None:
         span = TokenSpan(
             token_ids=np.asarray(row.new_token_ids, np.int32),
             logprobs=np.asarray(row.new_logprobs, np.float32),
@@ -305,26 +281,8 @@ class TransformersEngine:
             finish_reason=row.finish_reason,
         )
         row.new_token_ids, row.new_logprobs = [], []
-        return span
-
-    def _end_all(self, decoder: BatchDecoder) -> None:
-        with self._wake:
-            rows, updates = [*decoder.rows, *self._waiting], list(self._updates)
-        for row in rows:
-            self._abort(decoder, row.request_id)
-        for _, done in updates:
-            if done.set_running_or_notify_cancel():
-                done.set_exception(EngineStoppedError("the transformers engine was stopped"))
-
-    def _post(self, spans: Sequence[tuple[str, TokenSpan | None]]) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, spans)
-
-    def _deliver(self, spans: Sequence[tuple[str, TokenSpan | None]]) -> None:
-        """Runs in the event loop."""
-        for request_id, span in spans:
-            if request_id in self._queues:
-                self._queues[request_id].put_nowait(span)
+        if row.request_id in self._queues:
+            self._queues[row.request_id].put_nowait(span)
 
 
 def _load_model(served: ServedModel, *, num_threads: int) -> Any:
