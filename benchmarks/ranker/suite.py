@@ -121,24 +121,22 @@ async def _held_out(data: DataSet, learners: Sequence[Learner]) -> tuple[LengthF
     fit_s = time.perf_counter() - started_s
     answers = await _forecast(forecaster, data.prompts[num_fitted:], "t")
     lengths = data.lengths[num_fitted:, 0]
-    expected = np.array([answer.expected_tokens for answer in answers])
-    intervals = np.array([(answer.low_tokens, answer.high_tokens) for answer in answers])
     described = forecaster.describe(_RUN)
     baseline = np.array([float(prompt.num_tokens) for prompt in data.prompts[num_fitted:]])
     held_out: Result = {
         "num_fitted": num_fitted,
         "num_tested": len(lengths),
-        described.model: _numbers(lengths, expected, intervals),
+        described.model: _numbers(lengths, answers),
         PROMPT_LENGTH: _ranks(lengths, baseline),
     }
     if data.oracle is not None:
         held_out["oracle"] = _ranks(lengths, data.oracle[num_fitted:])
-    return forecaster, held_out, _doubled(lengths, expected), {"fit_s": fit_s}
+    return forecaster, held_out, _doubled(lengths, answers), {"fit_s": fit_s}
 
 
-def _doubled(lengths: Floats, expected: Floats) -> Result:
+def _doubled(lengths: Floats, forecasts: Sequence[pb.LengthForecast]) -> Result:
     after = lengths * 2.0 * np.random.default_rng(0).lognormal(0.0, 0.2, len(lengths))
-    first, second = _numbers(lengths, expected), _numbers(after, expected)
+    first, second = _numbers(lengths, forecasts), _numbers(after, forecasts)
     recall, error = "recall_longest_20_percent", "mean_absolute_error_tokens"
     return {
         recall: second[recall],
@@ -202,14 +200,13 @@ async def _prequential(data: DataSet, learners: Sequence[Learner]) -> Result:
     return result
 
 
-def _numbers(lengths: Floats, forecasts: Floats, intervals: Floats | None = None) -> Result:
-    test = pb.LENGTH_TEST_HELD_OUT
-    return _as_dict(measure(lengths, forecasts, forecaster="", test=test, intervals=intervals))
+def _numbers(lengths: Floats, forecasts: Sequence[pb.LengthForecast]) -> Result:
+    return _as_dict(measure(lengths, forecasts, forecaster="", test=pb.LENGTH_TEST_HELD_OUT))
 
 
 def _ranks(lengths: Floats, forecasts: Floats) -> Result:
     """Quality of a forecast that is not in tokens."""
-    numbers = _numbers(lengths, forecasts)
+    numbers = _numbers(lengths, [pb.LengthForecast(expected_tokens=each) for each in forecasts])
     return {name: value for name, value in numbers.items() if name.startswith("recall") or name == "spearman"}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.learner import Arrays
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompt_features import PromptLengths
@@ -22,16 +23,6 @@ NUM_QUANTILES = 64
 _MIN_WITHIN = 1e-3
 _MAX_LOG = 17.0
 """No forecast is longer than 2^24 tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenForecast:
-    """A forecast in tokens: mean, standard deviation, and the interval of INTERVAL_SHARE."""
-
-    expected_tokens: float
-    deviation_tokens: float
-    low_tokens: float
-    high_tokens: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +84,7 @@ class ErrorShape:
     between: float
     within: float
 
-    def forecast(self, log: float, own_logs: Sequence[float] = ()) -> TokenForecast:
+    def forecast(self, log: float, own_logs: Sequence[float] = ()) -> pb.LengthForecast:
         """Turn a model's forecast and the prompt's own log lengths so far into tokens."""
         between = self.between
         if own_logs:
@@ -103,12 +94,16 @@ class ErrorShape:
         log = min(max(log, 0.0), _MAX_LOG)
         scale = float(np.sqrt((between + self.within) / (self.between + self.within)))
         tokens = np.exp(np.minimum(log + scale * self.quantiles, _MAX_LOG))
-        return TokenForecast(
+        return pb.LengthForecast(
             expected_tokens=float(tokens.mean()),
             deviation_tokens=float(tokens.std()),
             low_tokens=float(np.exp(min(log + scale * self.low, _MAX_LOG))),
             high_tokens=float(np.exp(min(log + scale * self.high, _MAX_LOG))),
         )
+
+    def mean_forecast(self, log: float) -> pb.LengthForecast:
+        """The same without deviation and interval, which belong to another model."""
+        return pb.LengthForecast(expected_tokens=self.forecast(log).expected_tokens)
 
     def arrays(self) -> Arrays:
         """The arrays that `from_arrays` needs."""

@@ -8,7 +8,7 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.conformal import ErrorShape, ForecastErrors
 from services.scheduler.lengths.learner import FitFailedError, Learner, LengthModel
-from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompt_features import PromptLengths, PromptView
 from services.scheduler.lengths.quality import measure
 from services.scheduler.lengths.ridge import BASELINE
@@ -63,9 +62,11 @@ def fit_lengths(pairs: Sequence[PromptLengths], learner: Learner) -> Fit:
     tested = [pairs[index] for index in np.flatnonzero(is_test)]
     tested_logs = candidates[best].predict([pair.prompt for pair in tested])
     baseline = fitted(BASELINE, is_fitted, 0.0)
+    baseline_logs = baseline.predict([pair.prompt for pair in tested])
+    shape = errors.shape()
     qualities = (
-        _quality(tested, tested_logs, errors.shape(), candidates[best].name, has_interval=True),
-        _quality(tested, baseline.predict([pair.prompt for pair in tested]), errors.shape(), baseline.name),
+        _quality(tested, map(shape.forecast, tested_logs), candidates[best].name),
+        _quality(tested, map(shape.mean_forecast, baseline_logs), baseline.name),
     )
     everything = np.ones(len(pairs), dtype=bool)
     return Fit(
@@ -81,16 +82,11 @@ def _of(prompts: Sequence[PromptView], mask: npt.NDArray[np.bool_]) -> list[Prom
 
 
 def _quality(
-    pairs: Sequence[PromptLengths], logs: Floats, shape: ErrorShape, forecaster: str, *, has_interval: bool = False
+    pairs: Sequence[PromptLengths], forecasts: Iterable[pb.LengthForecast], forecaster: str
 ) -> pb.LengthQuality:
-    forecasts = [shape.forecast(float(log)) for log in logs]
-    numbers = [len(pair.logs) for pair in pairs]
     return measure(
         np.exp(np.concatenate([pair.logs for pair in pairs])),
-        np.repeat([forecast.expected_tokens for forecast in forecasts], numbers),
+        [forecast for forecast, pair in zip(forecasts, pairs, strict=True) for _ in pair.logs],
         forecaster=forecaster,
         test=pb.LENGTH_TEST_HELD_OUT,
-        intervals=np.repeat([(each.low_tokens, each.high_tokens) for each in forecasts], numbers, axis=0)
-        if has_interval
-        else None,
     )

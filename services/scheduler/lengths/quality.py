@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.ngrams import Floats
@@ -47,31 +48,28 @@ def _ranks(values: Floats) -> Floats:
 
 
 def measure(
-    lengths: Floats,
-    forecasts: Floats,
-    *,
-    forecaster: str,
-    test: pb.LengthTest.ValueType,
-    intervals: npt.NDArray[np.float64] | None = None,
+    lengths: Floats, forecasts: Sequence[pb.LengthForecast], *, forecaster: str, test: pb.LengthTest.ValueType
 ) -> pb.LengthQuality:
-    """All metrics of one forecaster on at least one sample; `intervals` is [num_samples, 2], low and high in tokens."""
+    """All metrics of one forecaster on at least one sample, of which each has a forecast; all or none with interval."""
+    expected = np.array([forecast.expected_tokens for forecast in forecasts])
     quality = pb.LengthQuality(
         forecaster=forecaster,
         test=test,
         num_samples=len(lengths),
-        recall_longest_20_percent=recall_of_longest(lengths, forecasts, 0.20),
-        recall_longest_10_percent=recall_of_longest(lengths, forecasts, 0.10),
-        recall_longest_5_percent=recall_of_longest(lengths, forecasts, 0.05),
-        spearman=spearman(lengths, forecasts),
-        mean_absolute_error_tokens=float(np.abs(lengths - forecasts).mean()),
+        recall_longest_20_percent=recall_of_longest(lengths, expected, 0.20),
+        recall_longest_10_percent=recall_of_longest(lengths, expected, 0.10),
+        recall_longest_5_percent=recall_of_longest(lengths, expected, 0.05),
+        spearman=spearman(lengths, expected),
+        mean_absolute_error_tokens=float(np.abs(lengths - expected).mean()),
     )
-    if intervals is not None:
-        is_inside = (intervals[:, 0] <= lengths) & (lengths <= intervals[:, 1])
-        quality.interval_coverage = float(is_inside.mean())
-    order = np.argsort(forecasts, kind="stable")
+    if forecasts[0].HasField("low_tokens"):
+        tests = zip(lengths, forecasts, strict=True)
+        is_inside = [each.low_tokens <= length <= each.high_tokens for length, each in tests]
+        quality.interval_coverage = float(np.mean(is_inside))
+    order = np.argsort(expected, kind="stable")
     for part in np.array_split(order, min(NUM_BUCKETS, len(order))):
         quality.buckets.add(
-            expected_tokens=float(forecasts[part].mean()),
+            expected_tokens=float(expected[part].mean()),
             mean_tokens=float(lengths[part].mean()),
             num_samples=len(part),
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,19 +43,14 @@ class Predicted:
     baseline_logs: Floats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Forecast:
-    forecaster: str
-    expected_tokens: float
-    low_tokens: float
-    high_tokens: float
-    baseline_tokens: float
+_Forecasts = Mapping[str, pb.LengthForecast]
+"""A group's forecasts by forecaster: the model's, and the baseline's without an interval; empty before there is one."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
     prompt: PromptView
-    forecast: _Forecast | None
+    forecasts: _Forecasts
 
 
 @dataclass(slots=True)
@@ -102,7 +97,7 @@ class RunLengths:
         self._overall = _Moments()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
-        self._tested: deque[tuple[_Forecast, float]] = deque(maxlen=MAX_TESTED)
+        self._tested: deque[tuple[_Forecasts, int]] = deque(maxlen=MAX_TESTED)
         self._num_learned = 0
         self._num_learned_at_fit: dict[str, int] = {}
         """Lengths learned when the newest fit of each learner began."""
@@ -120,29 +115,16 @@ class RunLengths:
         """One forecast per prompt; without a model from means: the prompt's own, else the run's."""
         forecasts = []
         for index, (group_id, prompt) in enumerate(zip(group_ids, prompts, strict=True)):
-            made = None
+            made: _Forecasts = {}
             if predicted is None or not prompt.has_content:
-                forecasts.append(self._from_means(prompt))
+                forecast = self._from_means(prompt)
             else:
-                seen = self._seen.get(prompt.key)
-                own_logs = tuple(seen.logs) if seen is not None else ()
-                shape = predicted.fit.shape
-                tokens = shape.forecast(float(predicted.logs[index]), own_logs)
-                made = _Forecast(
-                    forecaster=predicted.fit.model.name,
-                    expected_tokens=tokens.expected_tokens,
-                    low_tokens=tokens.low_tokens,
-                    high_tokens=tokens.high_tokens,
-                    baseline_tokens=shape.forecast(float(predicted.baseline_logs[index])).expected_tokens,
-                )
-                forecasts.append(
-                    pb.LengthForecast(
-                        expected_tokens=tokens.expected_tokens,
-                        deviation_tokens=tokens.deviation_tokens,
-                        low_tokens=tokens.low_tokens,
-                        high_tokens=tokens.high_tokens,
-                    )
-                )
+                fit, seen = predicted.fit, self._seen.get(prompt.key)
+                own_logs = seen.logs if seen is not None else ()
+                forecast = fit.shape.forecast(float(predicted.logs[index]), own_logs)
+                baseline = fit.shape.mean_forecast(float(predicted.baseline_logs[index]))
+                made = {fit.model.name: forecast, PROMPT_LENGTH: baseline}
+            forecasts.append(forecast)
             if group_id:
                 self._note_group(group_id, prompt, made)
         return forecasts
@@ -156,11 +138,11 @@ class RunLengths:
             own.add(math.exp(log))
         return own.forecast()
 
-    def _note_group(self, group_id: str, prompt: PromptView, forecast: _Forecast | None) -> None:
+    def _note_group(self, group_id: str, prompt: PromptView, forecasts: _Forecasts) -> None:
         if group_id in self._groups:
             self._groups.move_to_end(group_id)
             return
-        self._groups[group_id] = _Group(prompt=prompt, forecast=forecast)
+        self._groups[group_id] = _Group(prompt=prompt, forecasts=forecasts)
         if len(self._groups) > MAX_GROUPS:
             self._groups.popitem(last=False)
 
@@ -171,8 +153,8 @@ class RunLengths:
         self.num_observations += 1
         self._overall.add(num_tokens)
         group = self._groups.get(group_id)
-        if group is not None and group.forecast is not None:
-            self._tested.append((group.forecast, float(num_tokens)))
+        if group is not None and group.forecasts:
+            self._tested.append((group.forecasts, num_tokens))
         self.learn(self.known(group_id, prompt), log_tokens(num_tokens))
 
     def learn(self, prompt: PromptView, log: float) -> None:
@@ -239,29 +221,19 @@ class RunLengths:
 
     def prequential(self) -> list[pb.LengthQuality]:
         """Quality of forecasts that preceded the lengths: each forecaster's, then the baseline's."""
-        qualities = []
-        names = dict.fromkeys(forecast.forecaster for forecast, _ in self._tested)
-        for name in names:
-            mine = [(forecast, length) for forecast, length in self._tested if forecast.forecaster == name]
-            qualities.append(
-                measure(
-                    np.array([length for _, length in mine]),
-                    np.array([forecast.expected_tokens for forecast, _ in mine]),
-                    forecaster=name,
-                    test=pb.LENGTH_TEST_PREQUENTIAL,
-                    intervals=np.array([(forecast.low_tokens, forecast.high_tokens) for forecast, _ in mine]),
-                )
+        tested: dict[str, list[tuple[int, pb.LengthForecast]]] = {}
+        for forecasts, length in self._tested:
+            for name, forecast in forecasts.items():
+                tested.setdefault(name, []).append((length, forecast))
+        return [
+            measure(
+                np.array([float(length) for length, _ in tested[name]]),
+                [forecast for _, forecast in tested[name]],
+                forecaster=name,
+                test=pb.LENGTH_TEST_PREQUENTIAL,
             )
-        if self._tested:
-            qualities.append(
-                measure(
-                    np.array([length for _, length in self._tested]),
-                    np.array([forecast.baseline_tokens for forecast, _ in self._tested]),
-                    forecaster=PROMPT_LENGTH,
-                    test=pb.LENGTH_TEST_PREQUENTIAL,
-                )
-            )
-        return qualities
+            for name in sorted(tested, key=PROMPT_LENGTH.__eq__)
+        ]
 
     def describe(self) -> pb.GetLengthModelResponse:
         """Describe the current forecaster and its quality."""

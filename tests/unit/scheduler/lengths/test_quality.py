@@ -29,14 +29,17 @@ def test_spearman_is_about_ranks_and_takes_ties_by_their_mean():
 
 
 def test_all_numbers_together():
-    intervals = np.stack([LENGTHS - 1, LENGTHS + 1], axis=1)
-    intervals[:25] += 50
-    quality = measure(LENGTHS, LENGTHS + 3, forecaster="f", test=pb.LENGTH_TEST_HELD_OUT, intervals=intervals)
+    forecasts = [
+        pb.LengthForecast(expected_tokens=each + 3, low_tokens=low, high_tokens=low + 2)
+        for each, low in zip(LENGTHS, LENGTHS - 1 + 50 * (LENGTHS <= 25), strict=True)
+    ]
+    quality = measure(LENGTHS, forecasts, forecaster="f", test=pb.LENGTH_TEST_HELD_OUT)
     assert quality.interval_coverage == 0.75
     assert quality.mean_absolute_error_tokens == pytest.approx(3.0)
     assert [bucket.num_samples for bucket in quality.buckets] == [20] * 5
     assert [bucket.expected_tokens - bucket.mean_tokens for bucket in quality.buckets] == pytest.approx([3.0] * 5)
-    alone = measure(np.array([7.0]), np.array([9.0]), forecaster="f", test=pb.LENGTH_TEST_PREQUENTIAL)
+    forecast = pb.LengthForecast(expected_tokens=9)
+    alone = measure(np.array([7.0]), [forecast], forecaster="f", test=pb.LENGTH_TEST_PREQUENTIAL)
     assert alone.recall_longest_5_percent == 1.0
     assert not alone.HasField("spearman")
     assert not alone.HasField("interval_coverage")
