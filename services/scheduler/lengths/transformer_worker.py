@@ -1,9 +1,10 @@
 """Runs the transformer that forecasts lengths in a child process: everything that needs torch.
 
-    fit     one JSON request, a line on stdin; fine-tunes, leaves a Hugging Face folder with lengths.json in it, exits
-    score   one JSON request a line on stdin, one answer a line on stdout
+    {"fit": {...}}                       fine-tunes, and leaves a Hugging Face folder with lengths.json in it
+    {"folder": ..., "prompts": [...]}    scores prompts: {"logs": [...]}
 
-Both exit at the end of stdin, when the parent died. A prompt is `{"text": ...}`, tokenized by the model's own
+One JSON request a line on stdin, one answer a line on stdout, {"error": ...} if it fails. It exits at the end of stdin,
+when the parent died. A prompt is `{"text": ...}`, tokenized by the model's own
 tokenizer, or `{"ids": [...]}`, taken as the model's own ids. A prompt that the model cannot read (ids beyond its
 vocabulary, text without a tokenizer) is given the mean.
 """
@@ -20,7 +21,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -47,25 +49,42 @@ class Ranker:
 
 
 def main() -> None:
-    """`fit` or `score`."""
+    """Answer requests until stdin ends, even while one is worked on."""
     logging.disable(logging.CRITICAL)
     answers, sys.stdout = sys.stdout, sys.stderr
     if "OMP_NUM_THREADS" not in os.environ:
         # More threads than free cores wait for each other; set the number explicitly if cores are free.
         torch.set_num_threads(1)
-    if sys.argv[1] == "fit":
-        request = json.loads(sys.stdin.readline())
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        fit(**request)
-    else:
-        score_forever(answers)
+    requests: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_receive, args=(requests,), daemon=True).start()
+    loaded: OrderedDict[str, Ranker] = OrderedDict()
+    while True:
+        try:
+            answer = _answer(json.loads(requests.get()), loaded)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
-def _end_with_parent() -> None:
-    # Not through sys.stdin, whose lock would be held when the interpreter ends.
-    while os.read(0, 4096):
-        pass
+def _receive(requests: SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        requests.put(line)
     os._exit(1)
+
+
+def _answer(request: dict[str, Any], loaded: OrderedDict[str, Ranker]) -> dict[str, Any]:
+    if "fit" in request:
+        fit(**request["fit"])
+        return {}
+    folder = request["folder"]
+    if folder not in loaded:
+        facts = json.loads((Path(folder) / _FACTS).read_text(encoding="utf-8"))
+        loaded[folder] = _load(folder, mean=facts["mean"], deviation=facts["deviation"])
+    loaded.move_to_end(folder)
+    while len(loaded) > _NUM_LOADED:
+        loaded.popitem(last=False)
+    return {"logs": score(loaded[folder], request["prompts"])}
 
 
 def fit(
@@ -101,26 +120,6 @@ def fit(
         optimizer.zero_grad()
         schedule.step()
     _save(ranker, Path(output))
-
-
-def score_forever(answers: TextIO) -> None:
-    """Answer requests until stdin ends, which means that the parent died."""
-    loaded: OrderedDict[str, Ranker] = OrderedDict()
-    for line in sys.stdin:
-        request = json.loads(line)
-        folder = request["folder"]
-        try:
-            if folder not in loaded:
-                facts = json.loads((Path(folder) / _FACTS).read_text(encoding="utf-8"))
-                loaded[folder] = _load(folder, mean=facts["mean"], deviation=facts["deviation"])
-            loaded.move_to_end(folder)
-            while len(loaded) > _NUM_LOADED:
-                loaded.popitem(last=False)
-            answer: dict[str, Any] = {"logs": score(loaded[folder], request["prompts"])}
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
 
 
 def score(ranker: Ranker, prompts: Sequence[dict[str, Any]]) -> list[float]:
