@@ -11,17 +11,7 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands import (
-    cli_bench,
-    cli_certs,
-    cli_merge,
-    cli_node,
-    cli_openai,
-    cli_planning,
-    cli_recording,
-    cli_runs,
-    cli_simulate,
-)
+from console.subcommands import cli_bench, cli_certs, cli_merge, cli_planning, cli_recording, cli_runs
 from console.subcommands.cli_common import Broker, Json, RunArgument, RunDir, RunsDir, command
 
 app = typer.Typer(
@@ -279,9 +269,10 @@ def doctor() -> int:
     return doctor_command()
 
 
-_PARTS = (cli_recording, cli_planning, cli_simulate, cli_node, cli_merge, cli_bench, cli_runs, cli_openai, cli_certs)
-for part in _PARTS:
+for part in (cli_recording, cli_planning, cli_merge, cli_bench, cli_runs):
     app.add_typer(part.app)
+app.add_typer(cli_certs.openai_app)
+app.add_typer(cli_certs.app)
 
 
 def main() -> None:

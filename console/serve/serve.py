@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import uvloop
 
@@ -18,6 +18,7 @@ from penstock.network.rpc import PortUnavailableError
 from penstock.process.log_setup import LogFormat, configure_logging
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+_Choice = TypeVar("_Choice", bound=str)
 
 
 class ServiceKind(StrEnum):
@@ -40,16 +41,22 @@ def serve_command(
     level: str,
     log_format: str,
 ) -> None:
-    """Load the configuration and serve. Raises ConfigError."""
-    service = _choice(kind, [one.value for one in ServiceKind], "service")
-    config = load_service_config(ServiceKind(service), path, overrides, listen=listen)
-    serve_service(
-        ServiceKind(service),
-        config,
-        name=name or service,
+    """Load the configuration and serve until SIGTERM or SIGINT. Raises ConfigError."""
+    service = _choice(kind, tuple(ServiceKind), "service")
+    config = load_service_config(service, path, overrides, listen=listen)
+    configure_logging(
+        name or service,
         level=_choice(level, get_args(LogLevel), "--log-level"),
         log_format=_choice(log_format, get_args(LogFormat), "--log-format"),
     )
+    # torch and vLLM write to any stream; a line cut by a crash is better than a lost one.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    watch_launcher(os.environ)
+    serve = _entry(service)
+    try:
+        uvloop.run(serve(config))
+    except PortUnavailableError as error:
+        raise ConfigError(f"listen: {error}") from error
 
 
 def load_service_config(
@@ -62,27 +69,11 @@ def load_service_config(
     return validate(_config_model(kind), document, source=str(path or f"serve {kind.value}"))
 
 
-def serve_service(kind: ServiceKind, config: StrictModel, *, name: str, level: str, log_format: str) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError if its address cannot be listened on."""
-    configure_logging(name, level=level, log_format="json" if log_format == "json" else "text")
-    # torch and vLLM write to any stream; a line cut by a crash is better than a lost one.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    watch_launcher(os.environ)
-    serve = _entry(kind)
-    try:
-        uvloop.run(_awaited(serve, config))
-    except PortUnavailableError as error:
-        raise ConfigError(f"listen: {error}") from error
-
-
-def _choice(value: str, choices: Sequence[str], what: str) -> str:
-    if value not in choices:
+def _choice(value: str, choices: Sequence[_Choice], what: str) -> _Choice:
+    found = next((choice for choice in choices if choice == value), None)
+    if found is None:
         raise ConfigError(f"{what} {value!r}: must be one of {', '.join(choices)}")
-    return value
-
-
-async def _awaited(serve: Callable[[Any], Awaitable[None]], config: StrictModel) -> None:
-    await serve(config)
+    return found
 
 
 # Each service is imported only in its own process: most of them must run where torch is not installed.
@@ -93,6 +84,6 @@ def _config_model(kind: ServiceKind) -> type[StrictModel]:
     return model
 
 
-def _entry(kind: ServiceKind) -> Callable[[Any], Awaitable[None]]:
-    serve: Callable[[Any], Awaitable[None]] = resolve_name(f"services.{kind}.server:serve")
+def _entry(kind: ServiceKind) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    serve: Callable[[Any], Coroutine[Any, Any, None]] = resolve_name(f"services.{kind}.server:serve")
     return serve

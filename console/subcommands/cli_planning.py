@@ -1,4 +1,4 @@
-"""Defines the planning commands: names, options and help. Imports nothing but typer until one runs."""
+"""Defines `penstock plan`, `simulate` and `node`: names, options and help. Imports little until one runs."""
 
 from __future__ import annotations
 
@@ -61,3 +61,74 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         if deploy is not None:
             write(deploy, report, run=run, address=address)
     return show(report, is_json=json_output, is_explained=explain)
+
+
+@command(app)
+def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
+    problem: Problem,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan, or the output of `plan --json`. Default: a new plan.")
+    ] = None,
+    mode: Annotated[
+        str, typer.Option("--mode", help="colocated_sync, disaggregated_sync, streaming, one_step or async.")
+    ] = "async",
+    cost_model: CostModel = "calibrated",
+    steps: Annotated[int, typer.Option("--steps", min=2, max=100_000, help="Training steps.")] = 10,
+    growth: Annotated[
+        float, typer.Option("--growth", min=0, max=10, help="Growth of lengths per step, as a share of the first ones.")
+    ] = 0.0,
+    fail: Annotated[list[str] | None, typer.Option("--fail", metavar="MACHINE@S", help="A machine fails then.")] = None,
+    join: Annotated[
+        list[str] | None, typer.Option("--join", metavar="MACHINE@S", help="A machine is away until then.")
+    ] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option("--slow", metavar="MACHINE@S:FACTOR", help="A machine's steps take FACTOR times as long."),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Write the timeline to this SVG file.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=1_000_000, help="Seed of the lengths drawn.")] = 0,
+    json_output: PlanJson = False,
+) -> int:
+    """Simulate a plan event by event on a virtual clock: samples generated, trained and lost, and waiting times.
+
+    Nothing is started. The broker's own rules admit and batch; the scheduler's cost model supplies the durations.
+
+    Examples:
+      penstock simulate examples/two_sites.yaml
+      penstock simulate examples/two_sites.yaml --mode streaming --picture timeline.svg
+      penstock simulate examples/two_sites.yaml --fail l40s-1@200 --slow l40s-0@100:2
+    """
+    from console.plan.simulate_command import change_of, simulate_command
+
+    named = (("fail", fail), ("join", join), ("slow", slow))
+    return simulate_command(
+        problem,
+        plan_path=plan,
+        cost_model=cost_model,
+        mode=mode,
+        num_steps=steps,
+        growth=growth,
+        seed=seed,
+        changes=[change_of(text, kind) for kind, texts in named for text in texts or ()],
+        picture=picture,
+        is_json=json_output,
+    )
+
+
+@command(app)
+def node(
+    config: Annotated[Path, typer.Argument(metavar="NODE.yaml", help="The machine; `plan --deploy` writes it.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUBKEY=VALUE]...", help="Settings.")] = None,
+) -> int:
+    """Offer this machine to a run: start and stop the generators that its plan assigns to it, until SIGTERM or Ctrl-C.
+
+    Exit status 1 if a generator could not be kept running; the machine is then removed from the plan. Exit status 2
+    if the configuration is wrong, or the scheduler refuses the token.
+
+    Examples:
+      penstock node out/r0/node-h20-0.yaml
+      penstock node out/r0/node-h20-0.yaml node_id=h20-new
+    """
+    from console.node.node import node_command
+
+    return node_command(config, overrides or [])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
-_MARKER = "####"
 _BOXED = "\\boxed{"
 _ANSWER_LINE = re.compile(r"(?i)\banswer(?:\s+is)?\s*[:=]\s*(.+)")
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
@@ -17,7 +17,7 @@ def final_answer(completion: str) -> str | None:
     The first of these that occurs decides, each at its last occurrence: the text behind `####`, the content of
     `\boxed{}`, the text behind `Answer:` (also `answer is:`), the text behind `=`, and else the last number.
     """
-    for find in (_behind_marker, _boxed, _behind_answer_word, _behind_equals_sign, _last_number):
+    for find in (partial(_behind, "####"), _boxed, partial(_last, _ANSWER_LINE), partial(_behind, "="), last_number):
         found = find(completion)
         if found is not None:
             return found.strip()
@@ -32,13 +32,18 @@ def normalised(answer: str) -> str:
 
 def last_number(text: str) -> str | None:
     """The last number in `text` as written, or None."""
-    found = _NUMBER.findall(text)
+    return _last(_NUMBER, text)
+
+
+def _last(pattern: re.Pattern[str], text: str) -> str | None:
+    found = pattern.findall(text)
     return found[-1] if found else None
 
 
-def _behind_marker(text: str) -> str | None:
-    _, marker, answer = text.rpartition(_MARKER)
-    return _first_line(answer) if marker else None
+def _behind(mark: str, text: str) -> str | None:
+    _, found, answer = text.rpartition(mark)
+    # The rest of a completion that went on after its answer is no part of the answer.
+    return "".join(answer.strip().splitlines()[:1]) if found else None
 
 
 def _boxed(text: str) -> str | None:
@@ -52,23 +57,3 @@ def _boxed(text: str) -> str | None:
         if depth == 0:
             return text[begin:position]
     return None
-
-
-def _behind_answer_word(text: str) -> str | None:
-    found = _ANSWER_LINE.findall(text)
-    return found[-1] if found else None
-
-
-def _behind_equals_sign(text: str) -> str | None:
-    _, sign, answer = text.rpartition("=")
-    return _first_line(answer) if sign else None
-
-
-def _last_number(text: str) -> str | None:
-    return last_number(text)
-
-
-def _first_line(text: str) -> str:
-    # The rest of a completion that went on after its answer is no part of the answer.
-    stripped = text.strip()
-    return stripped.splitlines()[0] if stripped else ""
