@@ -5,7 +5,10 @@ A stream ends once: settled (its last chunk is stored), refused (by the broker),
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -18,6 +21,8 @@ MAX_TOKENS_PER_CHUNK = 16_384
 MAX_TEXT_BYTES = 8 * 1024 * 1024
 """The broker's limit, 8 bytes per token of the longest completion; longer text is cut for the reward model."""
 _BYTES_PER_TOKEN = 8
+_Part = tuple[int, Int32, Float32]
+"""The version, tokens and log-probs of one `append`, or the rest of them."""
 _Number = TypeVar("_Number", np.int32, np.float32)
 
 
@@ -64,9 +69,7 @@ class SampleStream:
         self._offset = offset
         self._listener = listener
         self._on_change = on_change
-        self._token_ids: list[Int32] = []
-        self._logprobs: list[Float32] = []
-        self._versions: list[int] = []
+        self._parts: deque[_Part] = deque()
         self._num_tokens = 0
         self._text = b""
         self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
@@ -92,9 +95,7 @@ class SampleStream:
             return
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs")
-        self._token_ids.append(token_ids)
-        self._logprobs.append(logprobs)
-        self._versions.append(policy_version)
+        self._parts.append((policy_version, token_ids, logprobs))
         self._num_tokens += len(token_ids)
         self._on_change(self, len(token_ids) * _BYTES_PER_TOKEN)
 
@@ -130,36 +131,39 @@ class SampleStream:
 
     def take_chunk(self) -> types_pb2.TokenChunk:
         """For the session: the next chunk, at most MAX_TOKENS_PER_CHUNK tokens; the finish reason comes in the last."""
-        token_ids, logprobs = _join(self._token_ids, np.int32), _join(self._logprobs, np.float32)
-        lengths = [len(part) for part in self._token_ids]
-        num_taken = min(len(token_ids), MAX_TOKENS_PER_CHUNK)
-        taken, rest = _split_runs(self._versions, lengths, num_taken)
+        taken = self._take_parts()
+        token_ids = _join([part[1] for part in taken], np.int32)
+        logprobs = _join([part[2] for part in taken], np.float32)
         chunk = types_pb2.TokenChunk(
             key=self._key,
             lease_id=self.lease_id,
             offset=self._offset,
-            token_ids=int32_bytes(token_ids[:num_taken]),
-            logprobs=float32_bytes(logprobs[:num_taken]),
+            token_ids=int32_bytes(token_ids),
+            logprobs=float32_bytes(logprobs),
             policy_versions=_version_runs(taken),
         )
-        self._offset += num_taken
-        if num_taken == len(token_ids):
+        self._offset += len(token_ids)
+        self._num_tokens -= len(token_ids)
+        if not self._parts:
             chunk.finish_reason = self._finish_reason
             chunk.text = self._text.decode()
             self._clear()
-        else:
-            self._token_ids, self._logprobs = [], []
-            begin = num_taken
-            for _, length in rest:
-                self._token_ids.append(token_ids[begin : begin + length])
-                self._logprobs.append(logprobs[begin : begin + length])
-                begin += length
-            self._versions = [version for version, _ in rest]
-            self._num_tokens -= num_taken
         return chunk
 
+    def _take_parts(self) -> list[_Part]:
+        taken: list[_Part] = []
+        room = MAX_TOKENS_PER_CHUNK
+        while self._parts and room:
+            version, token_ids, logprobs = self._parts.popleft()
+            if len(token_ids) > room:
+                self._parts.appendleft((version, token_ids[room:], logprobs[room:]))
+                token_ids, logprobs = token_ids[:room], logprobs[:room]
+            taken.append((version, token_ids, logprobs))
+            room -= len(token_ids)
+        return taken
+
     def _clear(self) -> None:
-        self._token_ids, self._logprobs, self._versions = [], [], []
+        self._parts.clear()
         self._num_tokens = 0
         self._text = b""
         self._finish_reason = types_pb2.FINISH_REASON_UNSPECIFIED
@@ -171,32 +175,10 @@ def _join(parts: list[npt.NDArray[_Number]], dtype: type[_Number]) -> npt.NDArra
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
-def _split_runs(
-    versions: list[int], lengths: list[int], num_taken: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Split (version, length) runs into those of the first `num_taken` tokens and those of the others."""
-    taken: list[tuple[int, int]] = []
-    rest: list[tuple[int, int]] = []
-    left = num_taken
-    for version, length in zip(versions, lengths, strict=True):
-        first = min(left, length)
-        left -= first
-        if first:
-            taken.append((version, first))
-        if length > first:
-            rest.append((version, length - first))
-    return taken, rest
-
-
-def _version_runs(runs: list[tuple[int, int]]) -> types_pb2.VersionRuns:
+def _version_runs(parts: list[_Part]) -> types_pb2.VersionRuns:
     versions: list[int] = []
     lengths: list[int] = []
-    for version, length in runs:
-        if versions and versions[-1] == version:
-            lengths[-1] += length
-        else:
-            versions.append(version)
-            lengths.append(length)
-    return types_pb2.VersionRuns(
-        versions=np.asarray(versions, "<i8").tobytes(), lengths=np.asarray(lengths, "<i4").tobytes()
-    )
+    for version, same in groupby(parts, key=itemgetter(0)):
+        versions.append(version)
+        lengths.append(sum(len(token_ids) for _, token_ids, _ in same))
+    return types_pb2.VersionRuns(versions=np.asarray(versions, "<i8").tobytes(), lengths=int32_bytes(lengths))
