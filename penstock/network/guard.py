@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -19,6 +21,7 @@ from grpc_status import rpc_status
 
 from penstock.errors import InternalError, InvalidFieldError, NotOfferedError, PenstockError, to_status
 from penstock.process.logger import get_logger
+from penstock.security.handlers import Context, behaviour_of, checked, wrapped
 
 _log = get_logger()
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -48,48 +51,26 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith("/grpc."):
             return handler
-        kinds: dict[tuple[bool, bool], tuple[Any, Any, Any]] = {
-            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary, _guard_unary),
-            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream, _guard_stream),
-            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary, _guard_unary),
-            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream, _guard_stream),
-        }
-        factory, behaviour, guard = kinds[(handler.request_streaming, handler.response_streaming)]
-        wrapped = guard(behaviour, method)
-        deserialize = None if getattr(behaviour, _TAKES_BYTES, False) else handler.request_deserializer
-        return factory(
-            wrapped,
-            request_deserializer=_careful(deserialize),
+        is_read_there = getattr(behaviour_of(handler), _TAKES_BYTES, False)
+        return wrapped(
+            handler,
+            partial(_guarded, method),
+            request_deserializer=_careful(None if is_read_there else handler.request_deserializer),
             response_serializer=_sparing(handler.response_serializer),
         )
 
 
-def _guard_unary(behaviour: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            return await behaviour(_decoded(request), context)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            await _abort(error, context, method)
-
-    return guarded
+@asynccontextmanager
+async def _guarded(method: str, request: Any, context: Context) -> AsyncIterator[Any]:
+    try:
+        yield checked(request, _refuse_undecodable)
+    except (grpc.aio.AbortError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        await _abort(error, context, method)
 
 
-def _guard_stream(behaviour: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
-            async for response in behaviour(_decoded(request), context):
-                yield response
-        except (grpc.aio.AbortError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            await _abort(error, context, method)
-
-    return guarded
-
-
-async def _abort(error: Exception, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+async def _abort(error: Exception, context: Context, method: str) -> None:
     # A generated base class sets the code before it raises: its servicer leaves the method out. Without, it is a bug.
     if isinstance(error, NotImplementedError) and context.code() in _UNIMPLEMENTED:
         error = NotOfferedError(f"{method} is not offered by this server")
@@ -128,25 +109,6 @@ def _sparing(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]
     return serialized
 
 
-def _decoded(request: Any) -> Any:
-    """The request, or a stream that raises at the first malformed one. Raises InvalidFieldError."""
+def _refuse_undecodable(request: Any) -> None:
     if isinstance(request, _Undecodable):
         raise request.error
-    return _Requests(request) if hasattr(request, "__aiter__") else request
-
-
-class _Requests:
-    """A client's stream; raises InvalidFieldError at a malformed request."""
-
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
-        # As gRPC made it: an iterator taken from it here would outlive a servicer that never reads.
-        self._requests = requests
-
-    def __aiter__(self) -> _Requests:
-        return self
-
-    async def __anext__(self) -> Any:
-        request = await anext(self._requests)
-        if isinstance(request, _Undecodable):
-            raise request.error
-        return request

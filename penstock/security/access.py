@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,11 +17,11 @@ from grpc_status import rpc_status
 
 from penstock.errors import BadTokenError, PenstockError, to_status
 from penstock.security.bearer_tokens import Tokens
+from penstock.security.handlers import Context, checked, wrapped
 from penstock.security.roles import OPERATOR, Caller, allowed_roles, caller_of_context
 
 _OPEN_METHODS = ("/grpc.health.v1.Health/",)
 _ANYBODY_METHODS = ("/grpc.reflection.",)
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=OPERATOR)
 
@@ -50,21 +51,26 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or method.startswith(_OPEN_METHODS):
             return handler
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
-        admit = functools.partial(self._admit, method, str(given))
-        streams_in, streams_out = handler.request_streaming, handler.response_streaming
-        kind = f"{'stream' if streams_in else 'unary'}_{'stream' if streams_out else 'unary'}"
-        wrap = _checked_stream if streams_out else _checked_unary
-        return getattr(grpc, f"{kind}_rpc_method_handler")(
-            wrap(getattr(handler, kind), admit),
+        return wrapped(
+            handler,
+            functools.partial(self._admitted, method, str(given)),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
-    def _admit(self, method: str, authorization: str, context: _Context) -> Caller:
-        caller = identify(self._tokens, authorization, caller_of_context(context))
-        if method.startswith(_ANYBODY_METHODS):
-            return caller
-        return caller.restricted_to(roles_of(method), what=method)
+    @asynccontextmanager
+    async def _admitted(self, method: str, authorization: str, request: Any, context: Context) -> AsyncIterator[Any]:
+        """The request, checked, of a caller that is let through; ends the call otherwise."""
+        try:
+            caller = identify(self._tokens, authorization, caller_of_context(context))
+            if not method.startswith(_ANYBODY_METHODS):
+                caller = caller.restricted_to(roles_of(method), what=method)
+            if not caller.is_operator:
+                request = checked(request, caller.check_message)
+        except PenstockError as error:
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+        _caller.set(caller)
+        yield request
 
 
 def identify(
@@ -99,52 +105,3 @@ def roles_of(method: str) -> frozenset[int]:
     except KeyError:
         return frozenset()
     return frozenset() if found is None else allowed_roles(found)
-
-
-def _checked_unary(behaviour: Callable[..., Awaitable[Any]], admit: Callable[[_Context], Caller]) -> Any:
-    async def checked(request: Any, context: _Context) -> Any:
-        return await behaviour(await _admitted(request, context, admit), context)
-
-    return checked
-
-
-def _checked_stream(behaviour: Callable[..., AsyncIterator[Any]], admit: Callable[[_Context], Caller]) -> Any:
-    async def checked(request: Any, context: _Context) -> AsyncIterator[Any]:
-        async for response in behaviour(await _admitted(request, context, admit), context):
-            yield response
-
-    return checked
-
-
-async def _admitted(request: Any, context: _Context, admit: Callable[[_Context], Caller]) -> Any:
-    """The request, checked, of a caller that is let through; ends the call otherwise."""
-    try:
-        caller = admit(context)
-        request = _of_caller(request, caller)
-    except PenstockError as error:
-        await context.abort_with_status(rpc_status.to_status(to_status(error)))
-    _caller.set(caller)
-    return request
-
-
-def _of_caller(request: Any, caller: Caller) -> Any:
-    """The request, checked; of a stream, each as it is read."""
-    if hasattr(request, "__aiter__"):
-        return request if caller.is_operator else _Requests(request, caller)
-    caller.check_message(request)
-    return request
-
-
-class _Requests:
-    """A client's stream; raises ForbiddenError at the first request of another run, site or name."""
-
-    def __init__(self, requests: AsyncIterator[Any], caller: Caller) -> None:
-        self._requests, self._caller = requests, caller
-
-    def __aiter__(self) -> _Requests:
-        return self
-
-    async def __anext__(self) -> Any:
-        request = await anext(self._requests)
-        self._caller.check_message(request)
-        return request
