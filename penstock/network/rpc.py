@@ -25,7 +25,7 @@ from penstock.network.outage import Outage
 from penstock.process.grace_periods import SERVER_STOP_S
 from penstock.process.logger import get_logger
 from penstock.process.signals import StopSignals
-from penstock.process.tasks import end
+from penstock.process.tasks import end, until_first_failure
 from penstock.security import NO_SECURITY, Security
 from penstock.security.checks.troubles import TROUBLES
 from penstock.security.checks.watching import CertificateWatch, hosts_of
@@ -185,7 +185,7 @@ async def run_until_stopped(
     tasks = [asyncio.create_task(make()) for make in loops]
     waiter = asyncio.create_task(signals.requested.wait())
     try:
-        await _until_first_failure(waiter, tasks)
+        await until_first_failure(waiter, tasks)
         server.stopping.set()
         if before_stop is not None:
             await before_stop()
@@ -193,14 +193,6 @@ async def run_until_stopped(
         await server.stop(grace_s=grace_s)
         await end(waiter, *tasks)
         signals.release()
-
-
-async def _until_first_failure(waiter: asyncio.Task[bool], tasks: list[asyncio.Task[None]]) -> None:
-    pending: set[asyncio.Task[Any]] = {waiter, *tasks}
-    while not waiter.done():
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in done - {waiter}:
-            task.result()
 
 
 def open_channel(target: str, security: Security = NO_SECURITY) -> grpc.aio.Channel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
@@ -57,14 +57,19 @@ async def run_beside(
     main = asyncio.ensure_future(work)
     others = [asyncio.ensure_future(loop()) for loop in loops]
     try:
-        pending: set[asyncio.Future[Any]] = {main, *others}
-        while not main.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {main}:
-                task.result()
+        await until_first_failure(main, others)
         return main.result()
     finally:
         await end(main, *others)
+
+
+async def until_first_failure(main: asyncio.Future[Any], others: Iterable[asyncio.Future[Any]]) -> None:
+    """Wait until `main` ends, however it does; raises what one of `others` raised before."""
+    pending = {main, *others}
+    while not main.done():
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {main}:
+            task.result()
 
 
 async def unless_set(work: Coroutine[Any, Any, _Result], stop: asyncio.Event) -> _Result | None:
