@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -55,36 +56,24 @@ def within(timeout_s: float, work: Callable[[], _Result], *, what: str, on_late:
         timeout_s: The deadline.
         work: Blocks, perhaps for ever.
         what: Names it in the error.
-        on_late: Called in the same thread if it ends after the deadline, successfully or not.
+        on_late: Called if it ends after the deadline, successfully or not.
 
     Raises:
         BroadcastError: The deadline passed.
     """
-    results: list[_Result] = []
-    errors: list[Exception] = []
-    lock, done = threading.Lock(), threading.Event()
-    is_given_up = False
+    ended: Future[_Result] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            ended.set_result(work())
         except Exception as error:
-            errors.append(error)
-        with lock:
-            done.set()
-            is_late = is_given_up
-        if is_late:
-            on_late()
+            ended.set_exception(error)
 
     threading.Thread(target=run, name=what, daemon=True).start()
-    done.wait(timeout_s)
-    with lock:
-        is_given_up = not done.is_set()
-    if is_given_up:
+    if not wait([ended], timeout_s).done:
+        ended.add_done_callback(lambda _: on_late())
         raise BroadcastError(f"{what} took more than {timeout_s:g} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    return ended.result()
 
 
 def _make_nccl(store: Any, place: GroupPlace) -> Any:
