@@ -140,7 +140,7 @@ async def _take(
             chunks = list(_chunks_in(piece, content, first=index))
             index += len(chunks)
             for stored in await asyncio.gather(
-                *(content.store(index, [data]) for index, data in chunks), return_exceptions=True
+                *(content.store(index, data) for index, data in chunks), return_exceptions=True
             ):
                 if isinstance(stored, DigestMismatchError):
                     on_refused(stored)

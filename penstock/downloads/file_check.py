@@ -52,5 +52,5 @@ def is_laid_out_alike(path: Path, manifest: weights_pb2.WeightsManifest) -> bool
 def _verify_chunks(path: Path, chunks: Iterable[weights_pb2.ChunkInfo]) -> None:
     with path.open("rb") as file:
         for chunk in chunks:
-            if not is_chunk(chunk, [file.read(chunk.size_bytes)]):
+            if not is_chunk(chunk, file.read(chunk.size_bytes)):
                 raise DigestMismatchError(f"{path.name}: the chunk at byte {chunk.offset} has another digest")

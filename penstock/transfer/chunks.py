@@ -12,7 +12,6 @@ Promises:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -53,11 +52,10 @@ def chunk_hasher(chunk: weights_pb2.ChunkInfo) -> Hasher:
     return blake3() if chunk.blake3 else hashlib.sha256()
 
 
-def is_chunk(chunk: weights_pb2.ChunkInfo, pieces: Iterable[bytes | memoryview]) -> bool:
-    """Whether bytes, in any number of pieces, have the digest that a chunk must have."""
+def is_chunk(chunk: weights_pb2.ChunkInfo, data: bytes | memoryview) -> bool:
+    """Whether bytes have the digest that a chunk must have."""
     digest = chunk_hasher(chunk)
-    for piece in pieces:
-        digest.update(piece)
+    digest.update(data)
     return digest.hexdigest() == chunk_digest(chunk)
 
 

@@ -23,8 +23,6 @@ from penstock.v1 import weights_pb2
 
 STALL_S = 10.0
 """A reader that waits for bytes gives up when nothing at all has arrived for this long."""
-_MAX_PIECES = 512
-"""Buffers written by one system call; the kernel takes 1024 at most."""
 
 
 class PartialContent:
@@ -76,9 +74,9 @@ class PartialContent:
         """Indices of the missing chunks, in order."""
         return (index for index, is_good in enumerate(self._good) if not is_good)
 
-    async def store(self, index: int, pieces: Sequence[bytes | memoryview]) -> None:
+    async def store(self, index: int, data: bytes | memoryview) -> None:
         """Check and keep a chunk, in a thread. Raises DigestMismatchError, OSError; then none of it is kept."""
-        await asyncio.to_thread(_store, self._descriptor, self._chunks[index], pieces)
+        await asyncio.to_thread(_store, self._descriptor, self._chunks[index], data)
         self.keep(index)
 
     def landing(self, index: int) -> Landing:
@@ -166,7 +164,7 @@ class Landing:
     def add(self, piece: bytes | memoryview) -> None:
         """Take the next bytes, at most `missing_bytes`. Raises OSError: no space."""
         self._hasher.update(piece)
-        _write(self._descriptor, [piece], self.begin)
+        _write(self._descriptor, piece, self.begin)
         self._landed_bytes += len(piece)
 
     def check(self) -> None:
@@ -176,26 +174,21 @@ class Landing:
             raise _mismatch(self._chunk)
 
 
-def _store(descriptor: int, chunk: weights_pb2.ChunkInfo, pieces: Sequence[bytes | memoryview]) -> None:
-    if not is_chunk(chunk, pieces):
+def _store(descriptor: int, chunk: weights_pb2.ChunkInfo, data: bytes | memoryview) -> None:
+    if not is_chunk(chunk, data):
         raise _mismatch(chunk)
-    _write(descriptor, pieces, chunk.offset)
+    _write(descriptor, data, chunk.offset)
 
 
 def _mismatch(chunk: weights_pb2.ChunkInfo) -> DigestMismatchError:
     return DigestMismatchError(f"the chunk at byte {chunk.offset} has another digest")
 
 
-def _write(descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> None:
-    for begin in range(0, len(pieces), _MAX_PIECES):
-        rest = [memoryview(piece) for piece in pieces[begin : begin + _MAX_PIECES]]
-        while rest:
-            written = os.pwritev(descriptor, rest, offset)
-            offset += written
-            while rest and written >= len(rest[0]):
-                written -= len(rest.pop(0))
-            if written:
-                rest[0] = rest[0][written:]
+def _write(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 def _open(path: Path, chunks: Sequence[weights_pb2.ChunkInfo]) -> tuple[int, bytearray]:
@@ -217,4 +210,4 @@ def _is_good(descriptor: int, chunk: weights_pb2.ChunkInfo) -> bool:
         return False
     if data_offset >= chunk.offset + chunk.size_bytes:
         return False
-    return is_chunk(chunk, [os.pread(descriptor, chunk.size_bytes, chunk.offset)])
+    return is_chunk(chunk, os.pread(descriptor, chunk.size_bytes, chunk.offset))

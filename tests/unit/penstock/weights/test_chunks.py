@@ -67,10 +67,10 @@ def test_chunks_cover_a_file_without_gaps(tmp_path: Path) -> None:
 )
 def test_a_chunk_is_proved_by_the_digest_it_states_in_however_many_pieces(digest: dict[str, str]) -> None:
     chunk = weights_pb2.ChunkInfo(size_bytes=4, **digest)
-    assert is_chunk(chunk, [b"abcd"])
-    assert is_chunk(chunk, [b"a", memoryview(b"bcd")])
-    assert not is_chunk(chunk, [b"abce"])
-    assert not is_chunk(weights_pb2.ChunkInfo(size_bytes=4), [b"abcd"])
+    assert is_chunk(chunk, b"abcd")
+    assert is_chunk(chunk, memoryview(b"abcd"))
+    assert not is_chunk(chunk, b"abce")
+    assert not is_chunk(weights_pb2.ChunkInfo(size_bytes=4), b"abcd")
 
 
 @pytest.mark.parametrize(

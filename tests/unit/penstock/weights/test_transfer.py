@@ -84,14 +84,14 @@ def test_without_a_cap_nothing_waits_and_a_cap_of_nothing_is_refused():
 
 async def test_chunks_may_come_in_any_order_and_are_readable_as_far_as_there_is_no_gap(content):
     data = pieces(4)
-    await content.store(0, [data[0]])
-    await content.store(2, [data[2][:100], memoryview(data[2])[100:]])
+    await content.store(0, data[0])
+    await content.store(2, memoryview(data[2]))
     assert list(content.missing()) == [1, 3]
     assert await content.available_until(0) == CHUNK
     assert await content.available_until(2 * CHUNK + 5) == 3 * CHUNK
-    await content.store(1, [data[1]])
+    await content.store(1, data[1])
     assert await content.available_until(10) == 3 * CHUNK
-    await content.store(3, [data[3]])
+    await content.store(3, data[3])
     assert await content.available_until(0) == content.size_bytes
     assert content.is_complete
     assert content.read(CHUNK - 1, 2) == data[0][-1:] + data[1][:1]
@@ -99,7 +99,7 @@ async def test_chunks_may_come_in_any_order_and_are_readable_as_far_as_there_is_
 
 async def test_a_wrong_chunk_is_not_there(content):
     with pytest.raises(DigestMismatchError):
-        await content.store(1, [pieces(4)[0]])
+        await content.store(1, pieces(4)[0])
     assert not content.has(1)
 
 
@@ -111,7 +111,7 @@ async def test_a_reader_waits_for_what_comes_and_no_longer_than_something_comes(
         await asyncio.sleep(0.02)
         content.note_received(1)
     assert not reader.done()
-    await content.store(0, [pieces(4)[0]])
+    await content.store(0, pieces(4)[0])
     assert await reader == CHUNK
     with pytest.raises(ServiceUnavailableError, match="nothing arrived"):
         await content.available_until(CHUNK)
@@ -124,7 +124,7 @@ async def test_what_is_there_is_found_again_and_what_is_damaged_is_not(tmp_path)
     data = pieces(4)
     first = await PartialContent.open(tmp_path / "c", chunks_of(data))
     for index in (1, 3):
-        await first.store(index, [data[index]])
+        await first.store(index, data[index])
     first.close()
     with (tmp_path / "c").open("r+b") as file:
         file.seek(3 * CHUNK)
