@@ -31,7 +31,9 @@ COMPLETE_MARKER = "COMPLETE"
 STATE_FILE = Path("resume") / "trainer.json"
 FORMAT_VERSION = 2
 MAX_JSON_BYTES = 64 * 1024 * 1024
-"""Bound on what is read into memory as JSON; real states are a few kB, the broker's cursor the largest part."""
+"""Limit of what is read into memory as JSON; real states are a few kB, the step log being the largest part."""
+_FORMER_FIELDS = ("policy_version", "data_epoch", "broker_cursor", "trained_group_ids")
+"""Earlier versions wrote them into STATE_FILE, and nothing reads them."""
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 
 
@@ -39,32 +41,12 @@ _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 class ResumeState:
     """The run's progress, without the model: plain values that survive JSON."""
 
-    policy_version: int
-    """The version these weights are."""
     num_steps: int
-    """Optimiser steps taken since the run began."""
-    data_epoch: int = 0
-    """Passes over the training data begun."""
+    """Optimiser steps taken since the run began: the policy version of these weights."""
     data_position: int = 0
-    """Rows of this pass already submitted."""
-    broker_cursor: str = ""
-    """The broker's cursor over consumed groups; opaque here."""
-    trained_group_ids: tuple[str, ...] = ()
-    """Groups of the last step, to recognise those that are delivered again because their ack was lost."""
+    """Training prompts submitted so far."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """The service's other state, as text by name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A complete checkpoint."""
-
-    path: Path
-    state: ResumeState
-
-
-class CheckpointExistsError(Exception):
-    """A complete checkpoint of this step already exists."""
 
 
 class CheckpointFormatError(Exception):
@@ -106,7 +88,7 @@ class Saving:
         return self.final
 
 
-def begin(root: Path, *, backend: Backend, state: ResumeState) -> Saving:
+def begin(root: Path, *, backend: Backend, state: ResumeState) -> Saving | None:
     """Begins `root/step_<num_steps>`: on return training may continue; `finish` makes it valid.
 
     Args:
@@ -114,13 +96,15 @@ def begin(root: Path, *, backend: Backend, state: ResumeState) -> Saving:
         backend: Writes the model and the optimiser.
         state: Where the run is; its `num_steps` names the checkpoint.
 
+    Returns:
+        None if the step has a complete checkpoint, which is left as it is.
+
     Raises:
-        CheckpointExistsError: The step was saved before.
-        OSError: The disk refused; the checkpoints before are untouched.
+        OSError: The disk refused; earlier checkpoints are untouched.
     """
     final = root / f"step_{state.num_steps}"
     if is_complete(final):
-        raise CheckpointExistsError(f"{final} is complete already")
+        return None
     temporary = root / f"step_{state.num_steps}.tmp"
     for leftover in (temporary, final):
         if leftover.is_symlink() or leftover.exists():
@@ -136,20 +120,15 @@ def load_latest(root: Path, *, backend: Backend) -> ResumeState | None:
         Where the run was, or None when there is no complete checkpoint (then nothing was loaded).
 
     Raises:
-        CheckpointFormatError: the newest one was written by another version, or its state is damaged.
-        services.trainer.model.backend.CheckpointMismatchError: it is of another model.
+        CheckpointFormatError: The newest one was written by another version, or its state is damaged.
+        services.trainer.model.backend.CheckpointMismatchError: It is of another model.
     """
-    checkpoint = find_latest(root)
-    if checkpoint is None:
-        return None
-    backend.load(checkpoint.path)
-    return checkpoint.state
-
-
-def find_latest(root: Path) -> Checkpoint | None:
-    """The newest complete checkpoint below `root`, or None. Raises CheckpointFormatError as `load_latest` does."""
     complete = list_complete(root)
-    return Checkpoint(path=complete[-1], state=_read_state(complete[-1])) if complete else None
+    if not complete:
+        return None
+    state = _read_state(complete[-1])
+    backend.load(complete[-1])
+    return state
 
 
 def list_complete(root: Path) -> list[Path]:
@@ -210,8 +189,7 @@ def _read_state(directory: Path) -> ResumeState:
         version = document.pop("format")
         if version != FORMAT_VERSION:
             raise CheckpointFormatError(f"{path}: format {version}, this version reads {FORMAT_VERSION}")
-        document["trained_group_ids"] = tuple(document["trained_group_ids"])
-        return ResumeState(**document)
+        return ResumeState(**{name: value for name, value in document.items() if name not in _FORMER_FIELDS})
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointFormatError(f"{path}: cannot be read: {error}") from error
 

@@ -55,11 +55,10 @@ class Checkpoints:
         if self._writing is not None and self._writing_step == state.num_steps:
             return
         await self.finish()
-        if checkpoint.is_complete(self.root / f"step_{state.num_steps}"):
-            return
         saving = await self._compute.run(checkpoint.begin, self.root, backend=backend, state=state)
-        self._writing_step = state.num_steps
-        self._writing = asyncio.create_task(self._write(saving))
+        if saving is not None:
+            self._writing_step = state.num_steps
+            self._writing = asyncio.create_task(self._write(saving))
 
     async def finish(self) -> None:
         """Wait until nothing is being written; raises OSError, once, if a write failed."""
@@ -79,7 +78,7 @@ class Checkpoints:
             _log.error("a checkpoint cannot be written; those before are whole", path=saving.final, error=str(error))
             self._failed.set()
             raise
-        self._on_written(saving.state.policy_version, path)
+        self._on_written(saving.state.num_steps, path)
 
 
 async def _result(task: asyncio.Task[None]) -> None:

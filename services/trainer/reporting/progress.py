@@ -13,7 +13,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter
 
 from penstock.v1 import broker_pb2
 from penstock.wire.codec import index_mask
@@ -29,13 +32,16 @@ MAX_RECORD_BYTES = 4 * 1024 * 1024
 _EXTRA_KEY = "progress"
 
 
+Mask = Annotated[bytes, BeforeValidator(bytes.fromhex), PlainSerializer(lambda mask: mask.hex())]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedStep:
     """The groups of one optimiser step."""
 
     policy_version: int
     group_ids: tuple[str, ...]
-    trained_samples: tuple[bytes, ...] = ()
+    trained_samples: tuple[Mask, ...] = ()
     """A mask of the samples trained on for each group (`index_mask`); none in older checkpoints."""
 
 
@@ -53,9 +59,13 @@ class Progress:
     acked_version: int = 0
     position: int = 0
     """Training prompts taken from the data so far."""
-    outstanding: dict[str, None] = field(default_factory=dict)
+    outstanding: Annotated[dict[str, None], BeforeValidator(dict.fromkeys), PlainSerializer(list)] = field(
+        default_factory=dict
+    )
     """Group ids, oldest first."""
-    step_log: deque[LoggedStep] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_STEPS))
+    step_log: Annotated[deque[LoggedStep], Field(alias="ledger")] = field(
+        default_factory=lambda: deque(maxlen=MAX_LOGGED_STEPS)
+    )
     num_trained_groups: int = 0
     num_dropped_groups: int = 0
     num_samples: int = 0
@@ -96,28 +106,10 @@ class Progress:
 
     def to_resume_state(self, *, wall_s: float, overlap: OverlapTotals) -> ResumeState:
         """The content of a checkpoint taken now."""
-        document = {
-            "instance_id": self.instance_id,
-            "epoch": self.epoch,
-            "outstanding": list(self.outstanding),
-            "ledger": [
-                asdict(step) | {"trained_samples": [mask.hex() for mask in step.trained_samples]}
-                for step in self.step_log
-            ],
-            "num_trained_groups": self.num_trained_groups,
-            "num_dropped_groups": self.num_dropped_groups,
-            "num_samples": self.num_samples,
-            "num_response_tokens": self.num_response_tokens,
-            "max_staleness_seen": self.max_staleness_seen,
-            "wall_s": wall_s,
-            "overlap": asdict(overlap),
-        }
+        now = replace(self, wall_s=wall_s, overlap=overlap)
+        document = _DOCUMENT.dump_json(now, by_alias=True, exclude=_FROM_ELSEWHERE)
         return ResumeState(
-            policy_version=self.policy_version,
-            num_steps=self.policy_version,
-            data_position=self.position,
-            trained_group_ids=self.step_log[-1].group_ids if self.step_log else (),
-            extra={_EXTRA_KEY: json.dumps(document)},
+            num_steps=self.policy_version, data_position=self.position, extra={_EXTRA_KEY: document.decode()}
         )
 
     @classmethod
@@ -125,33 +117,26 @@ class Progress:
         """Where the checkpoint was taken; raises CheckpointFormatError."""
         try:
             document = json.loads(state.extra[_EXTRA_KEY])
-            steps = [
-                LoggedStep(
-                    policy_version=int(step["policy_version"]),
-                    group_ids=tuple(step["group_ids"]),
-                    trained_samples=tuple(bytes.fromhex(mask) for mask in step.get("trained_samples", ())),
-                )
-                for step in document["ledger"]
-            ]
-            return cls(
-                # Absent in checkpoints from before there were instances.
-                instance_id=str(document.get("instance_id", "")),
-                epoch=int(document.get("epoch", 0)),
-                policy_version=state.policy_version,
-                acked_version=state.policy_version,
-                position=state.data_position,
-                outstanding=dict.fromkeys(document["outstanding"]),
-                step_log=deque(steps, maxlen=MAX_LOGGED_STEPS),
-                num_trained_groups=int(document["num_trained_groups"]),
-                num_dropped_groups=int(document["num_dropped_groups"]),
-                num_samples=int(document["num_samples"]),
-                num_response_tokens=int(document["num_response_tokens"]),
-                max_staleness_seen=int(document["max_staleness_seen"]),
-                wall_s=float(document["wall_s"]),
-                overlap=OverlapTotals(**document["overlap"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            absent = _DOCUMENT.dump_python(cls(), by_alias=True, exclude=_OPTIONAL).keys() - document.keys()
+            if absent:
+                raise ValueError(f"it lacks {', '.join(sorted(absent))}")
+            progress = _DOCUMENT.validate_python(document)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointFormatError(f"the checkpoint's progress cannot be read: {error!r}") from error
+        return replace(
+            progress,
+            policy_version=state.num_steps,
+            acked_version=state.num_steps,
+            position=state.data_position,
+            step_log=deque(progress.step_log, maxlen=MAX_LOGGED_STEPS),
+        )
+
+
+_DOCUMENT = TypeAdapter(Progress)
+_FROM_ELSEWHERE = {"policy_version", "acked_version", "position", "history"}
+"""Fields that a resumed run does not take from the document."""
+_OPTIONAL = _FROM_ELSEWHERE | {"instance_id", "epoch"}
+"""Also those that are absent in checkpoints from before there were instances."""
 
 
 def _mask(indices: Iterable[int]) -> bytes:

@@ -30,7 +30,7 @@ class SlowBackend(RecordingBackend):
 
 
 def state_at(step):
-    return ResumeState(policy_version=step, num_steps=step)
+    return ResumeState(num_steps=step)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ async def test_a_disk_that_refuses_is_reported_at_once_and_leaves_nothing_half_w
     with pytest.raises(OSError, match="No space left"):
         await watching
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
-    assert checkpoint.find_latest(tmp_path).state == state_at(1)
+    assert checkpoint.load_latest(tmp_path, backend=backend) == state_at(1)
     await checkpoints.begin(backend, state_at(3))
     backend.futures[2].set_result(None)
     await until(lambda: written == [1, 3], timeout_s=10)

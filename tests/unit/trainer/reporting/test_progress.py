@@ -62,7 +62,21 @@ def test_the_ledger_of_large_steps_fits_one_message():
     assert [step.policy_version for step in progress.step_records(max_bytes=1)] == [progress.policy_version]
 
 
-def test_a_damaged_record_is_refused():
+@pytest.mark.parametrize("damage", [{"ledger": None}, {"outstanding": 7}, {"num_samples": "many"}, {"overlap": []}])
+def test_a_damaged_record_is_refused(damage):
     state = Progress().to_resume_state(wall_s=0.0, overlap=OverlapTotals())
-    with pytest.raises(CheckpointFormatError):
-        Progress.from_resume_state(replace(state, extra={"progress": "{}"}))
+    document = json.loads(state.extra["progress"])
+    for text in ("{}", "[]", json.dumps({**document, **damage})):
+        with pytest.raises(CheckpointFormatError, match="cannot be read"):
+            Progress.from_resume_state(replace(state, extra={"progress": text}))
+    del document["wall_s"]
+    with pytest.raises(CheckpointFormatError, match="lacks wall_s"):
+        Progress.from_resume_state(replace(state, extra={"progress": json.dumps(document)}))
+
+
+def test_a_checkpoint_from_before_there_were_instances_is_read():
+    state = Progress(num_samples=3).to_resume_state(wall_s=0.0, overlap=OverlapTotals())
+    document = json.loads(state.extra["progress"])
+    del document["instance_id"], document["epoch"]
+    restored = Progress.from_resume_state(replace(state, extra={"progress": json.dumps(document)}))
+    assert restored == Progress(num_samples=3)
