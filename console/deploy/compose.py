@@ -35,7 +35,7 @@ def compose_file(
         service = _service(image, ["node", f"/config/node-{each.name}.yaml"], each.name)
         # A node serves nothing itself; its generators have their own health checks.
         service |= {"shm_size": "8gb", **_grace("node"), "healthcheck": {"disable": True}}
-        services[f"node-{each.name}"] = service | ({} if is_emulated else _gpus(each.gpus))
+        services[f"node-{each.name}"] = service | ({} if is_emulated else _gpus(each.kind.gpus))
     for name, service in services.items():
         if name != "redis":
             service |= {

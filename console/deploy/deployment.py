@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import yaml
@@ -22,19 +21,13 @@ import yaml
 from console.config.config import parse_run_config
 from console.config.derive import training_config
 from console.deploy.compose import compose_file
-from console.deploy.nodes import (
-    LENGTHS_FILE,
-    Machine,
-    drawn_lengths,
-    emulation,
-    machines,
-    node_document,
-)
+from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, emulation, machines
 from console.deploy.readme import readme
-from console.deploy.trainers import TrainingMachine, processes, training_machines
+from console.deploy.trainers import processes, training_machines
 from console.node.config import NodeConfig
 from penstock.config import ConfigError, Document, validate
 from penstock.security.plain_text import is_local
+from services.generator.engines.registry import engine_keys
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem
@@ -69,56 +62,40 @@ def deployment(
     model: CostModel, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
 ) -> dict[str, Document | str]:
     """Every file's document or text, by its path in `folder`; all are validated. Raises ConfigError."""
-    return _Deployment.of(model, plan, run=run, address=address, folder=folder).files()
+    return _Deployment(model, plan, run=run, address=address, folder=folder).files()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Deployment:
-    model: CostModel
-    plan: PlanDocument
-    config: Document
-    """The run's settings, with those that the plan was computed for."""
-    address: str | None
-    folder: Path
-    machines: list[Machine]
-    trainers: list[TrainingMachine]
-    is_emulated: bool
-
-    @classmethod
-    def of(
-        cls, model: CostModel, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
-    ) -> _Deployment:
+    def __init__(
+        self, model: CostModel, plan: PlanDocument, *, run: Document, address: str | None, folder: Path
+    ) -> None:
         _check_names(model.problem)
-        is_emulated = run.get("generator", {}).get("engine") == "emulated"
-        return cls(
-            model=model,
-            plan=plan,
-            config=_run_config(model, plan, run, is_emulated=is_emulated),
-            address=address,
-            folder=folder,
-            machines=machines(model.problem, plan, is_one_host=address is not None),
-            trainers=training_machines(model, plan, address or plan.train[0].node),
-            is_emulated=is_emulated,
-        )
-
-    @property
-    def head(self) -> TrainingMachine:
-        return self.trainers[0]
+        self.model, self.plan, self.address, self.folder = model, plan, address, folder
+        self.is_emulated = run.get("generator", {}).get("engine") == "emulated"
+        self.config = _run_config(model, plan, run, is_emulated=self.is_emulated)
+        """The run's settings, with those that the plan was computed for."""
+        self.machines = machines(model.problem, plan, is_one_host=address is not None)
+        self.trainers = training_machines(model, plan, address or plan.train[0].node)
+        self.head = self.trainers[0]
+        self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
+        self.is_insecure = bool(self.config.get("insecure", False))
+        self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
+        self.center = {name: f"{self._host(self.head.name)}:{port}" for name, port in PORTS.items()}
+        """Addresses of the run's services."""
 
     def files(self) -> dict[str, Document | str]:
         home = self.head.site
+        runs = {"run.yaml": self._run_outside(), f"{home}/run.yaml": self._run_inside()}
+        for name, document in runs.items():
+            training_config(parse_run_config(document, source=name), broker="127.0.0.1:1", source=name)
         found: dict[str, Document | str] = {
-            "run.yaml": self._run_outside(),
-            f"{home}/run.yaml": self._run_inside(),
+            **runs,
             f"{home}/problem.yaml": self.model.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
             f"{home}/plan.yaml": self.plan.model_dump(mode="json"),
             **self._services(home),
         }
         if self.has_certificates:
             found["README.md"] = readme(self.config["run"]["id"], self.machines, self.trainers)
-        for name in ("run.yaml", f"{home}/run.yaml"):
-            config = parse_run_config(_document(found[name]), source=name)
-            training_config(config, broker="127.0.0.1:1", source=name)
         for machine in self.machines:
             document = self._node(machine)
             validate(NodeConfig, document, source=machine.name)
@@ -127,18 +104,6 @@ class _Deployment:
         for site in sites:
             found |= self._site(site, is_home=site == home)
         return found
-
-    @property
-    def is_insecure(self) -> bool:
-        return bool(self.config.get("insecure", False))
-
-    @property
-    def has_certificates(self) -> bool:
-        return not self.is_insecure and self.listen_host != _LOOPBACK
-
-    @property
-    def listen_host(self) -> str:
-        return _LOOPBACK if self.address is not None and is_local(f"{self.address}:1") else "0.0.0.0"
 
     def _service(self, document: Document) -> Document:
         return {"insecure": True, **document} if self.is_insecure else document
@@ -149,9 +114,6 @@ class _Deployment:
     def _host(self, machine: str) -> str:
         return self.address or machine
 
-    def _center(self) -> dict[str, str]:
-        return {name: f"{self._host(self.head.name)}:{port}" for name, port in PORTS.items()}
-
     def _run_outside(self) -> Document:
         """Configuration for `penstock run` on the head; it attaches to the trainer if torchrun starts that."""
         listen = {name: self._listen(name) for name in ("broker", "scheduler", "reward", "trainer", "weights")}
@@ -160,15 +122,14 @@ class _Deployment:
             nodes = [str(self.folder / each.site / f"node-{each.name}.yaml") for each in self.machines]
             document["scheduler"] = {**document["scheduler"], "nodes": nodes}
         if self.head.torchrun:
-            document["endpoints"] = {**document.get("endpoints", {}), "trainer": self._center()["trainer"]}
+            document["endpoints"] = {**document.get("endpoints", {}), "trainer": self.center["trainer"]}
             del listen["trainer"], listen["weights"]
         return {**document, "listen": {**listen, "public_host": self._host(self.head.name)}}
 
     def _run_inside(self) -> Document:
         """Configuration for the container that follows the run: all services are started beside it."""
         document = self._with_plan(_IN_CONTAINERS)
-        center = self._center()
-        attached = {name: center[name] for name in ("broker", "scheduler", "reward", "trainer")}
+        attached = {name: self.center[name] for name in ("broker", "scheduler", "reward", "trainer")}
         return {**document, "endpoints": {**document.get("endpoints", {}), **attached}}
 
     def _with_plan(self, folder: PurePath) -> Document:
@@ -179,13 +140,12 @@ class _Deployment:
         return {**self.config, "generator": generator, "scheduler": scheduler}
 
     def _services(self, home: str) -> dict[str, Document | str]:
-        center = self._center()
         return {
             f"{home}/broker.yaml": self._service(
                 {
                     "listen": self._listen("broker"),
                     "redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0",
-                    "scheduler": center["scheduler"],
+                    "scheduler": self.center["scheduler"],
                 }
             ),
             f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler")}),
@@ -193,7 +153,7 @@ class _Deployment:
                 {
                     "listen": self._listen("reward"),
                     "run_id": self.config["run"]["id"],
-                    "broker": center["broker"],
+                    "broker": self.center["broker"],
                     "tokenizer_path": self.config["model"]["path"],
                     "reward": _reward(self.config),
                 }
@@ -201,17 +161,40 @@ class _Deployment:
         }
 
     def _node(self, machine: Machine) -> Document:
+        """Configuration of a machine's `penstock node`."""
         is_tried_here = self.address is not None
-        document = node_document(
-            machine,
-            self.config,
-            self._center(),
-            listen_host=self.listen_host,
-            address=self._host(machine.name),
-            folder=self.folder / "machines" / machine.name if is_tried_here else PurePath("/runs", machine.name),
-            config_folder=self.folder / machine.site if is_tried_here else _IN_CONTAINERS,
-            is_remote=machine.site != self.head.site,
-        )
+        own_folder = self.folder / "machines" / machine.name if is_tried_here else PurePath("/runs", machine.name)
+        run, stated = self.config, self.config.get("generator", {})
+        generator: Document = {
+            "listen": f"{self.listen_host}:{machine.first_port}",
+            "run_id": run["run"]["id"],
+            "broker": self.center["broker"],
+            "weights": self.center["trainer"],
+            "model_path": str(run["model"]["path"]),
+            "dtype": run["model"].get("dtype", "auto"),
+            "cache_dir": str(own_folder / "cache"),
+            "engine": {key: value for key, value in stated.items() if key in engine_keys()},
+        }
+        if self.is_emulated:
+            # A small model used for trials may state a shorter context in its folder.
+            longest = run.get("data", {}).get("max_prompt_tokens", 512) + run["sampling"]["max_new_tokens"]
+            generator["engine"]["max_context_tokens"] = math.ceil(longest)
+            site_folder = self.folder / machine.site if is_tried_here else _IN_CONTAINERS
+            lengths = {"lengths": str(site_folder / LENGTHS_FILE)}
+            generator["emulated"] = {**lengths, **stated.get("emulated", {}), "gpu": machine.kind.gpu}
+        if machine.site != self.head.site:
+            generator["site"] = machine.site
+        document = {
+            "node_id": machine.name,
+            "site": machine.site,
+            "gpu": machine.kind.gpu,
+            "gpus": machine.kind.gpus,
+            "price_per_hour": machine.kind.price_per_gpu_hour * machine.kind.gpus,
+            "scheduler": self.center["scheduler"],
+            "address": self._host(machine.name),
+            "dir": str(own_folder),
+            "generator": generator,
+        }
         return self._service(document)
 
     def _site(self, site: str, *, is_home: bool) -> dict[str, Document | str]:
@@ -232,7 +215,7 @@ class _Deployment:
             trainer = {
                 "listen": self._listen("trainer"),
                 "weights_listen": self._listen("weights"),
-                "weights_url": self._center()["weights"],
+                "weights_url": self.center["weights"],
                 "allowed_roots": _trainer_roots(self.config),
             }
             found[f"{site}/trainer.yaml"] = self._service(trainer)
@@ -291,8 +274,3 @@ def _trainer_roots(config: Document) -> list[str]:
     data = config.get("data", {})
     paths = (config["run"].get("dir", "runs"), config["model"]["path"], data.get("train"), data.get("eval"))
     return [str(path) for path in paths if path is not None]
-
-
-def _document(content: Document | str) -> Document:
-    assert not isinstance(content, str), "configurations are documents"
-    return content
