@@ -11,13 +11,10 @@ needed; the head predicts log tokens; each fit continues from the last one's wei
 from __future__ import annotations
 
 import json
-import os
-import selectors
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,7 +34,7 @@ SCORE_TIMEOUT_S = 120.0
 BATCH_PROMPTS = 64
 MAX_SCORES = 65_536
 NUM_KEPT_MODELS = 4
-_MAX_ANSWER_BYTES = 1024 * 1024
+_MAX_ANSWER_CHARACTERS = 1024 * 1024
 _FIRST_EPOCHS, _NEXT_EPOCHS = 4, 1
 _MODULE = "services.scheduler.lengths.transformer_worker"
 
@@ -143,11 +140,23 @@ class _Child:
     def _exchange(self, request: str, timeout_s: float) -> dict[str, Any]:
         if self._process is None or self._process.poll() is not None:
             self._process = _spawn()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(request)
-        self._process.stdin.flush()
-        answer = json.loads(_read_line(self._process.stdout.fileno(), timeout_s=timeout_s))
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watchdog = threading.Timer(timeout_s, process.kill)
+        watchdog.start()
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+            line = process.stdout.readline(_MAX_ANSWER_CHARACTERS)
+        finally:
+            is_late = not watchdog.is_alive()
+            watchdog.cancel()
+        if is_late:
+            raise TimeoutError(f"no answer in {timeout_s:g} s")
+        if not line.endswith("\n"):
+            raise ValueError("its answer is too long" if line else "it ended; standard error says why")
+        answer = json.loads(line)
         if not isinstance(answer, dict):
             raise ValueError("its answer is not an object")
         return answer
@@ -166,22 +175,6 @@ class _Child:
             process.kill()
             with suppress(OSError), process:
                 pass  # Closes its pipes and waits for it.
-
-
-def _read_line(descriptor: int, *, timeout_s: float) -> bytes:
-    """Read one line; raises TimeoutError, or ValueError if it is too long or its writer is gone."""
-    deadline_s = time.monotonic() + timeout_s
-    parts = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while not parts.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline_s - time.monotonic())):
-                raise TimeoutError(f"no answer in {timeout_s:g} s")
-            part = os.read(descriptor, 65_536)
-            if not part or len(parts) > _MAX_ANSWER_BYTES:
-                raise ValueError("it ended; standard error says why" if not part else "its answer is too long")
-            parts += part
-    return parts
 
 
 def _spawn() -> subprocess.Popen[str]:
