@@ -144,7 +144,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         check_run_id(request.run_id)
         _check_count("queries", len(request.queries), MAX_QUERIES)
         forecasts, run = await self.lengths.forecast(request.run_id, request.queries)
-        return pb.ForecastLengthsResponse(forecasts=forecasts, model_version=run.model_version)
+        return pb.ForecastLengthsResponse(forecasts=forecasts, model_version=run.progress.model_version)
 
     async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
         """Learn from observed completions."""

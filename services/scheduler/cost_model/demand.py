@@ -12,16 +12,6 @@ from services.scheduler.problem.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Work on a sample other than generation."""
-
-    name: str
-    kind: Literal["train", "infer"]
-    flops: float
-    """FLOPs per sample, as matrix products that take equally long."""
-
-
-@dataclass(frozen=True, slots=True)
 class Demand:
     """Expectations over prompt and completion lengths, per sample unless stated otherwise."""
 
@@ -42,7 +32,8 @@ class Demand:
     flops_per_kv_byte: float
     """FLOPs of attention, per byte of keys and values read."""
     prefill_flops: float
-    tasks: tuple[Task, ...]
+    task_flops: tuple[tuple[Literal["train", "infer"], float], ...]
+    """Work other than generation: kind and FLOPs per sample, as matrix products that take equally long."""
     gradient_bytes: float
     """Bytes that a step's all-reduce sums."""
     training_state_bytes: float
@@ -81,8 +72,8 @@ def demand_of(problem: Problem) -> Demand:
         flops_per_token=2.0 * matmul_params,
         flops_per_kv_byte=2 * attention / kv_bytes,
         prefill_flops=(2.0 * matmul_params * prompt + attention * prompt**2) / prompt_sharers,
-        tasks=tuple(
-            Task(task.name, task.kind, forward * task.scale * task.epochs * (3 if task.kind == "train" else 1))
+        task_flops=tuple(
+            (task.kind, forward * task.scale * task.epochs * (3 if task.kind == "train" else 1))
             for task in workload.train_tasks
         ),
         gradient_bytes=2.0 * model.params,

@@ -41,7 +41,7 @@ def gpu_samples_per_second(problem: Problem, demand: Demand, node: NodeClass) ->
         if rate.role == "trainer" and rate.gpu == node.gpu:
             return rate.tokens_per_second / demand.trained_tokens
     peak = problem.gpu_types[node.gpu].tflops_bf16 * 1e12
-    return 1 / sum(task.flops / (peak * problem.cost_model.mfu(node.gpu, task.kind)) for task in demand.tasks)
+    return 1 / sum(flops / (peak * problem.cost_model.mfu(node.gpu, kind)) for kind, flops in demand.task_flops)
 
 
 def training_step(problem: Problem, demand: Demand, network: Network, pool: Pool) -> TrainingStep:

@@ -67,7 +67,7 @@ class LengthForecaster:
         self._late: asyncio.Future[Floats] | None = None
         """A slow model's answer that no call waits for any longer."""
         for saved in reversed(files.load_all() if files is not None else []):
-            self._run(saved.run_id, first_pairs=()).restore(saved)
+            self._run(saved.progress.run_id, first_pairs=()).restore(saved)
 
     async def forecast(
         self, run_id: str, queries: Sequence[pb.LengthQuery]
@@ -117,7 +117,7 @@ class LengthForecaster:
     async def _refresh_with(self, learner: Learner) -> None:
         for run in [run for run in self._runs.values() if run.is_fit_due(learner.name)]:
             await self._fit(run, learner, run.begin_fit(learner.name))
-            self._metrics.observe(run.run_id, run.describe())
+            self._metrics.observe(run.progress.run_id, run.describe())
             await self._save(run)
 
     async def close(self) -> None:
@@ -134,16 +134,16 @@ class LengthForecaster:
         except FitFailedError as error:
             run.fit_problem = f"{learner.name}: {error}"
             self._metrics.count_fit("failed")
-            _log.warning("lengths were not fitted", run_id=run.run_id, learner=learner.name, error=str(error))
+            _log.warning("lengths were not fitted", run_id=run.progress.run_id, learner=learner.name, error=str(error))
             return
         names, duration_s = [each.name for each in self.learners], self._clock.monotonic_s() - started_s
         run.install(fit, preference=names, now_s=self._clock.now_s(), duration_s=duration_s)
         self._metrics.count_fit("installed")
         _log.info(
             "lengths fitted",
-            run_id=run.run_id,
+            run_id=run.progress.run_id,
             learner=learner.name,
-            model_version=run.model_version,
+            model_version=run.progress.model_version,
             num_prompts=len(pairs),
             recall_20=round(fit.qualities[0].recall_longest_20_percent, 3),
             duration_s=round(duration_s, 2),
@@ -155,7 +155,7 @@ class LengthForecaster:
         try:
             await asyncio.to_thread(self._files.save, run.saved())
         except OSError as error:
-            _log.warning("lengths were not saved", run_id=run.run_id, error=str(error))
+            _log.warning("lengths were not saved", run_id=run.progress.run_id, error=str(error))
 
     async def _read(self, queries: Sequence[pb.LengthQuery]) -> list[PromptView]:
         """The prompts; read in a thread if long, since millions of characters take seconds."""

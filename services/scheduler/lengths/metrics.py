@@ -6,8 +6,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from penstock.v1 import scheduler_pb2 as pb
 
-_LABELS = ["run", "forecaster", "test"]
-
 
 class LengthMetrics:
     """The metrics in one registry; those of a run are removed when the run is forgotten."""
@@ -23,27 +21,17 @@ class LengthMetrics:
             ["forecaster"],
             registry=registry,
         )
-        self._version = Gauge(
-            "penstock_scheduler_length_model_version", "Version of the run's model", ["run"], registry=registry
-        )
-        self._fit_s = Gauge(
-            "penstock_scheduler_length_fit_seconds", "Time the newest fit took", ["run"], registry=registry
-        )
-        self._recall = Gauge(
-            "penstock_scheduler_length_recall_ratio",
-            "Share of the longest samples found",
-            [*_LABELS, "percent"],
-            registry=registry,
-        )
-        self._spearman = Gauge(
-            "penstock_scheduler_length_spearman_ratio", "Rank correlation", _LABELS, registry=registry
-        )
-        self._error = Gauge(
-            "penstock_scheduler_length_mean_error_tokens", "Mean absolute error", _LABELS, registry=registry
-        )
-        self._coverage = Gauge(
-            "penstock_scheduler_length_coverage_ratio", "Share of samples in their interval", _LABELS, registry=registry
-        )
+
+        def gauge(name: str, documentation: str, *labels: str) -> Gauge:
+            return Gauge(f"penstock_scheduler_length_{name}", documentation, ["run", *labels], registry=registry)
+
+        quality = ("forecaster", "test")
+        self._version = gauge("model_version", "Version of the run's model")
+        self._fit_s = gauge("fit_seconds", "Time the newest fit took")
+        self._recall = gauge("recall_ratio", "Share of the longest samples found", *quality, "percent")
+        self._spearman = gauge("spearman_ratio", "Rank correlation", *quality)
+        self._error = gauge("mean_error_tokens", "Mean absolute error", *quality)
+        self._coverage = gauge("coverage_ratio", "Share of samples in their interval", *quality)
 
     def count_fit(self, outcome: str) -> None:
         """Count a fit that was installed or failed."""

@@ -23,7 +23,7 @@ from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompt_features import PromptLengths, PromptView
 from services.scheduler.lengths.quality import measure
 from services.scheduler.lengths.ridge import PROMPT_LENGTH, RIDGE
-from services.scheduler.lengths.state_files import SavedLengths
+from services.scheduler.lengths.state_files import Progress, SavedLengths
 
 MAX_GROUPS = 16_384
 MAX_PROMPTS = 8_192
@@ -86,13 +86,9 @@ class RunLengths:
     """The lengths of one run; see the module. Lives on the event loop; fits are made elsewhere from `pairs`."""
 
     def __init__(self, run_id: str) -> None:
-        self.run_id = run_id
-        self.num_observations = 0
-        self.model_version = 0
+        self.progress = Progress(run_id=run_id)
         self.fits: tuple[Fit, ...] = ()
         """At most one fit of each learner, the preferred one first; the last answers immediately."""
-        self.fit_time_s = 0.0
-        self.fit_duration_s = 0.0
         self.fit_problem = ""
         self._overall = _Moments()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
@@ -150,7 +146,7 @@ class RunLengths:
 
     def observe(self, group_id: str, prompt: PromptView, num_tokens: int) -> None:
         """Record the length of a sample of this group, or of this prompt."""
-        self.num_observations += 1
+        self.progress.num_observations += 1
         self._overall.add(num_tokens)
         group = self._groups.get(group_id)
         if group is not None and group.forecasts:
@@ -191,17 +187,13 @@ class RunLengths:
         """Use this fit from now on, replacing the last one of its kind; `preference` names the kinds in order."""
         kept = [other for other in self.fits if other.model.name != fit.model.name]
         self.fits = tuple(sorted([*kept, fit], key=lambda each: preference.index(each.model.name)))
-        self.model_version += 1
-        self.fit_time_s, self.fit_duration_s, self.fit_problem = now_s, duration_s, ""
+        self.progress.model_version += 1
+        self.progress.fit_time_s, self.progress.fit_duration_s, self.fit_problem = now_s, duration_s, ""
 
     def saved(self) -> SavedLengths:
         """The state kept on disk."""
         return SavedLengths(
-            run_id=self.run_id,
-            model_version=self.model_version,
-            num_observations=self.num_observations,
-            fit_time_s=self.fit_time_s,
-            fit_duration_s=self.fit_duration_s,
+            progress=self.progress.model_copy(),
             pairs=tuple(self.pairs()),
             fit=next((fit for fit in self.fits if fit.model.name == RIDGE), None),
         )
@@ -212,8 +204,7 @@ class RunLengths:
             for log in pair.logs:
                 self.learn(pair.prompt, log)
                 self._overall.add(math.exp(log))
-        self.num_observations, self.model_version = saved.num_observations, saved.model_version
-        self.fit_time_s, self.fit_duration_s = saved.fit_time_s, saved.fit_duration_s
+        self.progress = saved.progress
         self.fits = (saved.fit,) if saved.fit is not None else ()
         self._num_learned_at_fit = {fit.model.name: self._num_learned for fit in self.fits}
 
@@ -242,14 +233,14 @@ class RunLengths:
             for quality in fit.qualities:
                 held_out.setdefault(quality.forecaster, quality)
         response = pb.GetLengthModelResponse(
-            model_version=self.model_version,
+            model_version=self.progress.model_version,
             num_prompts=sum(seen.prompt.has_content for seen in self._seen.values()),
-            num_observations=self.num_observations,
+            num_observations=self.progress.num_observations,
             qualities=[*held_out.values(), *self.prequential()],
             fit_problem=self.fit_problem,
         )
         if self.fits:
             response.model = self.fits[0].model.name
-            response.fit_time.FromMilliseconds(int(self.fit_time_s * 1000))
-            response.fit_duration.FromMilliseconds(int(self.fit_duration_s * 1000))
+            response.fit_time.FromMilliseconds(int(self.progress.fit_time_s * 1000))
+            response.fit_duration.FromMilliseconds(int(self.progress.fit_duration_s * 1000))
         return response

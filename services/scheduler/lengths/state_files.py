@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 from google.protobuf import json_format
+from pydantic import BaseModel
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths import ngrams
@@ -43,15 +44,21 @@ _log = structlog.get_logger()
 _Arrays = dict[str, npt.NDArray[Any]]
 
 
+class Progress(BaseModel):
+    """How far a run's forecaster has come."""
+
+    run_id: str
+    model_version: int = 0
+    num_observations: int = 0
+    fit_time_s: float = 0.0
+    fit_duration_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLengths:
     """Saved state of a run."""
 
-    run_id: str
-    model_version: int
-    num_observations: int
-    fit_time_s: float
-    fit_duration_s: float
+    progress: Progress
     pairs: tuple[PromptLengths, ...]
     fit: Fit | None
     """The light model's fit; slower models are fitted again."""
@@ -66,7 +73,7 @@ class StateFiles:
     def save(self, saved: SavedLengths) -> None:
         """Write a run's file and remove the oldest beyond MAX_FILES. Blocks; raises OSError."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"{hashlib.sha256(saved.run_id.encode()).hexdigest()[:32]}{_SUFFIX}"
+        path = self._directory / f"{hashlib.sha256(saved.progress.run_id.encode()).hexdigest()[:32]}{_SUFFIX}"
         buffer = io.BytesIO()
         np.savez_compressed(buffer, allow_pickle=False, **_pack(saved))
         temporary = path.with_suffix(".tmp")
@@ -95,13 +102,9 @@ class StateFiles:
 
 def _pack(saved: SavedLengths) -> _Arrays:
     meta = {
+        **saved.progress.model_dump(),
         "format": FORMAT,
         "ngrams_format": ngrams.FORMAT,
-        "run_id": saved.run_id,
-        "model_version": saved.model_version,
-        "num_observations": saved.num_observations,
-        "fit_time_s": saved.fit_time_s,
-        "fit_duration_s": saved.fit_duration_s,
         "texts": [pair.prompt.text for pair in saved.pairs],
         "qualities": [json_format.MessageToDict(quality) for quality in (saved.fit.qualities if saved.fit else ())],
     }
@@ -140,11 +143,7 @@ def _unpack(arrays: _Arrays) -> SavedLengths:
         if len(own)
     )
     return SavedLengths(
-        run_id=str(meta["run_id"]),
-        model_version=int(meta["model_version"]),
-        num_observations=int(meta["num_observations"]),
-        fit_time_s=float(meta["fit_time_s"]),
-        fit_duration_s=float(meta["fit_duration_s"]),
+        progress=Progress.model_validate(meta),
         pairs=pairs,
         fit=_unpack_fit(arrays, meta) if "model/kept" in arrays else None,
     )
