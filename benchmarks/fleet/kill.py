@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.storage.redis.redis_store import RedisStore
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
+from services.generator.engines.base_config import ServedModel
 from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import script_of
 from services.generator.engines.emulated.from_config import build_spec
@@ -193,13 +194,8 @@ class _Step:
 
     async def _count_wrong(self, store: RedisStore, run_id: str) -> int:
         """Samples whose stored tokens differ from an uninterrupted engine's first ones."""
-        spec = build_spec(
-            EmulatedEngineConfig(max_context_tokens=1 << 16),
-            EmulatedConfig(lengths=self._lengths),
-            model_context_tokens=None,
-            vocab_size=VOCAB_SIZE,
-            seed=0,
-        )
+        model = ServedModel(model_path=self._lengths.parent, emulated=EmulatedConfig(lengths=self._lengths))
+        spec = replace(build_spec(EmulatedEngineConfig(max_context_tokens=1 << 16), model), vocab_size=VOCAB_SIZE)
         count = len(self._workload.lengths)
         stored = await store.chunks(run_id, [(group_id(index), 0) for index in range(count)])
         num_wrong = 0

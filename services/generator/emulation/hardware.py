@@ -6,7 +6,7 @@ Vidur measured them, those of others scaled from these or assumed; shapes from t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,38 +90,21 @@ GPUS = {
     "T4": _gpu(65, 16, 320, 8, 25),
 }
 
+
+def _qwen(parameters: float, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int = 152_064) -> ModelShape:
+    return ModelShape(
+        num_parameters=parameters,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        vocab_size=vocab,
+    )
+
+
 MODELS = {
-    "qwen2.5-1.5b": ModelShape(
-        num_parameters=1.544e9,
-        num_layers=28,
-        hidden_size=1536,
-        num_query_heads=12,
-        num_kv_heads=2,
-        vocab_size=151_936,
-        has_tied_embedding=True,
-    ),
-    "qwen2.5-7b": ModelShape(
-        num_parameters=7.616e9,
-        num_layers=28,
-        hidden_size=3584,
-        num_query_heads=28,
-        num_kv_heads=4,
-        vocab_size=152_064,
-    ),
-    "qwen2.5-32b": ModelShape(
-        num_parameters=32.76e9,
-        num_layers=64,
-        hidden_size=5120,
-        num_query_heads=40,
-        num_kv_heads=8,
-        vocab_size=152_064,
-    ),
-    "qwen2.5-72b": ModelShape(
-        num_parameters=72.7e9,
-        num_layers=80,
-        hidden_size=8192,
-        num_query_heads=64,
-        num_kv_heads=8,
-        vocab_size=152_064,
-    ),
+    "qwen2.5-1.5b": replace(_qwen(1.544e9, 28, 1536, 12, 2, 151_936), has_tied_embedding=True),
+    "qwen2.5-7b": _qwen(7.616e9, 28, 3584, 28, 4),
+    "qwen2.5-32b": _qwen(32.76e9, 64, 5120, 40, 8),
+    "qwen2.5-72b": _qwen(72.7e9, 80, 8192, 64, 8),
 }

@@ -37,11 +37,6 @@ class LogNormalLengths:
     sigma: float
     """Standard deviation of the logarithm; 0 makes all lengths equal."""
 
-    def __post_init__(self) -> None:
-        """Refuses values out of range."""
-        if self.mean_tokens < 1 or self.sigma < 0:
-            raise ValueError("mean_tokens must be at least 1, sigma not negative")
-
     def draw(self, generator: np.random.Generator, seed: int | None) -> int:
         """See `LengthLaw`."""
         location = math.log(self.mean_tokens) - self.sigma**2 / 2
@@ -53,11 +48,6 @@ class HistogramLengths:
     """StreamRL's histogram, uniform within a bin, every length times `scale`."""
 
     scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuses values out of range."""
-        if self.scale <= 0:
-            raise ValueError("the scale of lengths must be positive")
 
     def draw(self, generator: np.random.Generator, seed: int | None) -> int:
         """See `LengthLaw`."""
@@ -74,11 +64,6 @@ class ReplayedLengths:
     """
 
     lengths: Sequence[int]
-
-    def __post_init__(self) -> None:
-        """Refuses an empty or impossible recording."""
-        if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > MAX_LENGTH:
-            raise ValueError(f"replayed lengths must be 1 to {MAX_LENGTH}, at least one of them")
 
     def draw(self, generator: np.random.Generator, seed: int | None) -> int:
         """See `LengthLaw`."""

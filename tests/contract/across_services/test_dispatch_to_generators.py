@@ -16,11 +16,12 @@ from services.generator.config import GeneratorConfig
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
 from services.generator.engine.model_files import IdText
 from services.generator.engines.emulated.config import EmulatedEngineConfig
-from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
+from services.generator.engines.emulated.emulated_engine import EmulatedEngine
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
 from tests.helpers.brokers.broker import RunningBroker, eventually, prompt
 from tests.helpers.brokers.broker import serving as serving_broker
+from tests.helpers.generators.emulated_spec import emulated_spec
 from tests.helpers.serving import serving
 from tests.helpers.weights.scripted_weight_store import ScriptedWeightStore
 
@@ -31,7 +32,7 @@ RUN = "r"
 
 def engine_of(step_s: float) -> EmulatedEngine:
     """One sample at a time decodes in `step_s` a token; what it says does not depend on that."""
-    return EmulatedEngine(EmulatedSpec(base_step_s=step_s, token_s=1e-6, tick_s=0.002, max_num_seqs=4))
+    return EmulatedEngine(emulated_spec(base_step_s=step_s, token_s=1e-6, tick_s=0.002, max_num_seqs=4))
 
 
 @asynccontextmanager

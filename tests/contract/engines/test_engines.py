@@ -28,12 +28,13 @@ from services.generator.engine.engine import (
     TokenSpan,
 )
 from services.generator.engines.base_config import ServedModel
-from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
+from services.generator.engines.emulated.emulated_engine import EmulatedEngine
 from services.generator.engines.transformers.config import TransformersEngineConfig
 from services.generator.engines.transformers.transformers_engine import TransformersEngine
 from services.generator.engines.vllm import process_setup, vllm_engine
 from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
+from tests.helpers.generators.emulated_spec import emulated_spec
 from tests.helpers.models.tiny_model import (
     MAX_CONTEXT,
     VOCAB_SIZE,
@@ -84,7 +85,7 @@ def build_engine(name: str, model_path: Path) -> Engine:
     if name == "transformers":
         return TransformersEngine(TransformersEngineConfig(max_concurrent_samples=64), model, stream_interval=4)
     # Slow enough that a sample is still under way when a test on a busy machine does something to it.
-    spec = EmulatedSpec(token_s=1.5e-3, max_model_len=MAX_CONTEXT, vocab_size=VOCAB_SIZE)
+    spec = emulated_spec(token_s=1.5e-3, max_model_len=MAX_CONTEXT, vocab_size=VOCAB_SIZE)
     return EmulatedEngine(spec)
 
 

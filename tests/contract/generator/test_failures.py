@@ -178,6 +178,21 @@ async def test_a_pull_that_was_overtaken_does_not_take_the_engine_back(bench, mo
         assert [update.policy_version for update in engine.updates] == [0, 1]
 
 
+async def test_samples_hear_of_a_step_that_fails(tmp_path, monkeypatch):
+    def fail(_decoder):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(transformers_engine.BatchDecoder, "step", fail)
+    model = ServedModel(model_path=make_tiny_model(tmp_path / "model"), dtype="float32")
+    engine = transformers_engine.TransformersEngine(TransformersEngineConfig(), model)
+    await engine.start()
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingSettings(max_new_tokens=4))
+    for complaint in ("engine died: RuntimeError: no memory", "not running"):
+        with pytest.raises(EngineStoppedError, match=complaint):
+            await anext(engine.generate(request))
+    await engine.stop()
+
+
 async def test_an_update_that_waits_for_its_turn_when_the_engine_stops_is_refused(tmp_path, monkeypatch):
     checked = []
     for name in ("verify_safetensors", "check_layout"):

@@ -11,10 +11,11 @@ from penstock.security import NO_SECURITY
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
 from services.generator.engines.emulated.config import EmulatedEngineConfig
-from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
+from services.generator.engines.emulated.emulated_engine import EmulatedEngine
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
 from tests.helpers.brokers.scripted_generation import ScriptedGenerationBroker
+from tests.helpers.generators.emulated_spec import emulated_spec
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
 from tests.helpers.weights.sites import site
@@ -38,7 +39,7 @@ class SiteGenerator:
             cache_dir=folder / name,
             engine=EmulatedEngineConfig(),
         )
-        engine = EmulatedEngine(EmulatedSpec(token_s=1e-4))
+        engine = EmulatedEngine(emulated_spec(token_s=1e-4))
         metrics = GeneratorMetrics(self.registry)
         self.generator = Generator(config, engine=engine, text=IdText(), metrics=metrics, security=NO_SECURITY)
 

@@ -13,12 +13,13 @@ from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
 from services.generator.engines.emulated.config import EmulatedEngineConfig
-from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
+from services.generator.engines.emulated.emulated_engine import EmulatedEngine
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
 from services.generator.server import SERVICE_NAME
 from services.generator.service import GeneratorServicer
 from tests.helpers.brokers.scripted_generation import ScriptedGenerationBroker
+from tests.helpers.generators.emulated_spec import emulated_spec
 from tests.helpers.serving import serving
 from tests.helpers.tcp_proxy import proxy_to
 from tests.helpers.weights.scripted_weight_store import ScriptedWeightStore
@@ -103,4 +104,4 @@ class Bench:
 
 def emulated(**changes):
     spec = {"token_s": 1e-4, "mean_tokens": 12, "tick_s": 0.002, "max_num_seqs": 8} | changes
-    return EmulatedEngine(EmulatedSpec(**spec))
+    return EmulatedEngine(emulated_spec(**spec))

@@ -62,11 +62,8 @@ def test_what_cannot_share_a_process_is_refused(rest: dict[str, object], complai
 def test_the_example_of_an_emulated_fleet_can_be_built() -> None:
     path = Path(__file__).parents[3] / "examples" / "pretend_fleet.yaml"
     members = expand(validate(GeneratorConfig, read_document(path), source=str(path)))
-    specs = [
-        build_spec(one.engine, one.emulated, model_context_tokens=None, vocab_size=None, seed=one.seed)
-        for one in members
-    ]
+    specs = [build_spec(one.engine, one) for one in members]
     assert len(specs) == 7
     assert len({one.generator_id for one in members}) == 7
     h800, l40s = specs[0], specs[4]
-    assert l40s.step_times().step_s(1, 0) > 3 * h800.step_times().step_s(1, 0)
+    assert l40s.steps.step_s(1, 0) > 3 * h800.steps.step_s(1, 0)

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.model.model_folder import model_size
 from services.generator.engine.engine import Engine
 from services.generator.engines.base_config import BaseEngineConfig, ServedModel
 
@@ -28,12 +27,4 @@ class EmulatedEngineConfig(BaseEngineConfig):
         from services.generator.engines.emulated.emulated_engine import EmulatedEngine
         from services.generator.engines.emulated.from_config import build_spec
 
-        return EmulatedEngine(
-            build_spec(
-                self,
-                model.emulated,
-                model_context_tokens=model_size(model.model_path, "max_position_embeddings"),
-                vocab_size=model_size(model.model_path, "vocab_size"),
-                seed=model.seed,
-            )
-        )
+        return EmulatedEngine(build_spec(self, model))

@@ -14,17 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.batching.step_times import LinearSteps, StepTimes, line_through
+from penstock.batching.step_times import StepTimes, line_through
 from penstock.model.digests import verify_safetensors
 from services.generator.emulation.continuous_batch import BatchSample, ContinuousBatch
-from services.generator.emulation.length_law import LengthLaw, LogNormalLengths
+from services.generator.emulation.length_law import LengthLaw
 from services.generator.engine.engine import (
     EngineProfile,
     EngineStats,
@@ -43,61 +42,40 @@ from services.generator.engine.engine import (
 MIN_SLEEP_S = 0.001
 """The event loop must run other tasks between two batch updates."""
 
+MAX_MODEL_LEN, VOCAB_SIZE = 4096, 64
+"""Those of a model whose folder states none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedSpec:
     """An emulated accelerator and its workload."""
 
-    base_step_s: float = 0.0
-    """Without `steps`: time of a decoding step that is independent of the batch size."""
-    token_s: float = 1.0 / 2000.0
-    """Without `steps`: time each sample adds to a step; with `base_step_s` 0 the speed is 1 / token_s."""
-    steps: StepTimes | None = None
-    """Step times; a straight line of the two above when unset."""
-    mean_tokens: float = 45.0
-    """Without `lengths`: mean script length, stop token included; lengths are log-normal."""
-    length_sigma: float = 0.8
-    """Without `lengths`: standard deviation of the logarithm of the length; 0 makes all scripts the same length."""
-    lengths: LengthLaw | None = None
-    """Source of script lengths; log-normal with the two parameters above when unset."""
+    steps: StepTimes
+    """Step times."""
+    lengths: LengthLaw
+    """Source of script lengths, stop token included."""
     max_num_seqs: int = 128
     """Maximum number of samples decoded at once."""
     kv_capacity_tokens: int | None = None
     """KV capacity; None if unbounded."""
-    max_model_len: int = 4096
+    max_model_len: int = MAX_MODEL_LEN
     """Longest prompt + completion, in tokens."""
-    vocab_size: int = 64
+    vocab_size: int = VOCAB_SIZE
     """Tokens are drawn from [0, vocab_size), except stop tokens."""
-    update_pause_s: float = 0.0
-    """How long an update blocks samples, in emulated time."""
     tick_s: float = 0.01
     """Real time between yields of tokens; the end of a sample is yielded at once."""
     time_scale: float = 1.0
     """Emulated seconds per real second."""
-    policy_version: int = 0
-    """The initial version."""
     seed: int = 0
     """Seed of every script."""
 
     def __post_init__(self) -> None:
-        """Refuses a spec that would make no progress or yield no tokens."""
-        if self.tick_s <= 0 or self.time_scale <= 0 or self.update_pause_s < 0 or self.max_num_seqs < 1:
-            raise ValueError("tick_s and time_scale positive; update_pause_s not negative; max_num_seqs at least 1")
+        """Refuses KV capacity in which a long sample would never fit."""
         if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < self.max_model_len:
             raise ValueError(
                 f"KV room of {self.kv_capacity_tokens} tokens is less than the context of {self.max_model_len}; "
                 "lower max_context_tokens, or emulate more or larger GPUs"
             )
-        self.step_times()
-        self.length_law()
-
-    def step_times(self) -> StepTimes:
-        """The step times."""
-        return self.steps or LinearSteps(base_s=self.base_step_s, per_sample_s=self.token_s)
-
-    def length_law(self) -> LengthLaw:
-        """The source of script lengths."""
-        return self.lengths or LogNormalLengths(mean_tokens=self.mean_tokens, sigma=self.length_sigma)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -119,15 +97,14 @@ class EmulatedEngine:
 
     def __init__(self, spec: EmulatedSpec) -> None:
         self._spec = spec
-        self._policy_version = spec.policy_version
+        self._policy_version = 0
         self._batch = ContinuousBatch(
-            spec.step_times(), max_samples=spec.max_num_seqs, kv_capacity_tokens=spec.kv_capacity_tokens
+            spec.steps, max_samples=spec.max_num_seqs, kv_capacity_tokens=spec.kv_capacity_tokens
         )
         self._samples: dict[str, _Sample] = {}
         self._has_work = asyncio.Event()
         self._update_lock = asyncio.Lock()
         self._is_paused = False
-        self._is_updating = False
         self._decoding: asyncio.Task[None] | None = None
         self._clock_s = 0.0
         self._yield_s = 0.0
@@ -197,13 +174,6 @@ class EmulatedEngine:
             self._check_running()
             await asyncio.to_thread(verify_safetensors, update.path, tensors=update.tensors, digest=update.digest)
             self._catch_up()
-            self._is_updating = True
-            pause_s = self._spec.update_pause_s / self._spec.time_scale
-            try:
-                await asyncio.sleep(pause_s)
-            finally:
-                self._catch_up()
-                self._is_updating = False
             for sample in self._samples.values():
                 self._put_tokens(sample)
             self._policy_version = update.policy_version
@@ -211,14 +181,14 @@ class EmulatedEngine:
             return UpdateReport(
                 policy_version=update.policy_version,
                 digest=update.digest,
-                pause_s=pause_s + prefill_s / self._spec.time_scale,
+                pause_s=prefill_s / self._spec.time_scale,
                 num_recomputed_tokens=num_recomputed_tokens,
             )
 
     def profile(self) -> EngineProfile:
         """See `Engine.profile`: the step times as a line, in real time."""
         spec = self._spec
-        line = line_through(spec.step_times(), max_samples=spec.max_num_seqs)
+        line = line_through(spec.steps, max_samples=spec.max_num_seqs)
         rate = line.prefill_tokens_per_second
         return EngineProfile(
             max_concurrent_samples=spec.max_num_seqs,
@@ -242,8 +212,6 @@ class EmulatedEngine:
             num_preemptions=batch.num_preemptions,
             tokens_generated=self._tokens_generated,
             tokens_sampled=self._tokens_sampled,
-            # A sleep cannot hang.
-            install_signs=time.monotonic_ns() if self._is_updating else None,
         )
 
     async def stop(self) -> None:
@@ -288,7 +256,7 @@ class EmulatedEngine:
         """Advances the batch to the present."""
         now_s = asyncio.get_running_loop().time()
         elapsed_s, self._clock_s = now_s - self._clock_s, now_s
-        if not self._is_paused and not self._is_updating:
+        if not self._is_paused:
             self._advance(elapsed_s * self._spec.time_scale)
 
     def _advance(self, elapsed_s: float) -> None:
@@ -336,7 +304,7 @@ def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
     own = request.request_id if sampling.seed is None else str(sampling.seed)
     key = hashlib.sha256(f"{spec.seed}:{own}:".encode() + np.asarray(request.prompt_token_ids, "<i4").tobytes())
     generator = np.random.default_rng(int.from_bytes(key.digest()[:16], "little"))
-    length = spec.length_law().draw(generator, sampling.seed)
+    length = spec.lengths.draw(generator, sampling.seed)
     limit = len(request.prefix_token_ids) + max_tokens_left(request, max_model_len=spec.max_model_len)
     choices = np.setdiff1d(np.arange(spec.vocab_size, dtype=np.int32), np.asarray(sampling.stop_token_ids, np.int32))
     if not len(choices):

@@ -7,35 +7,23 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from penstock.batching.step_times import STREAMRL_TABLE, LinearSteps, StepTimes, TableSteps
+from penstock.model.model_folder import model_size
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.emulation.hardware import GPUS, MODELS
 from services.generator.emulation.length_law import HistogramLengths, LengthLaw, LogNormalLengths, read_lengths
 from services.generator.emulation.roofline import Roofline
+from services.generator.engines.base_config import ServedModel
 from services.generator.engines.emulated.config import EmulatedEngineConfig
-from services.generator.engines.emulated.emulated_engine import EmulatedSpec
+from services.generator.engines.emulated.emulated_engine import MAX_MODEL_LEN, VOCAB_SIZE, EmulatedSpec
 
-_DEFAULTS = EmulatedSpec()
+_LENGTH_SIGMA = 0.8
 _FIT_TOKENS = 4096
 _Item = TypeVar("_Item")
 
 
-def build_spec(
-    engine: EmulatedEngineConfig,
-    emulated: EmulatedConfig,
-    *,
-    model_context_tokens: int | None,
-    vocab_size: int | None,
-    seed: int,
-) -> EmulatedSpec:
-    """The emulated engine's spec. Raises ValueError naming the problem, or OSError if the lengths are unreadable.
-
-    Args:
-        engine: Slots, context, number of GPUs.
-        emulated: What to emulate.
-        model_context_tokens: Context length that the model's folder states, if any.
-        vocab_size: Vocabulary size that it states, if any.
-        seed: Seed of every script.
-    """
+def build_spec(engine: EmulatedEngineConfig, model: ServedModel) -> EmulatedSpec:
+    """The emulated engine's spec. Raises ValueError naming the problem, or OSError if the lengths are unreadable."""
+    emulated = model.emulated
     roofline = _roofline(emulated, num_gpus=engine.tensor_parallel)
     kv_capacity_tokens = emulated.kv_capacity_tokens
     if kv_capacity_tokens is None and roofline is not None:
@@ -45,11 +33,13 @@ def build_spec(
         lengths=_lengths(engine, emulated),
         max_num_seqs=engine.max_concurrent_samples,
         kv_capacity_tokens=kv_capacity_tokens,
-        max_model_len=engine.max_context_tokens or model_context_tokens or _DEFAULTS.max_model_len,
-        vocab_size=vocab_size or _DEFAULTS.vocab_size,
+        max_model_len=engine.max_context_tokens
+        or model_size(model.model_path, "max_position_embeddings")
+        or MAX_MODEL_LEN,
+        vocab_size=model_size(model.model_path, "vocab_size") or VOCAB_SIZE,
         tick_s=emulated.tick_s,
         time_scale=emulated.time_scale,
-        seed=seed,
+        seed=model.seed,
     )
 
 
@@ -78,7 +68,7 @@ def _steps(engine: EmulatedEngineConfig, emulated: EmulatedConfig, roofline: Roo
 def _lengths(engine: EmulatedEngineConfig, emulated: EmulatedConfig) -> LengthLaw:
     lengths = emulated.lengths
     if lengths == "lognormal":
-        return LogNormalLengths(mean_tokens=engine.emulated_mean_tokens, sigma=_DEFAULTS.length_sigma)
+        return LogNormalLengths(mean_tokens=engine.emulated_mean_tokens, sigma=_LENGTH_SIGMA)
     if lengths == "streamrl":
         return HistogramLengths(scale=emulated.length_scale)
     return read_lengths(lengths)

@@ -18,6 +18,7 @@ from services.generator.engine.engine import (
     WeightUpdate,
 )
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
+from tests.helpers.generators.emulated_spec import emulated_spec
 from tests.helpers.waiting import until
 from tests.helpers.weights.scripted_weight_store import write_weights
 
@@ -51,11 +52,11 @@ def tokens_of(spans: list[TokenSpan]) -> list[int]:
     return np.concatenate([span.token_ids for span in spans]).tolist()
 
 
-FAST = EmulatedSpec(token_s=1e-6, tick_s=0.001)
+FAST = emulated_spec(token_s=1e-6, tick_s=0.001)
 
 
 async def test_the_same_seed_tells_the_same_script_whatever_the_speed() -> None:
-    slow = EmulatedSpec(token_s=1e-5, tick_s=0.004)
+    slow = emulated_spec(token_s=1e-5, tick_s=0.004)
     ((first,), (again,), (other,)) = [
         await decode(FAST, make_request(seed=1)),
         await decode(slow, make_request(seed=1)),
@@ -75,7 +76,7 @@ async def test_another_engine_continues_the_script_after_any_prefix() -> None:
 
 
 async def test_lengths_have_the_stated_mean_and_end_with_the_stop_token() -> None:
-    spec = EmulatedSpec(token_s=1e-7, tick_s=0.001, mean_tokens=40, length_sigma=0.5, max_num_seqs=600)
+    spec = emulated_spec(token_s=1e-7, tick_s=0.001, mean_tokens=40, length_sigma=0.5, max_num_seqs=600)
     samples = await decode(spec, *(make_request(number) for number in range(600)))
     lengths = [len(tokens_of(spans)) for spans in samples]
     assert np.mean(lengths) == pytest.approx(40, rel=0.1)
@@ -92,7 +93,7 @@ async def test_a_limit_cuts_the_script_short() -> None:
 
 async def test_time_may_pass_faster_than_it_does() -> None:
     loop = asyncio.get_running_loop()
-    spec = EmulatedSpec(base_step_s=0.1, token_s=0.0, time_scale=1000.0, mean_tokens=500, length_sigma=0.0)
+    spec = emulated_spec(base_step_s=0.1, token_s=0.0, time_scale=1000.0, mean_tokens=500, length_sigma=0.0)
     started_s = loop.time()
     await decode(spec, make_request(0))
     took_s = loop.time() - started_s
@@ -103,7 +104,7 @@ async def test_time_may_pass_faster_than_it_does() -> None:
 
 
 async def test_what_waits_for_a_slot_is_said() -> None:
-    engine = EmulatedEngine(EmulatedSpec(token_s=10.0, max_num_seqs=2))
+    engine = EmulatedEngine(emulated_spec(token_s=10.0, max_num_seqs=2))
     await engine.start()
     tasks = [asyncio.create_task(collect(engine, make_request(number))) for number in range(5)]
     await until(lambda: engine.stats().num_waiting == 3)
@@ -113,7 +114,7 @@ async def test_what_waits_for_a_slot_is_said() -> None:
 
 
 async def test_a_sample_that_is_aborted_keeps_what_it_has_and_frees_its_slot() -> None:
-    engine = EmulatedEngine(EmulatedSpec(token_s=0.001, max_num_seqs=1, mean_tokens=5000, length_sigma=0.0))
+    engine = EmulatedEngine(emulated_spec(token_s=0.001, max_num_seqs=1, mean_tokens=5000, length_sigma=0.0))
     await engine.start()
     first = asyncio.create_task(collect(engine, make_request(0)))
     second = asyncio.create_task(collect(engine, make_request(1)))
@@ -135,7 +136,7 @@ async def test_tokens_carry_the_version_that_decoded_them_even_when_they_come_ou
     tensors = safetensors_digests(path)
     update = WeightUpdate(policy_version=1, path=path, tensors=tensors, digest=manifest_digest(tensors))
     # Left to itself it would yield nothing for an hour.
-    engine = EmulatedEngine(EmulatedSpec(token_s=0.001, tick_s=3600.0, mean_tokens=1_000_000, max_model_len=1 << 21))
+    engine = EmulatedEngine(emulated_spec(token_s=0.001, tick_s=3600.0, mean_tokens=1_000_000, max_model_len=1 << 21))
     await engine.start()
     spans = engine.generate(make_request(limit=1_000_000))
     first = asyncio.create_task(anext(spans))
@@ -153,8 +154,8 @@ async def test_tokens_carry_the_version_that_decoded_them_even_when_they_come_ou
 async def test_kv_room_is_used_preempts_and_never_changes_what_is_said() -> None:
     requests = [make_request(number, seed=number) for number in range(12)]
     lengths = {"mean_tokens": 200.0, "length_sigma": 0.0}
-    roomy = EmulatedSpec(token_s=1e-5, **lengths)
-    tight = EmulatedSpec(token_s=1e-5, kv_capacity_tokens=1000, max_model_len=1000, **lengths)
+    roomy = emulated_spec(token_s=1e-5, **lengths)
+    tight = emulated_spec(token_s=1e-5, kv_capacity_tokens=1000, max_model_len=1000, **lengths)
     engine = EmulatedEngine(tight)
     await engine.start()
     squeezed = await asyncio.gather(*(collect(engine, request) for request in requests))
@@ -166,7 +167,7 @@ async def test_kv_room_is_used_preempts_and_never_changes_what_is_said() -> None
 
 def test_room_for_less_than_one_context_is_refused() -> None:
     with pytest.raises(ValueError, match="lower max_context_tokens"):
-        EmulatedSpec(kv_capacity_tokens=1000, max_model_len=1001)
+        emulated_spec(kv_capacity_tokens=1000, max_model_len=1001)
 
 
 async def test_a_request_whose_every_token_stops_is_refused() -> None:

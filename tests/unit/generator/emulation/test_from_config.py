@@ -6,6 +6,7 @@ import pytest
 
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.emulation.length_law import HistogramLengths, ReplayedLengths
+from services.generator.engines.base_config import ServedModel
 from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedSpec
 from services.generator.engines.emulated.from_config import build_spec
@@ -13,14 +14,14 @@ from services.generator.engines.emulated.from_config import build_spec
 
 def spec_of(*, tensor_parallel: int = 1, **emulated: object) -> EmulatedSpec:
     engine = EmulatedEngineConfig(tensor_parallel=tensor_parallel, max_context_tokens=20_000)
-    return build_spec(engine, EmulatedConfig(**emulated), model_context_tokens=None, vocab_size=None, seed=0)
+    return build_spec(engine, ServedModel(model_path="none", emulated=EmulatedConfig(**emulated)))
 
 
 def test_a_gpu_by_name_brings_its_speed_and_its_room() -> None:
     spec = spec_of(gpu="H800")
     assert spec.kv_capacity_tokens == 955_078
-    assert spec.step_times().step_s(1, 0) == pytest.approx(0.0081, rel=0.01)
-    assert spec_of(gpu="H800", slowdown=2).step_times().step_s(1, 0) == pytest.approx(0.0162, rel=0.01)
+    assert spec.steps.step_s(1, 0) == pytest.approx(0.0081, rel=0.01)
+    assert spec_of(gpu="H800", slowdown=2).steps.step_s(1, 0) == pytest.approx(0.0162, rel=0.01)
     big = spec_of(gpu="H800", model="qwen2.5-72b", tensor_parallel=4)
     assert big.kv_capacity_tokens == pytest.approx((4 * 70e9 - 145.4e9) / 327_680, rel=1e-3)
 
@@ -28,21 +29,21 @@ def test_a_gpu_by_name_brings_its_speed_and_its_room() -> None:
 def test_without_a_gpu_the_stated_rate_is_kept_whatever_the_batch() -> None:
     spec = spec_of()
     assert spec.kv_capacity_tokens is None
-    assert 64 / spec.step_times().step_s(64, 1e6) == pytest.approx(2000)
+    assert 64 / spec.steps.step_s(64, 1e6) == pytest.approx(2000)
 
 
 def test_streamrls_steps_take_room_and_prefill_from_the_gpu() -> None:
     spec = spec_of(gpu="H800", steps="streamrl", slowdown=2)
-    assert spec.step_times().step_s(128, 1e6) == pytest.approx(2 * 0.0152)
+    assert spec.steps.step_s(128, 1e6) == pytest.approx(2 * 0.0152)
     assert spec.kv_capacity_tokens == 955_078
-    assert spec.step_times().prefill_s(1000) > 0
-    assert spec_of(steps="streamrl").step_times().prefill_s(1000) == 0
+    assert spec.steps.prefill_s(1000) > 0
+    assert spec_of(steps="streamrl").steps.prefill_s(1000) == 0
 
 
 def test_lengths_come_from_where_the_configuration_says(tmp_path) -> None:
     (tmp_path / "lengths.txt").write_text("3\n4\n", encoding="utf-8")
-    assert spec_of(lengths="streamrl", length_scale=0.5).length_law() == HistogramLengths(scale=0.5)
-    assert spec_of(lengths=str(tmp_path / "lengths.txt")).length_law() == ReplayedLengths(lengths=[3, 4])
+    assert spec_of(lengths="streamrl", length_scale=0.5).lengths == HistogramLengths(scale=0.5)
+    assert spec_of(lengths=str(tmp_path / "lengths.txt")).lengths == ReplayedLengths(lengths=[3, 4])
 
 
 @pytest.mark.parametrize(

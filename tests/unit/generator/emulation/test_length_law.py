@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.generator.emulation.length_law import HistogramLengths, ReplayedLengths, read_lengths
+from services.generator.emulation.config import EmulatedConfig
+from services.generator.emulation.length_law import HistogramLengths, read_lengths
+from services.generator.engines.emulated.config import EmulatedEngineConfig
 
 
 def test_the_histogram_has_streamrls_mean_and_quantiles() -> None:
@@ -38,7 +40,7 @@ def test_a_file_that_holds_no_lengths_is_refused_by_name(tmp_path, text: str, co
 
 
 def test_impossible_laws_are_refused() -> None:
-    with pytest.raises(ValueError, match="scale"):
-        HistogramLengths(scale=0)
-    with pytest.raises(ValueError, match="replayed"):
-        ReplayedLengths(lengths=[])
+    with pytest.raises(ValueError, match="length_scale"):
+        EmulatedConfig(length_scale=0)
+    with pytest.raises(ValueError, match="emulated_mean_tokens"):
+        EmulatedEngineConfig(emulated_mean_tokens=0)
