@@ -17,7 +17,7 @@ from ortools.math_opt.python import mathopt
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, made_by
-from services.scheduler.solvers.scored import ordered_nodes
+from services.scheduler.solvers.scored import Parts, ordered_nodes
 
 _NUM_TANGENTS = 16
 _GAP = 1e-4
@@ -27,21 +27,21 @@ _GAP = 1e-4
 class ColumnSolution:
     """The program's answer for one training site."""
 
-    parts: list[Division] | None
+    parts: Parts | None
     """None if time ended before anything was found, or nothing fits."""
     upper_bound: float | None
     """Samples per second that no plan training there exceeds; None if the solver proved no bound."""
 
 
 def solve_columns(
-    model: CostModel, columns: Mapping[str, Sequence[Split]], home: str | None, *, limit_s: float, seed: int
+    model: CostModel, columns: Mapping[str, Sequence[Split]], home: frozenset[str], *, limit_s: float, seed: int
 ) -> ColumnSolution:
-    """The best sums of rates with training in region `home` only, or across regions if it is None."""
+    """The best sums of rates with training in the regions of `home` only."""
     problem, demand = model.problem, model.demand
     program = mathopt.Model(name="columns")
     counts: list[tuple[NodeClass, list[tuple[Split, mathopt.Variable]]]] = []
     for node in ordered_nodes(problem):
-        allowed = [split for split in columns[node.name] if home in (None, node.region) or split.train_gpus == 0]
+        allowed = [split for split in columns[node.name] if node.region in home or split.train_gpus == 0]
         chosen = [(split, program.add_integer_variable(lb=0, ub=node.count)) for split in allowed]
         counts.append((node, chosen))
         program.add_linear_constraint(mathopt.fast_sum(count for _, count in chosen) == node.count)
@@ -60,7 +60,7 @@ def solve_columns(
         for split, count in chosen
     )
     program.add_linear_constraint(memory >= demand.training_state_bytes / 1e9)
-    throughput = program.add_variable(lb=0, ub=math.inf if home is not None else _spanning_ceiling(model))
+    throughput = program.add_variable(lb=0, ub=math.inf if len(home) == 1 else _spanning_ceiling(model))
     for rate, most, lost_s in (
         (made, _most_made(model, columns), problem.cost_model.sync_pause_s),
         (trained, _most_trained(model), problem.cost_model.train_overhead_s),
@@ -77,10 +77,10 @@ def solve_columns(
     parts = None
     if result.has_primal_feasible_solution():
         values = result.variable_values()
-        parts = [
+        parts = tuple(
             Division(node, tuple(split for split, count in chosen for _ in range(round(values[count]))))
             for node, chosen in counts
-        ]
+        )
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         return ColumnSolution(None, 0.0)
     return ColumnSolution(parts, bound if math.isfinite(bound) else None)

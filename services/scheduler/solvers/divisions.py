@@ -24,6 +24,11 @@ class Split:
     """Number of replicas of each of the entry's tensor-parallel degrees."""
     train_gpus: int
 
+    @property
+    def idle(self) -> Split:
+        """The same without its replicas."""
+        return Split((0,) * len(self.replicas), self.train_gpus)
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -128,19 +133,13 @@ def divisions(model: CostModel, node: NodeClass, *, most: int, time_left: TimeLe
 
 def plan_of(model: CostModel, parts: Sequence[Division]) -> PlanDocument:
     """The plan with each entry's machines divided like this."""
-    return PlanDocument(gen=tuple(_gen(model, parts)), train=tuple(_train(parts)))
-
-
-def _gen(model: CostModel, parts: Sequence[Division]) -> Iterator[Replicas]:
+    gen: list[Replicas] = []
+    train: list[TrainShare] = []
     for part in parts:
         for index, split in enumerate(part.splits):
-            for degree, count in zip(model.degrees[part.node.name], split.replicas, strict=True):
-                if count:
-                    yield Replicas(node=f"{part.node.name}-{index}", tp=degree, count=count)
-
-
-def _train(parts: Sequence[Division]) -> Iterator[TrainShare]:
-    for part in parts:
-        for index, split in enumerate(part.splits):
+            machine = f"{part.node.name}-{index}"
+            counts = zip(model.degrees[part.node.name], split.replicas, strict=True)
+            gen += [Replicas(node=machine, tp=degree, count=count) for degree, count in counts if count]
             if split.train_gpus:
-                yield TrainShare(node=f"{part.node.name}-{index}", gpus=split.train_gpus)
+                train.append(TrainShare(node=machine, gpus=split.train_gpus))
+    return PlanDocument(gen=tuple(gen), train=tuple(train))

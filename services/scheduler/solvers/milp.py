@@ -17,9 +17,9 @@ from random import Random
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.columns import solve_columns
-from services.scheduler.solvers.divisions import Division, Split, machine_splits
+from services.scheduler.solvers.divisions import Division, Split, machine_splits, packed
 from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
-from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, ordered_nodes, parts_of, with_part
+from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, homes_of, ordered_nodes, parts_of, with_part
 
 MAX_COLUMNS = 20_000
 """Most ways to divide one machine of each entry, in total."""
@@ -66,9 +66,8 @@ class MilpSolver:
         model: CostModel, columns: dict[str, list[Split]], time_left: TimeLeft, seed: int
     ) -> tuple[float | None, list[Parts]]:
         """The bound over all training sites, None if one proved none; and each program's plan."""
-        homes: list[str | None] = [*dict.fromkeys(node.region for node in ordered_nodes(model.problem))]
-        if not model.problem.constraints.train_single_region and any(link.a != link.b for link in model.problem.links):
-            homes.append(None)
+        is_linked = any(link.a != link.b for link in model.problem.links)
+        homes = [home for home in homes_of(model.problem) if len(home) == 1 or is_linked]
         limit_s = _PROGRAM_SHARE * time_left() / len(homes)
         bounds: list[float | None] = []
         starts: list[Parts] = []
@@ -78,7 +77,7 @@ class MilpSolver:
             solved = solve_columns(model, columns, home, limit_s=limit_s, seed=seed)
             bounds.append(solved.upper_bound)
             if solved.parts is not None:
-                starts.append(tuple(solved.parts))
+                starts.append(solved.parts)
         return (None if None in bounds else max(bound for bound in bounds if bound is not None)), starts
 
 
@@ -145,11 +144,9 @@ class _Search:
 
     def _uniform(self, node: NodeClass, train_gpus: int, degree: int) -> Division:
         """Machines train in order until `train_gpus` GPUs do; the rest generates at one degree, or smaller."""
-        splits, left = [], train_gpus
+        splits = []
         degrees = self._model.degrees[node.name]
-        for _ in range(node.count):
-            trains = min(left, node.gpus)
-            left -= trains
+        for trains in packed(node, train_gpus):
             free, replicas = node.gpus - trains, [0] * len(degrees)
             for index in reversed(range(min(degree + 1, len(degrees)))):
                 replicas[index], free = divmod(free, degrees[index])

@@ -11,9 +11,9 @@ Mattheyses).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import comb, prod
+from operator import mul
 
 from services.scheduler.cost_model.reference import CostModel, Limit
 from services.scheduler.problem.problem import NodeClass
@@ -73,14 +73,6 @@ def _planned(model: CostModel, nodes: Sequence[NodeClass], cut: _Cut) -> Parts:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Weights of one GPU of an entry, each as a share of the whole cluster's."""
-
-    compute: float
-    bandwidth: float
-
-
 class _Graph:
     """The complete graph over GPUs, folded to entries: GPUs of an entry train on as few machines as possible."""
 
@@ -88,15 +80,15 @@ class _Graph:
         problem = model.problem
         self._problem, self._model, self._link_weight = problem, model, link_weight
         self.nodes = ordered_nodes(problem)
-        self.num_gpus = sum(node.gpus * node.count for node in self.nodes)
-        self._most = [node.gpus * node.count if node.region in home else 0 for node in self.nodes]
+        everything = tuple(node.gpus * node.count for node in self.nodes)
+        self.num_gpus = sum(everything)
+        self._most = [most if node.region in home else 0 for node, most in zip(self.nodes, everything, strict=True)]
         types = [problem.gpu_types[node.gpu] for node in self.nodes]
-        flops = sum(node.gpus * node.count * gpu.tflops_bf16 for node, gpu in zip(self.nodes, types, strict=True))
-        memory = sum(node.gpus * node.count * gpu.hbm_GBps for node, gpu in zip(self.nodes, types, strict=True))
-        self._weights = [_Weights(gpu.tflops_bf16 / flops, gpu.hbm_GBps / memory) for gpu in types]
-        self.finest_share = min(weights.compute for weights in self._weights)
+        self._compute = _shares([gpu.tflops_bf16 for gpu in types], everything)
+        self._bandwidth = _shares([gpu.hbm_GBps for gpu in types], everything)
+        self.finest_share = min(self._compute)
         self._between = [[self._edge(one, other) for other in self.nodes] for one in self.nodes]
-        self._all_edges = self._edges(tuple(node.gpus * node.count for node in self.nodes)) or 1.0
+        self._all_edges = self._edges(everything) or 1.0
 
     def best_cut(self, gamma: float, *, band: float) -> _Cut | None:
         """The cut of the highest objective whose share of the arithmetic is within `band` of gamma, or closest to it.
@@ -112,13 +104,11 @@ class _Graph:
 
     def _greedy(self, gamma: float) -> _Cut:
         """Greedy cut: entries with the most arithmetic per memory bandwidth train first."""
-        order = sorted(
-            range(len(self.nodes)), key=lambda index: -self._weights[index].compute / self._weights[index].bandwidth
-        )
+        order = sorted(range(len(self.nodes)), key=lambda index: -self._compute[index] / self._bandwidth[index])
         cut, left = [0] * len(self.nodes), gamma
         for index in order:
-            cut[index] = min(self._most[index], max(0, round(left / self._weights[index].compute)))
-            left -= cut[index] * self._weights[index].compute
+            cut[index] = min(self._most[index], max(0, round(left / self._compute[index])))
+            left -= cut[index] * self._compute[index]
         return tuple(cut)
 
     def _moved(self, cut: _Cut, gamma: float, band: float) -> _Cut:
@@ -138,10 +128,9 @@ class _Graph:
 
     def _objective(self, cut: _Cut, gamma: float, band: float) -> float:
         """Links on the training side and memory bandwidth on the other, minus the excess over the band around gamma."""
-        shares = list(zip(cut, self._weights, strict=True))
-        compute = sum(count * weights.compute for count, weights in shares)
+        compute: float = sum(map(mul, cut, self._compute))
         outside = max(0.0, abs(compute - gamma) - band / 2)
-        generating = 1 - sum(count * weights.bandwidth for count, weights in shares)
+        generating: float = 1 - sum(map(mul, cut, self._bandwidth))
         # Both terms are at most 1, so that a cut in the band always beats one just outside it.
         links = self._link_weight * self._edges(cut) / self._all_edges if self._link_weight else 0.0
         return links + generating - 1e3 * outside
@@ -160,3 +149,9 @@ class _Graph:
         if one.region != other.region:
             return self._model.network.bytes_per_second(one.region, other.region) / 1e9
         return min(one.nic_Gbps, other.nic_Gbps) / 8
+
+
+def _shares(values: Sequence[float], counts: _Cut) -> list[float]:
+    """The value of one GPU of each entry as a share of the whole cluster's."""
+    total = sum(map(mul, counts, values))
+    return [value / total for value in values]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
+from itertools import islice
 from random import Random
 
 from services.scheduler.cost_model.reference import CostModel
@@ -55,7 +56,7 @@ class Placement:
             for node in sorted(here, key=order):
                 trains[node.name] = min(left, node.gpus * node.count)
                 left -= trains[node.name]
-            yield tuple(self._division(node, list(packed(node, trains.get(node.name, 0)))) for node in self._nodes)
+            yield tuple(self._division(node, trains.get(node.name, 0)) for node in self._nodes)
 
     def crossed(self, one: Parts, other: Parts, home: frozenset[str], num_training: int) -> Parts:
         """Take each entry from either parent, then move GPUs of random machines to get the number that train."""
@@ -112,12 +113,8 @@ class Placement:
         """Let all machines of an entry stop generating, or start."""
         index = self.random.randrange(len(parts))
         part = parts[index]
-        none = (0,) * len(self._model.degrees[part.node.name])
-        is_idle = all(split.replicas == none for split in part.splits)
-        splits = (
-            self._best_split(part.node, split.train_gpus) if is_idle else Split(none, split.train_gpus)
-            for split in part.splits
-        )
+        is_idle = all(split == split.idle for split in part.splits)
+        splits = (self._best_split(part.node, split.train_gpus) if is_idle else split.idle for split in part.splits)
         return with_part(parts, index, Division(part.node, tuple(splits)))
 
     def _machine(self, parts: Parts, home: frozenset[str], *, trains: bool) -> tuple[int, int] | None:
@@ -141,14 +138,12 @@ class Placement:
 
     def _listed(self, node: NodeClass) -> dict[int, list[Split]]:
         found: dict[int, list[Split]] = {}
-        for index, split in enumerate(machine_splits(self._model, node)):
-            if index >= _MAX_SPLITS:
-                break
+        for split in islice(machine_splits(self._model, node), _MAX_SPLITS):
             found.setdefault(split.train_gpus, []).append(split)
         return found
 
-    def _division(self, node: NodeClass, trains: list[int]) -> Division:
-        return Division(node, tuple(self._best_split(node, gpus) for gpus in trains))
+    def _division(self, node: NodeClass, train_gpus: int) -> Division:
+        return Division(node, tuple(self._best_split(node, gpus) for gpus in packed(node, train_gpus)))
 
     def _generation_rate(self, node: NodeClass) -> float:
         """Samples per second of one of its GPUs at the best degree."""

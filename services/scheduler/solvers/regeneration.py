@@ -7,11 +7,11 @@ dearest first: StreamRL (Zhong et al. 2025, section 4.3) adds units only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from services.scheduler.cost_model.reference import CostModel, Score
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.problem.problem import NodeClass
 from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, plan_of
 from services.scheduler.solvers.interface import Solution, TimeLeft
 from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, parts_of, with_part
@@ -25,9 +25,9 @@ def regenerate(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) 
     """The best plan found that trains where `running` does, without unneeded machines; never slower than it."""
     scored = Scored(model)
     kept = parts_of(model, running)
-    around = _Neighbourhood(model)
+    around = partial(_neighbours, {node.name: list(machine_splits(model, node)) for node in model.problem.nodes})
     for start in (kept, tuple(_filled(model, part) for part in kept)):
-        climb(scored, start, around.neighbours, time_left=time_left)
+        climb(scored, start, around, time_left=time_left)
     while scored.best is not None and time_left() > 0:
         if (leaner := _leaner(model, scored, scored.best)) is None:
             break
@@ -40,12 +40,11 @@ def _leaner(model: CostModel, scored: Scored, parts: Parts) -> Parts | None:
     offers: list[tuple[float, Parts]] = []
     for index, part in enumerate(parts):
         for split in dict.fromkeys(part.splits):
-            idle = Split((0,) * len(split.replicas), split.train_gpus)
-            position = part.splits.index(split)
-            without = with_part(parts, index, part.with_split(position, idle))
-            if split == idle or scored.rate(without) < scored.best_rate / BETTER or _spare(model, without) < MIN_SPARE:
+            if split == split.idle:
                 continue
-            offers.append((part.node.price_per_gpu_hour * (part.node.gpus - split.train_gpus), without))
+            without = with_part(parts, index, part.with_split(part.splits.index(split), split.idle))
+            if scored.rate(without) >= scored.best_rate / BETTER and _spare(model, without) >= MIN_SPARE:
+                offers.append((part.node.price_per_gpu_hour * (part.node.gpus - split.train_gpus), without))
     return max(offers, key=lambda offer: offer[0])[1] if offers else None
 
 
@@ -62,26 +61,14 @@ def _filled(model: CostModel, part: Division) -> Division:
     return Division(part.node, tuple(splits))
 
 
-class _Neighbourhood:
+def _neighbours(all_splits: Mapping[str, Sequence[Split]], parts: Parts) -> Iterator[Parts]:
     """Plans that differ in the use of one entry's machines beside training."""
-
-    def __init__(self, model: CostModel) -> None:
-        self._model = model
-        self._splits = {node.name: list(machine_splits(model, node)) for node in model.problem.nodes}
-
-    def neighbours(self, parts: Parts) -> Iterator[Parts]:
-        """The neighbours of these parts."""
-        for index, part in enumerate(parts):
-            for old in dict.fromkeys(part.splits):
-                position = part.splits.index(old)
-                for new in self._alike(part.node, old):
-                    everywhere = tuple(new if split == old else split for split in part.splits)
-                    for splits in dict.fromkeys((everywhere, part.with_split(position, new).splits)):
-                        yield with_part(parts, index, Division(part.node, splits))
-
-    def _alike(self, node: NodeClass, old: Split) -> Iterator[Split]:
-        """Other divisions of a machine with as many training GPUs, including the one with all others idle."""
-        idle = Split((0,) * len(self._model.degrees[node.name]), old.train_gpus)
-        for split in dict.fromkeys((*self._splits[node.name], idle)):
-            if split.train_gpus == old.train_gpus and split != old:
-                yield split
+    for index, part in enumerate(parts):
+        for old in dict.fromkeys(part.splits):
+            position = part.splits.index(old)
+            for new in dict.fromkeys((*all_splits[part.node.name], old.idle)):
+                if new == old or new.train_gpus != old.train_gpus:
+                    continue
+                everywhere = tuple(new if split == old else split for split in part.splits)
+                for splits in dict.fromkeys((everywhere, part.with_split(position, new).splits)):
+                    yield with_part(parts, index, Division(part.node, splits))
