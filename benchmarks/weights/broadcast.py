@@ -30,8 +30,9 @@ from penstock.network.rpc import Server, Service
 from penstock.security import NO_SECURITY
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.trainer.publishing.broadcasts import Broadcasts, BroadcastSettings
+from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.publisher import serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
 
 MB = 1_000_000
 WARM_UP_BYTES = 1 * MB
@@ -80,7 +81,7 @@ class _Site:
         manifest = make_manifest(
             path, url=f"{self._url}/weights/{RUN_ID}/{path.name}", policy_version=self._num_published
         )
-        self._store.add(PublishedVersion(manifest=manifest, path=path))
+        self._store.add(Published(manifest=manifest, path=path))
         return manifest
 
     async def bring(self, manifest: weights_pb2.WeightsManifest, way: str) -> float:

@@ -21,8 +21,9 @@ from penstock.network.rpc import Server, Service
 from penstock.security import NO_SECURITY
 from penstock.transfer.relay import Relay
 from penstock.v1 import weights_pb2, weights_pb2_grpc
+from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.publisher import serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
 
 NUM_RECEIVERS = 3
 CUT_TIMEOUT_S = 60.0
@@ -40,7 +41,7 @@ class _Site:
         write_weights(path, size_bytes=size_bytes, seed=policy_version)
         url = f"http://127.0.0.1:{self.link.port}/weights/{RUN_ID}/{path.name}"
         manifest = make_manifest(path, url=url, policy_version=policy_version)
-        self.store.add(PublishedVersion(manifest=manifest, path=path))
+        self.store.add(Published(manifest=manifest, path=path))
         return manifest
 
     @asynccontextmanager

@@ -7,7 +7,6 @@ import os
 from functools import partial
 from urllib.parse import urlsplit
 
-from penstock.clock import SystemClock
 from penstock.network.http_server import public_url
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
@@ -94,14 +93,15 @@ async def _serve_grpc(
 ) -> None:
     torchrun = TorchrunRuns() if place is not None else None
 
-    def load_policy(run: TrainingConfig) -> Policy:
+    def load(run: TrainingConfig) -> Policy:
         check_size(place, len(run.trainer.shares))
-        return _load_policy(run, torchrun)
+        # Imported when the first run begins, in the compute thread: torch takes seconds, meanwhile the server answers.
+        from services.trainer.run.policy_loading import load_policy
+
+        return load_policy(run, torchrun)
 
     def make_run(spec: RunSpec) -> TrainingRun:
-        return TrainingRun(
-            spec, store=store, weights_url=weights_url, load_policy=load_policy, security=security, clock=SystemClock()
-        )
+        return TrainingRun(spec, store=store, weights_url=weights_url, load_policy=load, security=security)
 
     kept = KeptRun(kept_path(config.state_dir, config.listen))
     roots = Roots(config.allowed_roots)
@@ -135,10 +135,3 @@ async def _serve_grpc(
     finally:
         if torchrun is not None:
             torchrun.end()
-
-
-def _load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Policy:
-    # Imported when the first run begins, in the compute thread: torch takes seconds, and until then the server answers.
-    from services.trainer.run.policy_loading import load_policy
-
-    return load_policy(config, torchrun)

@@ -13,6 +13,7 @@ them all. Promises:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +24,14 @@ MIN_KEPT_DELTAS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedDelta:
-    """The delta from the previously published version to this one."""
+class Published:
+    """A version that receivers may take, or a delta to one."""
 
     manifest: weights_pb2.WeightsManifest
     path: Path
     """Its content, complete."""
+    delta: Published | None = None
+    """Of a version: the delta from the one published before it; None if that saves nothing."""
 
 
 class PublishedDeltas:
@@ -36,13 +39,13 @@ class PublishedDeltas:
 
     def __init__(self, *, max_kept: int = MAX_KEPT_DELTAS) -> None:
         self._max_kept = max_kept
-        self._kept: OrderedDict[int, PublishedDelta] = OrderedDict()
+        self._kept: OrderedDict[int, Published] = OrderedDict()
 
     def clear(self) -> None:
         """Offer nothing; the files are left to their writer."""
         self._kept.clear()
 
-    def add(self, delta: PublishedDelta, *, full_bytes: int) -> None:
+    def add(self, delta: Published, *, full_bytes: int) -> None:
         """Offer a delta to the version published last; deletes the contents of those no longer kept.
 
         Args:
@@ -56,9 +59,9 @@ class PublishedDeltas:
             num_bytes -= oldest.manifest.size_bytes
             oldest.path.unlink(missing_ok=True)
 
-    def content(self, name: str) -> Path | None:
-        """Path of the content of that name; None if it is not offered."""
-        return next((delta.path for delta in self._kept.values() if delta.path.name == name), None)
+    def __iter__(self) -> Iterator[Published]:
+        """Those that are kept."""
+        return iter(self._kept.values())
 
     def chain(
         self, full: weights_pb2.WeightsManifest, *, held_version: int, held_digest: str

@@ -33,8 +33,8 @@ from penstock.transfer.content_server import serving_contents
 from penstock.transfer.rate import ByteRate
 from penstock.v1 import weights_pb2
 from penstock.wire.timestamps import timestamp
-from services.trainer.publishing.deltas import PublishedDelta
-from services.trainer.publishing.version_store import PublishedVersion, WeightStore
+from services.trainer.publishing.deltas import Published
+from services.trainer.publishing.version_store import WeightStore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,10 +55,11 @@ class WeightPublisher:
         self._directory = directory
         self._base_url = base_url.rstrip("/")
         self._clock = clock
-        self._last: PublishedVersion | None = None
+        self._last: Published | None = None
         self._instance_id, self._epoch = "", 0
-        self._publishing: asyncio.Future[float] | None = None
-        self._last_s = 0.0
+        self._publishing: asyncio.Future[None] | None = None
+        self.last_s = 0.0
+        """How long the last one of those took that were begun beside something else and have ended, seconds."""
 
     def open(self, *, instance_id: str = "", epoch: int = 0) -> None:
         """Start with an empty folder and an empty store; what is published says in whose name."""
@@ -78,8 +79,8 @@ class WeightPublisher:
         policy_version: int,
         history: int,
         adapter: weights_pb2.AdapterInfo | None = None,
-    ) -> float:
-        """Write, digest and offer a version; returns the seconds it took.
+    ) -> None:
+        """Write, digest and offer a version.
 
         Args:
             tensors: Hugging Face names (an adapter's: those of PEFT) to CPU tensors that do not change meanwhile.
@@ -91,11 +92,9 @@ class WeightPublisher:
             InvalidFieldError: The list of its tensors and chunks fits no message.
             OSError: The disk refuses.
         """
-        start = time.monotonic()
         version = await asyncio.to_thread(self._prepare, tensors, policy_version, history, adapter)
         self._store.add(version)
         self._last = version
-        return time.monotonic() - start
 
     def begin(
         self,
@@ -106,27 +105,23 @@ class WeightPublisher:
         adapter: weights_pb2.AdapterInfo | None,
     ) -> None:
         """Publish a version beside whatever comes next; call it when the one before has ended (`finish`)."""
-        publishing = self.publish(tensors, policy_version=policy_version, history=history, adapter=adapter)
-        self._publishing = asyncio.ensure_future(publishing)
+        start = time.monotonic()
+
+        async def publish() -> None:
+            await self.publish(tensors, policy_version=policy_version, history=history, adapter=adapter)
+            self.last_s = time.monotonic() - start
+
+        self._publishing = asyncio.ensure_future(publish())
 
     async def finish(self) -> None:
         """Returns when the last version that was begun is published; raises what publishing raised."""
         if self._publishing is not None:
-            self._last_s = await self._publishing
+            await self._publishing
             self._publishing = None
-
-    @property
-    def last_s(self) -> float:
-        """How long the last of those took that is known to have ended, seconds."""
-        publishing = self._publishing
-        is_known = publishing is not None and publishing.done() and not publishing.cancelled()
-        if publishing is not None and is_known and publishing.exception() is None:
-            self._last_s = publishing.result()
-        return self._last_s
 
     def _prepare(
         self, tensors: Mapping[str, Tensor], policy_version: int, history: int, adapter: weights_pb2.AdapterInfo | None
-    ) -> PublishedVersion:
+    ) -> Published:
         path = self._directory / f"v{policy_version}-h{history}.safetensors"
         write_safetensors(tensors, path)
         infos = safetensors_digests(path)
@@ -150,9 +145,9 @@ class WeightPublisher:
                 f"bytes, at most {MAX_MANIFEST_BYTES} can be sent; store the model with fewer, larger tensors",
                 field="manifest",
             )
-        return PublishedVersion(manifest=manifest, path=path, delta=self._prepare_delta(manifest, path))
+        return Published(manifest=manifest, path=path, delta=self._prepare_delta(manifest, path))
 
-    def _prepare_delta(self, full: weights_pb2.WeightsManifest, path: Path) -> PublishedDelta | None:
+    def _prepare_delta(self, full: weights_pb2.WeightsManifest, path: Path) -> Published | None:
         """What leads from the version published last to `full`, whose content is at `path`; None where not worth it."""
         last = self._last
         if last is None or last.manifest.history != full.history or full.policy_version <= last.manifest.policy_version:
@@ -175,7 +170,7 @@ class WeightPublisher:
         manifest.base_version = last.manifest.policy_version
         manifest.base_digest = last.manifest.digest
         self._describe_content(manifest, target)
-        return PublishedDelta(manifest=manifest, path=target)
+        return Published(manifest=manifest, path=target)
 
     def _describe_content(self, manifest: weights_pb2.WeightsManifest, path: Path) -> None:
         """Fill in the size, chunks and address of the file at `path`."""

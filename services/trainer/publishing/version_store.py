@@ -33,7 +33,7 @@ from penstock.errors import (
 from penstock.security.addresses import MAX_URL_CHARACTERS, OwnAddresses, Peer, check_url
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.trainer.publishing.broadcasts import Broadcasts
-from services.trainer.publishing.deltas import PublishedDelta, PublishedDeltas
+from services.trainer.publishing.deltas import Published, PublishedDeltas
 from services.trainer.publishing.relay_tree import SiteRelays
 from services.trainer.publishing.source_failures import SourceFailures
 
@@ -41,24 +41,11 @@ SERVICE_NAME = "penstock.v1.WeightStoreService"
 MAX_KEPT_VERSIONS = 3
 MAX_KNOWN_DIGESTS = 256
 MAX_HOLDINGS = 4096
-MAX_NAMED_CONTENTS = 64
-"""More than the versions and deltas that are kept."""
 MAX_NAME_CHARACTERS = 128
 WATCH_POLL_S = 1.0
 TRUSTED_SETTING = "trusted_relay_hosts of the trainer's own configuration"
 
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedVersion:
-    """A version that receivers may take."""
-
-    manifest: weights_pb2.WeightsManifest
-    path: Path
-    """Its content, complete."""
-    delta: PublishedDelta | None = None
-    """The delta from the previously published version; None if that saves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +65,8 @@ class WeightStore:
     def __init__(self, *, max_kept: int = MAX_KEPT_VERSIONS) -> None:
         self._max_kept = max_kept
         self._run_id = ""
-        self._kept: OrderedDict[str, PublishedVersion] = OrderedDict()
+        self._kept: OrderedDict[str, Published] = OrderedDict()
         self._deltas = PublishedDeltas()
-        self._names: OrderedDict[str, str] = OrderedDict()
         self._digests: OrderedDict[int, str] = OrderedDict()
         self._grown = asyncio.Event()
         self.holdings: OrderedDict[str, Holding] = OrderedDict()
@@ -91,22 +77,17 @@ class WeightStore:
         self._run_id = run_id
         self._kept.clear()
         self._deltas.clear()
-        self._names.clear()
         self._digests.clear()
         self.holdings.clear()
         self.relays.clear()
 
-    def add(self, version: PublishedVersion) -> None:
+    def add(self, version: Published) -> None:
         """Offer a version as the newest; deletes the content of versions no longer kept."""
         manifest = version.manifest
         self._kept[version.path.name] = version
         self._kept.move_to_end(version.path.name)
-        self._names[content_id(manifest)] = version.path.name
         if version.delta is not None:
             self._deltas.add(version.delta, full_bytes=manifest.size_bytes)
-            self._names[content_id(version.delta.manifest)] = version.delta.path.name
-        while len(self._names) > MAX_NAMED_CONTENTS:
-            self._names.popitem(last=False)
         self._digests[manifest.policy_version] = manifest.digest
         self._digests.move_to_end(manifest.policy_version)
         while len(self._digests) > MAX_KNOWN_DIGESTS:
@@ -117,14 +98,14 @@ class WeightStore:
         self._grown.set()
         self._grown = asyncio.Event()
 
-    def newest(self, run_id: str) -> PublishedVersion:
+    def newest(self, run_id: str) -> Published:
         """The version published last; raises UnknownVersionError."""
         self.require_run(run_id)
         if not self._kept:
             raise UnknownVersionError(f"run {run_id} has published nothing yet", run_id=run_id)
         return next(reversed(self._kept.values()))
 
-    def version(self, run_id: str, policy_version: int) -> PublishedVersion:
+    def version(self, run_id: str, policy_version: int) -> Published:
         """A kept version, of the newest history that has it; raises UnknownVersionError."""
         self.require_run(run_id)
         for version in reversed(self._kept.values()):
@@ -137,15 +118,14 @@ class WeightStore:
 
     def content(self, run_id: str, name: str) -> Path | None:
         """Path of the content of that name; None if it is not offered."""
-        if run_id != self._run_id:
-            return None
-        version = self._kept.get(name)
-        return version.path if version is not None else self._deltas.content(name)
+        return next((each.path for each in self._offered(run_id) if each.path.name == name), None)
 
-    def find_content(self, run_id: str, content_id: str) -> Path | None:
+    def find_content(self, run_id: str, wanted_id: str) -> Path | None:
         """Path of the content with that id; None if it is not offered."""
-        name = self._names.get(content_id)
-        return None if name is None else self.content(run_id, name)
+        return next((each.path for each in self._offered(run_id) if content_id(each.manifest) == wanted_id), None)
+
+    def _offered(self, run_id: str) -> list[Published]:
+        return [*reversed(self._kept.values()), *self._deltas] if run_id == self._run_id else []
 
     def offer(
         self, run_id: str, policy_version: int | None, *, held_version: int, held_digest: str

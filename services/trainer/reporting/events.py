@@ -67,25 +67,31 @@ class RunEvents:
 
     def announce(self) -> None:
         """Make an event of the present state and message."""
-        self._append(state_changed=trainer_pb2.StateChanged(state=self.state, message=self.message))
+        self._append(
+            trainer_pb2.WatchRunResponse(state_changed=trainer_pb2.StateChanged(state=self.state, message=self.message))
+        )
 
     def report_step(self, *, policy_version: int, metrics: Mapping[str, float]) -> None:
         """A step was taken and acknowledged."""
         self.policy_version = policy_version
         self._waiting_gap_s = FIRST_WAITING_GAP_S
         step = trainer_pb2.StepReport(policy_version=policy_version, num_steps=self.num_steps, metrics=dict(metrics))
-        self._append(step=step)
+        self._append(trainer_pb2.WatchRunResponse(step=step))
         if not self.has_stepped:
             self.has_stepped = True
             self.on_first_step()
 
     def report_evaluation(self, report: trainer_pb2.EvaluationReport) -> None:
         """Report held-out accuracy."""
-        self._append(evaluation=report)
+        self._append(trainer_pb2.WatchRunResponse(evaluation=report))
 
     def report_checkpoint(self, *, policy_version: int, path: str) -> None:
         """A checkpoint is complete on disk."""
-        self._append(checkpoint=trainer_pb2.CheckpointWritten(policy_version=policy_version, path=path))
+        self._append(
+            trainer_pb2.WatchRunResponse(
+                checkpoint=trainer_pb2.CheckpointWritten(policy_version=policy_version, path=path)
+            )
+        )
 
     def finish(
         self,
@@ -109,7 +115,7 @@ class RunEvents:
         finished = trainer_pb2.RunFinished(outcome=outcome, message=message, summary_json=summary_json)
         if retry_delay_s is not None:
             finished.retry_delay.FromMilliseconds(round(1000 * retry_delay_s))
-        self._append(finished=finished)
+        self._append(trainer_pb2.WatchRunResponse(finished=finished))
 
     async def follow(
         self, *, from_sequence: int = 0, incarnation: str = ""
@@ -131,28 +137,11 @@ class RunEvents:
             return None
         return self._events[max(0, sequence - self._events[0].sequence)]
 
-    def _append(
-        self,
-        *,
-        state_changed: trainer_pb2.StateChanged | None = None,
-        step: trainer_pb2.StepReport | None = None,
-        evaluation: trainer_pb2.EvaluationReport | None = None,
-        checkpoint: trainer_pb2.CheckpointWritten | None = None,
-        finished: trainer_pb2.RunFinished | None = None,
-    ) -> None:
+    def _append(self, event: trainer_pb2.WatchRunResponse) -> None:
         self._num_events += 1
-        self._events.append(
-            trainer_pb2.WatchRunResponse(
-                sequence=self._num_events,
-                incarnation=self.incarnation,
-                event_time=timestamp(self._clock.now_s()),
-                state_changed=state_changed,
-                step=step,
-                evaluation=evaluation,
-                checkpoint=checkpoint,
-                finished=finished,
-            )
-        )
+        event.sequence, event.incarnation = self._num_events, self.incarnation
+        event.event_time.CopyFrom(timestamp(self._clock.now_s()))
+        self._events.append(event)
         # Readers wait on the event they saw; a fresh one takes its place, so that no wake-up is missed or shared.
         self._grown.set()
         self._grown = asyncio.Event()

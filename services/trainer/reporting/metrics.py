@@ -27,7 +27,9 @@ from pathlib import Path
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from penstock.process.durable_files import replace_file
 from services.trainer.reporting.stall_timer import Cause
+from services.trainer.reporting.trackers import Trackers
 from services.trainer.step.step_report import StepReport
 
 STEPS = Counter("penstock_trainer_steps", "Optimiser steps taken")
@@ -114,20 +116,38 @@ def count_step(report: StepReport, times: StepTimes, *, policy_version: int) -> 
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, each with a `policy_version`.
+    """A file of JSON objects, one a line, each with a `policy_version`; its numbers go to trackers, too.
 
     A line that the disk refuses is kept, whole, until the disk takes it: see `flush`.
+
+    Args:
+        path: The file.
+        prefix: Before the names that trackers are given.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, prefix: str = "") -> None:
+        self.trackers = Trackers({})
         self._path = path
+        self._prefix = prefix
         self._unwritten: list[str] = []
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Add a line, whole numbers as such. Raises OSError if writing fails, and then keeps the line."""
-        plain = {k: int(v) if k == "policy_version" and isinstance(v, float) else v for k, v in line.items()}
-        self._unwritten.append(json.dumps(plain) + "\n")
-        self.flush()
+        """Add a line, whole numbers as such. Raises OSError if writing fails, and then keeps the line.
+
+        Trackers get its numbers whether or not the disk takes it.
+        """
+        version = line["policy_version"]
+        assert isinstance(version, int | float)
+        numbers = {
+            f"{self._prefix}{name}": float(value)
+            for name, value in line.items()
+            if isinstance(value, int | float) and name not in ("policy_version", "time")
+        }
+        self._unwritten.append(json.dumps({**line, "policy_version": int(version)}) + "\n")
+        try:
+            self.flush()
+        finally:
+            self.trackers.log(numbers, policy_version=int(version))
 
     def flush(self) -> None:
         """Write lines that failed before; call it before a checkpoint marks those steps as done.
@@ -158,10 +178,4 @@ class JsonLines:
     def cut_after(self, policy_version: int) -> None:
         """Keep only lines of `policy_version` and before."""
         kept = [line for line in self.read() if line["policy_version"] <= policy_version]
-        temporary = self._path.with_suffix(".tmp")
-        try:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(temporary, self._path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept))

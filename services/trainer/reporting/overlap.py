@@ -93,23 +93,9 @@ class OverlapMeter:
 
     def totals(self, now_s: float) -> OverlapTotals:
         """Everything up to `now_s`, with what was reported so far."""
-        return self._added_up(now_s)
-
-    def settle(self, now_s: float) -> None:
-        """Forget spans older than SETTLE_AFTER_S once they are added up; keeps memory bounded in long runs."""
-        until = now_s - SETTLE_AFTER_S
-        if self._settled_until is not None and until < self._settled_until + SETTLE_AFTER_S:
-            return
-        self._settled = self._added_up(until)
-        self._settled_until = until
-        self._phases = _clipped(self._phases, until, float("inf"))
-        self._trainer = _clipped(self._trainer, until, float("inf"))
-        self._generators = _clipped(self._generators, until, float("inf"))
-
-    def _added_up(self, until: float) -> OverlapTotals:
         since = self._settled_until if self._settled_until is not None else 0.0
-        running = [(self._begin, until)] if self._begin is not None else []
-        phases = _merged(_clipped([*self._phases, *running], since, until))
+        running = [(self._begin, now_s)] if self._begin is not None else []
+        phases = _merged(_clipped([*self._phases, *running], since, now_s))
         trainer = _intersection(_merged(self._trainer), phases)
         generators = _intersection(_merged(self._generators), phases)
         return OverlapTotals(
@@ -118,6 +104,17 @@ class OverlapMeter:
             generator_busy_s=self._settled.generator_busy_s + _length(generators),
             overlap_s=self._settled.overlap_s + _length(_intersection(trainer, generators)),
         )
+
+    def settle(self, now_s: float) -> None:
+        """Forget spans older than SETTLE_AFTER_S once they are added up; keeps memory bounded in long runs."""
+        until = now_s - SETTLE_AFTER_S
+        if self._settled_until is not None and until < self._settled_until + SETTLE_AFTER_S:
+            return
+        self._settled = self.totals(until)
+        self._settled_until = until
+        self._phases = _clipped(self._phases, until, float("inf"))
+        self._trainer = _clipped(self._trainer, until, float("inf"))
+        self._generators = _clipped(self._generators, until, float("inf"))
 
 
 def _idle(busy_s: float, phase_s: float) -> float | None:

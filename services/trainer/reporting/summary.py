@@ -18,7 +18,6 @@ Unknown values (nothing was measured, the broker was away) are null, never inven
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
+from penstock.process.durable_files import replace_file
 from penstock.process.packages import ENGINE_PACKAGES, installed_version
 from penstock.v1 import broker_pb2, trainer_pb2
 from penstock.wire.audit_json import audit_document
@@ -111,9 +111,7 @@ def restate_end(path: Path, outcome: trainer_pb2.RunOutcome.ValueType, message: 
 def write_summary(path: Path, summary: Summary) -> str:
     """Write it whole or not at all; returns the text."""
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, text)
     return text
 
 

@@ -21,7 +21,6 @@ import structlog
 from penstock.config import ConfigError
 from penstock.security.plain_text import is_local
 from services.trainer.config import TRACKER_PACKAGES, TrackerName
-from services.trainer.reporting.metrics import JsonLines
 
 _log = structlog.get_logger()
 Numbers = Mapping[str, float]
@@ -155,26 +154,3 @@ def _check_address(variable: str) -> None:
             f"run.trackers: {variable} is {address}, where the key would go in plain text; use https, or set "
             "insecure: true in the trainer's configuration"
         )
-
-
-class TrackedLines(JsonLines):
-    """A file of JSON lines whose numbers go to trackers, too."""
-
-    def __init__(self, path: Path, trackers: Trackers, *, prefix: str = "") -> None:
-        super().__init__(path)
-        self.trackers = trackers
-        self._prefix = prefix
-
-    def append(self, line: Mapping[str, object]) -> None:
-        """Add a line to the file, and to the trackers whether or not the disk takes it."""
-        numbers = {
-            f"{self._prefix}{name}": float(value)
-            for name, value in line.items()
-            if isinstance(value, int | float) and name not in ("policy_version", "time")
-        }
-        version = line["policy_version"]
-        assert isinstance(version, int | float)
-        try:
-            super().append(line)
-        finally:
-            self.trackers.log(numbers, policy_version=int(version))

@@ -13,7 +13,8 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import structlog
 
@@ -218,14 +219,6 @@ def _score(group: types_pb2.TrajectoryGroup) -> float | None:
     return None
 
 
-def _report(line: dict[str, object] | dict[str, float]) -> trainer_pb2.EvaluationReport:
-    def accuracy(name: str) -> float | None:
-        value = line[name]
-        return float(value) if isinstance(value, (int, float)) else None
-
-    return trainer_pb2.EvaluationReport(
-        policy_version=int(str(line["policy_version"])),
-        sampled_accuracy=accuracy("sampled_accuracy"),
-        greedy_accuracy=accuracy("greedy_accuracy"),
-        num_prompts=int(str(line["num_prompts"])),
-    )
+def _report(line: Mapping[str, Any]) -> trainer_pb2.EvaluationReport:
+    names = ("policy_version", "sampled_accuracy", "greedy_accuracy", "num_prompts")
+    return trainer_pb2.EvaluationReport(**{name: line[name] for name in names})

@@ -41,11 +41,12 @@ from services.trainer.model.backend import Backend, BackendError
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.publishing.version_store import WeightStore
 from services.trainer.reporting.events import RunEvents
+from services.trainer.reporting.metrics import JsonLines
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.reporting.progress import Progress
 from services.trainer.reporting.stall_timer import Cause
 from services.trainer.reporting.summary import RunFacts, build_summary, restate_end, write_summary
-from services.trainer.reporting.trackers import TrackedLines, Trackers, open_trackers
+from services.trainer.reporting.trackers import open_trackers
 from services.trainer.run.broker_link import BrokerLink
 from services.trainer.run.context import Policy, RunContext, RunSpec
 from services.trainer.run.evaluation import Evaluator
@@ -101,9 +102,8 @@ class TrainingRun:
             base_url=weights_url,
             clock=self._clock,
         )
-        self._trackers = Trackers({})
-        self._metrics = TrackedLines(spec.run_dir / "metrics.jsonl", self._trackers)
-        self._evaluations = TrackedLines(spec.run_dir / "evaluations.jsonl", self._trackers, prefix="eval/")
+        self._metrics = JsonLines(spec.run_dir / "metrics.jsonl")
+        self._evaluations = JsonLines(spec.run_dir / "evaluations.jsonl", prefix="eval/")
         self._opened: Backend | None = None
         """To be closed."""
         self._backend: Backend | None = None
@@ -167,7 +167,7 @@ class TrainingRun:
         finally:
             await self._close_backend()
             self._compute.close()
-            await asyncio.to_thread(self._trackers.close)
+            await asyncio.to_thread(self._metrics.trackers.close)
         _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
         self.outcome = outcome
         is_retried = outcome == trainer_pb2.RUN_OUTCOME_FAILED and not self.is_final
@@ -237,7 +237,7 @@ class TrainingRun:
 
     def _open_trackers(self) -> None:
         """Start the configured trackers, and send lines to them; raises ConfigError."""
-        self._trackers = self._metrics.trackers = self._evaluations.trackers = open_trackers(
+        self._metrics.trackers = self._evaluations.trackers = open_trackers(
             self.spec.config.run.trackers,
             self.spec.run_dir,
             run_id=self.spec.run_id,

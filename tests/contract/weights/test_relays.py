@@ -24,7 +24,7 @@ from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import BURST_S
 from penstock.transfer.relay import Relay
 from penstock.v1 import weights_pb2
-from services.trainer.publishing.version_store import PublishedVersion
+from services.trainer.publishing.deltas import Published
 from tests.helpers.certificates import make_security
 from tests.helpers.waiting import until
 from tests.helpers.weights.scripted_weight_store import make_manifest
@@ -194,7 +194,7 @@ def publish_bfloat16(made, *, num_values):
     save_file({"w": (values.view(np.uint32) >> 16).astype(np.uint16)}, path)
     url = f"http://127.0.0.1:{made.link.port}/weights/r/{path.name}"
     manifest = make_manifest(path, policy_version=1, url=url, chunk_bytes=CHUNK_BYTES)
-    made.store.add(PublishedVersion(manifest=manifest, path=path))
+    made.store.add(Published(manifest=manifest, path=path))
     return manifest
 
 

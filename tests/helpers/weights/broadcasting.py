@@ -21,8 +21,9 @@ from penstock.security import NO_SECURITY
 from penstock.transfer.sources import SourceKind
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.trainer.publishing.broadcasts import Broadcasts, BroadcastSettings
+from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.publisher import serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
 from tests.helpers.serving import serving
 from tests.helpers.weights.scripted_weight_store import make_manifest
 
@@ -46,7 +47,7 @@ class Origin:
         save_file({"w": rng.integers(0, 255, size_bytes, dtype=np.uint8)}, path)
         url = f"{self._url}/weights/r/{path.name}"
         manifest = make_manifest(path, policy_version=policy_version, url=url, chunk_bytes=CHUNK_BYTES)
-        self._store.add(PublishedVersion(manifest=manifest, path=path))
+        self._store.add(Published(manifest=manifest, path=path))
         return manifest
 
     async def receiver(self, name: str, **settings: object) -> Receiver:

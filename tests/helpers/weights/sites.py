@@ -16,9 +16,10 @@ from penstock.network.rpc import Service
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer.relay import Relay
 from penstock.v1 import weights_pb2, weights_pb2_grpc
+from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.publisher import serving_weights
 from services.trainer.publishing.source_failures import SourceFailures
-from services.trainer.publishing.version_store import SERVICE_NAME, PublishedVersion, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
 from tests.helpers.serving import serving
 from tests.helpers.weights.scripted_weight_store import make_manifest
 
@@ -45,7 +46,7 @@ class Site:
         scheme = "http" if self._security.cert_file is None else "https"
         url = f"{scheme}://127.0.0.1:{self.link.port}/weights/r/{path.name}"
         manifest = make_manifest(path, policy_version=policy_version, url=url, chunk_bytes=CHUNK_BYTES)
-        self.store.add(PublishedVersion(manifest=manifest, path=path))
+        self.store.add(Published(manifest=manifest, path=path))
         return manifest
 
     async def receiver(self, name: str, **settings: object) -> Receiver:

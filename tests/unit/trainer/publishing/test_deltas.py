@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.v1 import weights_pb2
-from services.trainer.publishing.deltas import PublishedDelta, PublishedDeltas
+from services.trainer.publishing.deltas import Published, PublishedDeltas
 
 
 def full(version: int, *, size_bytes: int = 1000) -> weights_pb2.WeightsManifest:
@@ -28,7 +28,7 @@ def shelf_of(folder: Path, versions: list[int], *, size_bytes: int = 100, max_ke
             base_digest=f"d{version - 1}",
             size_bytes=size_bytes,
         )
-        shelf.add(PublishedDelta(manifest=manifest, path=path), full_bytes=1000)
+        shelf.add(Published(manifest=manifest, path=path), full_bytes=1000)
     return shelf
 
 
@@ -60,8 +60,7 @@ def test_a_chain_that_takes_as_many_bytes_as_the_whole_is_not_offered(tmp_path: 
 def test_the_oldest_deltas_and_their_files_go_first(tmp_path: Path) -> None:
     shelf = shelf_of(tmp_path, [1, 2, 3], max_kept=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v2.delta", "v3.delta"]
-    assert shelf.content("v1.delta") is None
-    assert shelf.content("v2.delta") == tmp_path / "v2.delta"
+    assert [delta.path for delta in shelf] == [tmp_path / "v2.delta", tmp_path / "v3.delta"]
     assert shelf.chain(full(3), held_version=0, held_digest="d0") == []
 
 

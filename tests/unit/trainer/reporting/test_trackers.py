@@ -8,7 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from penstock.config import ConfigError
-from services.trainer.reporting.trackers import TrackedLines, Trackers, open_trackers
+from services.trainer.reporting.metrics import JsonLines
+from services.trainer.reporting.trackers import Trackers, open_trackers
 
 
 class Recorder:
@@ -35,7 +36,8 @@ def opened(names, run_dir, **changes):
 
 def test_numbers_of_a_line_reach_the_file_and_every_tracker(tmp_path):
     first, second = Recorder(), Recorder()
-    lines = TrackedLines(tmp_path / "lines.jsonl", Trackers({"a": first, "b": second}), prefix="eval/")
+    lines = JsonLines(tmp_path / "lines.jsonl", prefix="eval/")
+    lines.trackers = Trackers({"a": first, "b": second})
     lines.append({"policy_version": 3, "time": 5.0, "sampled_accuracy": 0.5, "greedy_accuracy": None, "note": "x"})
     assert lines.read()[0]["sampled_accuracy"] == 0.5
     assert first.logged == second.logged == [(3, {"eval/sampled_accuracy": 0.5})]
@@ -44,7 +46,8 @@ def test_numbers_of_a_line_reach_the_file_and_every_tracker(tmp_path):
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path):
     broken, sound = Recorder(breaks_at=2), Recorder()
     trackers = Trackers({"broken": broken, "sound": sound})
-    lines = TrackedLines(tmp_path / "lines.jsonl", trackers)
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    lines.trackers = trackers
     for version in (1, 2, 3):
         lines.append({"policy_version": version, "reward/mean": 0.5})
     assert [version for version, _ in broken.logged] == [1]
