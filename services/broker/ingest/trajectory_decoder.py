@@ -22,6 +22,7 @@ from penstock.wire.sampling_rules import check_trainable
 from services.broker.ingest.token_chunk import MAX_LOGPROB
 from services.broker.ingest.trajectory_columns import PutGroups
 from services.broker.ingest.validation import MAX_METADATA_BYTES, check_id
+from services.broker.rules.limits import require
 
 MAX_GROUPS = 1_024
 MAX_BYTES = 4 * 1024 * 1024
@@ -81,7 +82,7 @@ def _read(messages: Sequence[types_pb2.TrajectoryGroup], slices: list[tuple[int,
     """Groups none of which is malformed. Raises InvalidFieldError with the first fault found in any."""
     trajectories = [list(message.trajectories) for message in messages]
     counts = list(map(len, trajectories))
-    _require(min(counts) >= 1, "trajectories", 0, "at least one a group")
+    require(min(counts) >= 1, "trajectories", 0, "at least one a group")
     samples = list(chain.from_iterable(trajectories))
     group_ids, num_prompt_tokens = _check_prompts([message.prompt for message in messages])
     _check_keys(group_ids, counts, samples)
@@ -89,7 +90,7 @@ def _read(messages: Sequence[types_pb2.TrajectoryGroup], slices: list[tuple[int,
     num_tokens = _check_all_arrays(samples, num_bytes=sum(end - start for start, end in slices))
     oldest, newest = _check_versions(samples, num_tokens)
     stated = [message.min_policy_version for message in messages]
-    _require(stated == _oldest_of_groups(oldest, counts), "min_policy_version", stated[0], "the oldest of its samples")
+    require(stated == _oldest_of_groups(oldest, counts), "min_policy_version", stated[0], "the oldest of its samples")
     return PutGroups(
         group_ids=group_ids,
         slices=slices,
@@ -116,14 +117,14 @@ def _check_prompts(prompts: Sequence[types_pb2.Prompt]) -> tuple[list[str], list
     for group_id in group_ids:
         check_id("group_id", group_id)
     purposes = {prompt.purpose for prompt in prompts}
-    _require(purposes == {types_pb2.PURPOSE_TRAIN}, "prompt.purpose", sorted(purposes), "TRAIN")
+    require(purposes == {types_pb2.PURPOSE_TRAIN}, "prompt.purpose", sorted(purposes), "TRAIN")
     for prompt in prompts:
         check_trainable(prompt.sampling, field="prompt.sampling")
     size = max(len(prompt.metadata_json) for prompt in prompts)
-    _require(size <= MAX_METADATA_BYTES, "prompt.metadata_json", size, f"at most {MAX_METADATA_BYTES} characters")
+    require(size <= MAX_METADATA_BYTES, "prompt.metadata_json", size, f"at most {MAX_METADATA_BYTES} characters")
     token_ids = [prompt.token_ids for prompt in prompts]
     sizes = list(map(len, token_ids))
-    _require(min(sizes) > 0 and not any(size % 4 for size in sizes), "prompt.token_ids", sizes[0], "int32, not empty")
+    require(min(sizes) > 0 and not any(size % 4 for size in sizes), "prompt.token_ids", sizes[0], "int32, not empty")
     _check_token_ids("prompt.token_ids", token_ids)
     return group_ids, [size // 4 for size in sizes]
 
@@ -132,7 +133,7 @@ def _check_keys(group_ids: Sequence[str], counts: Sequence[int], samples: Sequen
     keys = [sample.key for sample in samples]
     named = [key.group_id for key in keys]
     expected = list(chain.from_iterable(map(repeat, group_ids, counts)))
-    _require(named == expected, "key.group_id", named[0][:80], "the group_id of the group's prompt")
+    require(named == expected, "key.group_id", named[0][:80], "the group_id of the group's prompt")
     if len(counts) == len(samples):
         # One per group, whatever its index.
         return
@@ -140,7 +141,7 @@ def _check_keys(group_ids: Sequence[str], counts: Sequence[int], samples: Sequen
     # Ascending within a group; they may fall where the next group begins.
     falls = {position for position, (index, after) in enumerate(pairwise(indices), 1) if after <= index}
     is_good = falls <= set(accumulate(counts))
-    _require(is_good, "key.sample_index", indices[:8], "rising inside a group")
+    require(is_good, "key.sample_index", indices[:8], "rising inside a group")
 
 
 def _check_outcomes(samples: Sequence[types_pb2.Trajectory]) -> list[float]:
@@ -148,9 +149,9 @@ def _check_outcomes(samples: Sequence[types_pb2.Trajectory]) -> list[float]:
     scores = [sample.score for sample in samples]
     is_good = all(score.status == _OK and score.HasField("value") for score in scores)
     rewards = [score.value for score in scores]
-    _require(is_good and all(map(math.isfinite, rewards)), "score", rewards[0], "OK, with a finite value")
+    require(is_good and all(map(math.isfinite, rewards)), "score", rewards[0], "OK, with a finite value")
     reasons = {sample.finish_reason for sample in samples}
-    _require(reasons <= _FINISHED, "finish_reason", sorted(reasons), "STOP or LENGTH")
+    require(reasons <= _FINISHED, "finish_reason", sorted(reasons), "STOP or LENGTH")
     return rewards
 
 
@@ -168,32 +169,32 @@ def _check_arrays(samples: Sequence[types_pb2.Trajectory]) -> list[int]:
     logprobs = [sample.behavior_logprobs for sample in samples]
     advantages = [sample.advantages for sample in samples]
     sizes = list(map(len, token_ids))
-    _require(not any(size % 4 for size in sizes), "token_ids", sizes[0], "int32: 4 bytes a token")
-    _require(list(map(len, logprobs)) == sizes, "behavior_logprobs", len(logprobs[0]), "float32: one a token")
+    require(not any(size % 4 for size in sizes), "token_ids", sizes[0], "int32: 4 bytes a token")
+    require(list(map(len, logprobs)) == sizes, "behavior_logprobs", len(logprobs[0]), "float32: one a token")
     for size, other in zip(sizes, map(len, advantages), strict=True):
-        _require(other in (0, size), "advantages", other, "empty, or float32: one a token")
+        require(other in (0, size), "advantages", other, "empty, or float32: one a token")
     for size, mask in zip(sizes, [sample.loss_mask for sample in samples], strict=True):
         if mask:
             is_good = len(mask) == size // 4 and not mask.strip(b"\0\1")
-            _require(is_good, "loss_mask", len(mask), "empty, or a byte of 0 or 1 a token")
+            require(is_good, "loss_mask", len(mask), "empty, or a byte of 0 or 1 a token")
     if any(sizes):
         _check_token_ids("token_ids", token_ids)
         for values in _arrays(logprobs, _FLOAT32):
             # A NaN makes either of them NaN, which compares false.
             least, most = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
             is_good = least > -math.inf and most <= MAX_LOGPROB
-            _require(is_good, "behavior_logprobs", (least, most), "finite and at most 0, in nats")
+            require(is_good, "behavior_logprobs", (least, most), "finite and at most 0, in nats")
     if any(advantages):
         for values in _arrays(advantages, _FLOAT32):
             least, most = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
-            _require(least > -math.inf and most < math.inf, "advantages", (least, most), "finite")
+            require(least > -math.inf and most < math.inf, "advantages", (least, most), "finite")
     return [size // 4 for size in sizes]
 
 
 def _check_token_ids(field: str, parts: Sequence[bytes]) -> None:
     for values in _arrays(parts, _INT32):
         least = int(np.minimum.reduce(values))
-        _require(least >= 0, field, least, "no negative token ids")
+        require(least >= 0, field, least, "no negative token ids")
 
 
 def _arrays(parts: Sequence[bytes], dtype: np.dtype[Any]) -> list[npt.NDArray[Any]]:
@@ -209,12 +210,12 @@ def _check_versions(samples: Sequence[types_pb2.Trajectory], num_tokens: Sequenc
     parts, lengths_parts = [run.versions for run in runs], [run.lengths for run in runs]
     sizes = list(map(len, lengths_parts))
     is_good = not any(size % 4 for size in sizes) and list(map(len, parts)) == [2 * size for size in sizes]
-    _require(is_good, "policy_versions", (len(parts[0]), sizes[0]), "int64 versions and as many int32 run lengths")
-    _require([size > 0 for size in sizes] == [count > 0 for count in num_tokens], "policy_versions", sizes[0], "set")
+    require(is_good, "policy_versions", (len(parts[0]), sizes[0]), "int64 versions and as many int32 run lengths")
+    require([size > 0 for size in sizes] == [count > 0 for count in num_tokens], "policy_versions", sizes[0], "set")
     oldest = [sample.min_policy_version for sample in samples]
     newest = [sample.max_policy_version for sample in samples]
-    _require(min(oldest) >= 0, "min_policy_version", min(oldest), "at least 0")
-    _require(all(map(int.__le__, oldest, newest)), "max_policy_version", newest[0], "not below min_policy_version")
+    require(min(oldest) >= 0, "min_policy_version", min(oldest), "at least 0")
+    require(all(map(int.__le__, oldest, newest)), "max_policy_version", newest[0], "not below min_policy_version")
     versions = np.frombuffer(b"".join(parts), _INT64)
     lengths = np.frombuffer(b"".join(lengths_parts), _INT32)
     if versions.tolist() == oldest == newest and lengths.tolist() == num_tokens and all(num_tokens):
@@ -223,21 +224,16 @@ def _check_versions(samples: Sequence[types_pb2.Trajectory], num_tokens: Sequenc
     if not versions.size:
         return oldest, newest
     lengths = lengths.astype(np.int64)
-    _require(int(lengths.min()) >= 1 and int(versions.min()) >= 0, "policy_versions", "", "runs >= 1, versions >= 0")
+    require(int(lengths.min()) >= 1 and int(versions.min()) >= 0, "policy_versions", "", "runs >= 1, versions >= 0")
     # Start of the version runs of each sample that has tokens.
     starts = [end - size // 4 for end, size in zip(accumulate(size // 4 for size in sizes), sizes, strict=True) if size]
     has_tokens = [count > 0 for count in num_tokens]
     totals = np.add.reduceat(lengths, starts).tolist()
-    _require(totals == [count for count in num_tokens if count], "policy_versions", totals[0], "as many as tokens")
+    require(totals == [count for count in num_tokens if count], "policy_versions", totals[0], "as many as tokens")
     for field, stated, found in (
         ("min_policy_version", oldest, np.minimum.reduceat(versions, starts)),
         ("max_policy_version", newest, np.maximum.reduceat(versions, starts)),
     ):
         said = [version for version, is_told in zip(stated, has_tokens, strict=True) if is_told]
-        _require(said == found.tolist(), field, said[0], "what the versions of its tokens say")
+        require(said == found.tolist(), field, said[0], "what the versions of its tokens say")
     return oldest, newest
-
-
-def _require(is_good: bool, field: str, value: object, expected: str) -> None:
-    if not is_good:
-        raise InvalidFieldError(f"{field}: {value!r}; must be {expected}", field=field)

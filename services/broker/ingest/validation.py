@@ -16,7 +16,7 @@ from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_array
 from penstock.wire.sampling_rules import check_trainable
-from services.broker.rules.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits
+from services.broker.rules.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits, require
 
 MAX_PROMPTS = 1_024
 MAX_CHUNKS = 4_096
@@ -43,22 +43,22 @@ def check_id(field: str, value: str) -> None:
     """1 to 128 printable characters, at most 240 bytes."""
     is_good = 1 <= len(value) <= MAX_ID_CHARACTERS and value.isprintable()
     is_good = is_good and (value.isascii() or len(value.encode()) <= MAX_ID_BYTES)
-    _require(is_good, field, value[:80], f"1 to {MAX_ID_CHARACTERS} printable characters of {MAX_ID_BYTES} bytes")
+    require(is_good, field, value[:80], f"1 to {MAX_ID_CHARACTERS} printable characters of {MAX_ID_BYTES} bytes")
 
 
 def check_reason(reason: str, *, field: str = "reason") -> None:
     """1 to 64 characters of [a-z0-9_]."""
-    _require(_REASON.fullmatch(reason) is not None, field, reason[:80], "1 to 64 characters of [a-z0-9_]")
+    require(_REASON.fullmatch(reason) is not None, field, reason[:80], "1 to 64 characters of [a-z0-9_]")
 
 
 def check_count(field: str, count: int, most: int) -> None:
     """A repeated field of at most `most` items."""
-    _require(count <= most, field, count, f"at most {most} items")
+    require(count <= most, field, count, f"at most {most} items")
 
 
 def check_bytes(field: str, size_bytes: int, *, most: int = MAX_BATCH_BYTES) -> None:
     """A batch of at most 1 MiB, or this many bytes."""
-    _require(size_bytes <= most, field, f"{size_bytes} bytes", f"at most {most} bytes")
+    require(size_bytes <= most, field, f"{size_bytes} bytes", f"at most {most} bytes")
 
 
 def check_timestamp(field: str, stamp: Timestamp) -> None:
@@ -72,30 +72,30 @@ def check_timestamp(field: str, stamp: Timestamp) -> None:
 def check_text(field: str, text: str) -> None:
     """Readable text, at most 1,024 characters."""
     limit = MAX_TEXT_CHARACTERS
-    _require(len(text) <= limit, field, f"{len(text)} characters", f"at most {limit} characters")
+    require(len(text) <= limit, field, f"{len(text)} characters", f"at most {limit} characters")
 
 
 def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:
     """A prompt that the run can take."""
     check_id("group_id", prompt.group_id)
     token_ids = int32_array(prompt.token_ids, "token_ids")
-    _require(token_ids.size >= 1, "token_ids", "empty", "at least one token")
-    _require(int(token_ids.min()) >= 0, "token_ids", int(token_ids.min()), "no negative token ids")
+    require(token_ids.size >= 1, "token_ids", "empty", "at least one token")
+    require(int(token_ids.min()) >= 0, "token_ids", int(token_ids.min()), "no negative token ids")
     is_training = prompt.purpose == types_pb2.PURPOSE_TRAIN
-    _require(
+    require(
         is_training or prompt.purpose == types_pb2.PURPOSE_EVALUATE,
         "purpose",
         prompt.purpose,
         "TRAIN or EVALUATE",
     )
-    _require(1 <= prompt.group_size <= MAX_GROUP_SIZE, "group_size", prompt.group_size, f"1 to {MAX_GROUP_SIZE}")
-    _require(
+    require(1 <= prompt.group_size <= MAX_GROUP_SIZE, "group_size", prompt.group_size, f"1 to {MAX_GROUP_SIZE}")
+    require(
         not is_training or prompt.group_size == limits.group_size,
         "group_size",
         prompt.group_size,
         f"the run's group size, {limits.group_size}",
     )
-    _require(
+    require(
         not prompt.HasField("min_policy_version") or prompt.min_policy_version >= 0,
         "min_policy_version",
         prompt.min_policy_version,
@@ -105,27 +105,27 @@ def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:
     if is_training:
         check_trainable(prompt.sampling)
     for message in prompt.messages:
-        _require(message.role in _ROLES, "messages.role", message.role[:80], "system, user, assistant or tool")
+        require(message.role in _ROLES, "messages.role", message.role[:80], "system, user, assistant or tool")
     _check_metadata(prompt.metadata_json)
 
 
 def _check_sampling(sampling: types_pb2.SamplingParams, limits: Limits) -> None:
     most = limits.max_completion_tokens
-    _require(
+    require(
         1 <= sampling.max_new_tokens <= most,
         "sampling.max_new_tokens",
         sampling.max_new_tokens,
         f"1 to the run's {most}",
     )
     temperature, top_p = sampling.temperature, sampling.top_p
-    _require(
+    require(
         math.isfinite(temperature) and temperature >= 0,
         "sampling.temperature",
         temperature,
         "finite and at least 0",
     )
-    _require(not sampling.HasField("top_p") or 0 < top_p <= 1, "sampling.top_p", top_p, "in (0, 1]")
-    _require(not sampling.HasField("top_k") or sampling.top_k >= 1, "sampling.top_k", sampling.top_k, "at least 1")
+    require(not sampling.HasField("top_p") or 0 < top_p <= 1, "sampling.top_p", top_p, "in (0, 1]")
+    require(not sampling.HasField("top_k") or sampling.top_k >= 1, "sampling.top_k", sampling.top_k, "at least 1")
     check_count("sampling.stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKENS)
 
 
@@ -133,7 +133,7 @@ def _check_metadata(metadata_json: str) -> None:
     if not metadata_json:
         return
     size_bytes = len(metadata_json.encode())
-    _require(
+    require(
         size_bytes <= MAX_METADATA_BYTES,
         "metadata_json",
         f"{size_bytes} bytes",
@@ -143,19 +143,19 @@ def _check_metadata(metadata_json: str) -> None:
         value = json.loads(metadata_json)
     except (ValueError, RecursionError) as error:
         raise InvalidFieldError(f"metadata_json: not valid JSON: {error}", field="metadata_json") from error
-    _require(isinstance(value, dict), "metadata_json", type(value).__name__, "one JSON object")
+    require(isinstance(value, dict), "metadata_json", type(value).__name__, "one JSON object")
 
 
 def check_hello(hello: broker_pb2.GeneratorHello) -> None:
     """A generator's first frame."""
     check_run_id(hello.run_id)
     check_id("hello.generator_id", hello.generator_id)
-    _require(hello.max_context_tokens >= 2, "hello.max_context_tokens", hello.max_context_tokens, "at least 2")
+    require(hello.max_context_tokens >= 2, "hello.max_context_tokens", hello.max_context_tokens, "at least 2")
     # For display only and never called, so it need not be the generator's own.
     is_address = not hello.endpoint or _ENDPOINT.fullmatch(hello.endpoint) is not None
-    _require(is_address, "hello.endpoint", hello.endpoint[:80], "host:port, or empty")
+    require(is_address, "hello.endpoint", hello.endpoint[:80], "host:port, or empty")
     for field, value in (("site", hello.site), ("engine", hello.engine), ("endpoint", hello.endpoint)):
-        _require(
+        require(
             len(value) <= MAX_ID_CHARACTERS,
             f"hello.{field}",
             value[:80],
@@ -167,18 +167,16 @@ def check_hello(hello: broker_pb2.GeneratorHello) -> None:
 def _check_profile(profile: broker_pb2.GeneratorProfile) -> None:
     for field in ("step_base_s", "step_per_sample_s", "step_per_kv_token_s"):
         value: float = getattr(profile, field)
-        _require(0 <= value <= MAX_STEP_S, f"hello.profile.{field}", value, f"0 (unknown) to {MAX_STEP_S} s")
+        require(0 <= value <= MAX_STEP_S, f"hello.profile.{field}", value, f"0 (unknown) to {MAX_STEP_S} s")
     rate = profile.prefill_tokens_per_second
-    _require(
-        math.isfinite(rate) and rate >= 0, "hello.profile.prefill_tokens_per_second", rate, "finite and at least 0"
-    )
+    require(math.isfinite(rate) and rate >= 0, "hello.profile.prefill_tokens_per_second", rate, "finite and at least 0")
     most = profile.max_concurrent_samples
-    _require(most <= MAX_ACTIVE_LEASES, "hello.profile.max_concurrent_samples", most, f"at most {MAX_ACTIVE_LEASES}")
+    require(most <= MAX_ACTIVE_LEASES, "hello.profile.max_concurrent_samples", most, f"at most {MAX_ACTIVE_LEASES}")
 
 
 def check_beat(beat: broker_pb2.GeneratorBeat) -> None:
     """A generator's heartbeat."""
-    _require(beat.policy_version >= 0, "beat.policy_version", beat.policy_version, "at least 0")
+    require(beat.policy_version >= 0, "beat.policy_version", beat.policy_version, "at least 0")
     if beat.instance_id:
         check_id("beat.instance_id", beat.instance_id)
     check_count("beat.warning", len(beat.warning), MAX_TEXT_CHARACTERS)
@@ -189,10 +187,5 @@ def check_beat(beat: broker_pb2.GeneratorBeat) -> None:
         check_timestamp("beat.busy_spans.end_time", span.end_time)
     check_timestamp("beat.now_time", beat.now_time)
     usage, speed = beat.kv_cache_usage, beat.tokens_per_second
-    _require(math.isfinite(usage) and usage >= 0, "beat.kv_cache_usage", usage, "finite and at least 0")
-    _require(math.isfinite(speed) and speed >= 0, "beat.tokens_per_second", speed, "finite and at least 0")
-
-
-def _require(is_good: bool, field: str, value: object, expected: str) -> None:
-    if not is_good:
-        raise InvalidFieldError(f"{field}: {value!r}; must be {expected}", field=field)
+    require(math.isfinite(usage) and usage >= 0, "beat.kv_cache_usage", usage, "finite and at least 0")
+    require(math.isfinite(speed) and speed >= 0, "beat.tokens_per_second", speed, "finite and at least 0")

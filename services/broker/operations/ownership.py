@@ -19,6 +19,7 @@ from penstock.v1 import broker_pb2
 from services.broker.ingest.validation import MAX_ID_CHARACTERS
 from services.broker.operations import delivery
 from services.broker.records_pb2 import RunRecord
+from services.broker.rules.limits import require
 from services.broker.state.run_state import RunState
 
 MAX_EPOCH = 2**48
@@ -35,13 +36,9 @@ def check_form(owner: broker_pb2.RunOwner) -> None:
 def check_fields(owner: broker_pb2.RunOwner, *, field: str) -> None:
     """Raise InvalidFieldError if a part of an owner is out of bounds; `field` names where it was sent."""
     for name, value in (("instance_id", owner.instance_id), ("owner_id", owner.owner_id)):
-        if len(value) > MAX_ID_CHARACTERS or not (value.isprintable() or not value):
-            raise InvalidFieldError(
-                f"{field}.{name}: {value[:80]!r} must have at most {MAX_ID_CHARACTERS} printable characters",
-                field=f"{field}.{name}",
-            )
-    if owner.epoch > MAX_EPOCH:
-        raise InvalidFieldError(f"{field}.epoch: {owner.epoch}; must be at most {MAX_EPOCH}", field=f"{field}.epoch")
+        is_good = len(value) <= MAX_ID_CHARACTERS and value.isprintable()
+        require(is_good, f"{field}.{name}", value[:80], f"at most {MAX_ID_CHARACTERS} printable characters")
+    require(owner.epoch <= MAX_EPOCH, f"{field}.epoch", owner.epoch, f"at most {MAX_EPOCH}")
 
 
 def take_over(

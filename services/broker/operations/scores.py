@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import drops
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.rules.limits import require
 from services.broker.state.run_state import RunState
 
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
@@ -169,18 +169,16 @@ def _store(state: RunState, group: GroupRecord, index: int, score: types_pb2.Sco
 def check_result(result: broker_pb2.ScoreResult) -> None:
     """Raise InvalidFieldError if a result is malformed."""
     score = result.score
-    if score.status != types_pb2.SCORE_STATUS_OK and score.status not in _DROP_REASONS:
-        raise InvalidFieldError(f"score.status: {score.status} is not a status", field="score.status")
     is_ok = score.status == types_pb2.SCORE_STATUS_OK
-    if score.HasField("value") != is_ok or not math.isfinite(score.value):
-        raise InvalidFieldError(
-            "score.value: must be set and finite if the status is OK, and unset otherwise",
-            field="score.value",
-        )
-    if len(score.components) > MAX_COMPONENTS or not all(map(math.isfinite, score.components.values())):
-        raise InvalidFieldError(
-            f"score.components: at most {MAX_COMPONENTS}, all finite; found {len(score.components)}",
-            field="score.components",
-        )
-    if len(score.message) > MAX_MESSAGE_CHARACTERS:
-        raise InvalidFieldError(f"score.message: more than {MAX_MESSAGE_CHARACTERS} characters", field="score.message")
+    require(is_ok or score.status in _DROP_REASONS, "score.status", score.status, "a known status")
+    is_good = score.HasField("value") == is_ok and math.isfinite(score.value)
+    require(is_good, "score.value", score.value, "set and finite if the status is OK, and unset otherwise")
+    is_good = len(score.components) <= MAX_COMPONENTS and all(map(math.isfinite, score.components.values()))
+    require(is_good, "score.components", len(score.components), f"at most {MAX_COMPONENTS}, all finite")
+    num_characters = len(score.message)
+    require(
+        num_characters <= MAX_MESSAGE_CHARACTERS,
+        "score.message",
+        f"{num_characters} characters",
+        f"at most {MAX_MESSAGE_CHARACTERS} characters",
+    )

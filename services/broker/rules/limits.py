@@ -57,10 +57,10 @@ class Limits:
     @classmethod
     def from_proto(cls, limits: broker_pb2.RunLimits) -> Limits:
         """Check and complete a request's limits. Raises InvalidFieldError."""
-        _require("groups_per_step", limits.groups_per_step, 1, MAX_GROUPS_PER_STEP)
-        _require("group_size", limits.group_size, 1, MAX_GROUP_SIZE)
-        _require("max_staleness", limits.max_staleness, 0, MAX_STALENESS)
-        _require("max_completion_tokens", limits.max_completion_tokens, 1, MAX_COMPLETION_TOKENS)
+        _check_range("groups_per_step", limits.groups_per_step, 1, MAX_GROUPS_PER_STEP)
+        _check_range("group_size", limits.group_size, 1, MAX_GROUP_SIZE)
+        _check_range("max_staleness", limits.max_staleness, 0, MAX_STALENESS)
+        _check_range("max_completion_tokens", limits.max_completion_tokens, 1, MAX_COMPLETION_TOKENS)
         _check_step_ids(limits)
         _check_group_tokens(limits)
         return cls(
@@ -102,9 +102,14 @@ class Limits:
         )
 
 
-def _require(field: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise InvalidFieldError(f"limits.{field}: {value} is not between {least} and {most}", field=f"limits.{field}")
+def require(is_good: bool, field: str, value: object, expected: str) -> None:
+    """Raise InvalidFieldError unless a field is good."""
+    if not is_good:
+        raise InvalidFieldError(f"{field}: {value!r}; must be {expected}", field=field)
+
+
+def _check_range(field: str, value: float, least: float, most: float, unit: str = "") -> None:
+    require(least <= value <= most, f"limits.{field}", value, f"from {least} to {most}{unit}")
 
 
 def _check_step_ids(limits: broker_pb2.RunLimits) -> None:
@@ -141,11 +146,7 @@ def _duration_s(limits: broker_pb2.RunLimits, field: str, most_s: float) -> floa
         return None
     duration: Duration = getattr(limits, field)
     seconds = duration.seconds + duration.nanos / 1e9
-    if not MIN_LEASE_S <= seconds <= most_s:
-        raise InvalidFieldError(
-            f"limits.{field}: {seconds} s is not between {MIN_LEASE_S} and {most_s} s",
-            field=f"limits.{field}",
-        )
+    _check_range(field, seconds, MIN_LEASE_S, most_s, " s")
     return seconds
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.errors import InvalidFieldError
 from penstock.staleness.policy import StalenessPolicy
 from penstock.staleness.registry import DEFAULT, POLICIES
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.policies import DISPATCH_POLICIES
-from services.broker.rules.limits import MAX_GROUP_SIZE, Limits
+from services.broker.rules.limits import MAX_GROUP_SIZE, Limits, require
 
 DEFAULT_RETAINED_STEPS = 64
 MAX_RETAINED_STEPS = 1_024
@@ -38,47 +37,37 @@ class Policy:
     @classmethod
     def from_proto(cls, policy: broker_pb2.RunPolicy, limits: Limits) -> Policy:
         """Check and complete a request's policy; an unset one has every default. Raises InvalidFieldError."""
-        stale = POLICIES.get(policy.stale) if policy.stale else DEFAULT
-        if stale is None:
-            raise _bad("stale", policy.stale, "a known StalePolicy")
-        _require(
-            "partial_groups",
-            policy.partial_groups,
+        require(not policy.stale or policy.stale in POLICIES, "policy.stale", policy.stale, "a known StalePolicy")
+        require(
             policy.partial_groups in _PARTIAL_GROUP_POLICIES,
+            "policy.partial_groups",
+            policy.partial_groups,
             "a known PartialGroupPolicy",
         )
-        _require(
-            "drops_zero_variance",
-            policy.drops_zero_variance,
+        require(
             limits.group_size > 1 or not policy.drops_zero_variance,
+            "policy.drops_zero_variance",
+            policy.drops_zero_variance,
             "false with a group size of 1: one reward always equals itself",
         )
         most_extra = MAX_GROUP_SIZE - limits.group_size
-        _require(
-            "num_extra_samples",
-            policy.num_extra_samples,
+        require(
             policy.num_extra_samples <= most_extra,
+            "policy.num_extra_samples",
+            policy.num_extra_samples,
             f"at most {most_extra}, so that a group has at most {MAX_GROUP_SIZE} samples",
         )
-        _require(
-            "num_retained_steps",
-            policy.num_retained_steps,
-            policy.num_retained_steps <= MAX_RETAINED_STEPS,
-            f"at most {MAX_RETAINED_STEPS}",
-        )
-        _require(
-            "dispatch",
-            policy.dispatch[:80],
-            not policy.dispatch or policy.dispatch in DISPATCH_NAMES,
-            f"one of {', '.join(DISPATCH_NAMES)}",
-        )
+        retained, dispatch = policy.num_retained_steps, policy.dispatch
+        require(retained <= MAX_RETAINED_STEPS, "policy.num_retained_steps", retained, f"at most {MAX_RETAINED_STEPS}")
+        is_known = not dispatch or dispatch in DISPATCH_NAMES
+        require(is_known, "policy.dispatch", dispatch[:80], f"one of {', '.join(DISPATCH_NAMES)}")
         return cls(
-            stale=stale,
+            stale=POLICIES.get(policy.stale, DEFAULT),
             partial_groups=policy.partial_groups or broker_pb2.PARTIAL_GROUP_POLICY_SHRINK,
             drops_zero_variance=policy.drops_zero_variance,
             num_extra_samples=policy.num_extra_samples,
-            num_retained_steps=policy.num_retained_steps or DEFAULT_RETAINED_STEPS,
-            dispatch=policy.dispatch or DEFAULT_DISPATCH,
+            num_retained_steps=retained or DEFAULT_RETAINED_STEPS,
+            dispatch=dispatch or DEFAULT_DISPATCH,
         )
 
     def to_proto(self) -> broker_pb2.RunPolicy:
@@ -91,12 +80,3 @@ class Policy:
             num_retained_steps=self.num_retained_steps,
             dispatch=self.dispatch,
         )
-
-
-def _require(field: str, value: object, is_good: bool, wanted: str) -> None:
-    if not is_good:
-        raise _bad(field, value, wanted)
-
-
-def _bad(field: str, value: object, wanted: str) -> InvalidFieldError:
-    return InvalidFieldError(f"policy.{field}: {value!r}; must be {wanted}", field=f"policy.{field}")

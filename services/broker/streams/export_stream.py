@@ -18,7 +18,7 @@ from functools import partial
 
 import structlog
 
-from penstock.errors import InvalidFieldError, NotRetainedError
+from penstock.errors import NotRetainedError
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.assembly.group_loading import copy_of, load_records
@@ -26,6 +26,7 @@ from services.broker.assembly.large_groups import is_large, read_pieces, single_
 from services.broker.assembly.messages import kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
 from services.broker.records_pb2 import GroupRecord
+from services.broker.rules.limits import require
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state import tallies
@@ -75,8 +76,7 @@ class Plan:
 def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
     """The position at which a request begins. Raises InvalidFieldError."""
     version = request.from_policy_version
-    if version < 0:
-        raise InvalidFieldError(f"from_policy_version: {version}; must be at least 0", field="from_policy_version")
+    require(version >= 0, "from_policy_version", version, "at least 0")
     return Cursor(next_version=version, history=request.history if request.HasField("history") else None)
 
 
