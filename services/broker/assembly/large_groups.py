@@ -7,7 +7,7 @@ large the group is. The pieces joined at the receiver are exactly the group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from itertools import accumulate
 
 from penstock.errors import ServiceUnavailableError
@@ -15,7 +15,7 @@ from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed, prefix_size
 from penstock.wire.pieces import MAX_WHOLE_BYTES, PIECE_BYTES, spans
 from services.broker.assembly.group_loading import give_up
-from services.broker.assembly.messages import kept_indices, trajectory
+from services.broker.assembly.messages import batched, kept_indices, trajectory
 from services.broker.records.store import PayloadSlice
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import group_version
@@ -48,13 +48,8 @@ def portions(record: GroupRecord) -> list[GroupRecord]:
     """The record itself; for a large put copies, each with groups of at most MAX_WHOLE_BYTES or with a single one."""
     if num_groups(record) == 1 or not is_large(record):
         return [record]
-    cuts, total_bytes = [0], 0
-    for position, group_bytes in enumerate(record.put.group_bytes):
-        if total_bytes and total_bytes + group_bytes > MAX_WHOLE_BYTES:
-            cuts.append(position)
-            total_bytes = 0
-        total_bytes += group_bytes
-    return cut_at(record, [*cuts, num_groups(record)])
+    batches = batched(record.put.group_bytes, int, MAX_WHOLE_BYTES)
+    return cut_at(record, [0, *accumulate(map(len, batches))])
 
 
 def single_groups(record: GroupRecord) -> list[GroupRecord]:
@@ -108,7 +103,9 @@ async def _group_parts(
         _note_lost(group.group_id, len(kept_indices(group)), left_out)
         return
     head = types_pb2.TrajectoryGroup(prompt=prompts[group.group_id], min_policy_version=group_version(group) or 0)
-    for indices in _batches(group):
+    for indices in batched(
+        kept_indices(group), lambda index: BYTES_PER_TOKEN * group.samples[index].num_tokens, READ_BYTES
+    ):
         stored = await replica.store.chunks(replica.run_id, [(group.group_id, index) for index in indices])
         if not all(stored):
             _note_lost(group.group_id, sum(not parts for parts in stored), left_out)
@@ -120,21 +117,6 @@ async def _group_parts(
         if head.trajectories:
             yield head.SerializeToString()
             head = types_pb2.TrajectoryGroup()
-
-
-def _batches(group: GroupRecord) -> Iterator[Sequence[int]]:
-    """The usable samples, batched as they are read."""
-    indices = kept_indices(group)
-    ends = accumulate(BYTES_PER_TOKEN * group.samples[index].num_tokens for index in indices)
-    batch: list[int] = []
-    start = 0
-    for index, end in zip(indices, ends, strict=True):
-        if batch and end - start > READ_BYTES:
-            yield batch
-            batch, start = [], end - BYTES_PER_TOKEN * group.samples[index].num_tokens
-        batch.append(index)
-    if batch:
-        yield batch
 
 
 async def _put_parts(replica: RunReplica, record: GroupRecord, left_out: Counter[str] | None) -> AsyncIterator[Packed]:

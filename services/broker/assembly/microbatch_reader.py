@@ -6,16 +6,17 @@ a slow consumer costs no more memory than that.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 from penstock.errors import InvalidFieldError
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Packed
-from penstock.wire.pieces import MAX_WHOLE_BYTES
 from services.broker.assembly.group_loading import load_records
 from services.broker.assembly.large_groups import cut_group, is_large, read_pieces, size_bytes
+from services.broker.assembly.messages import batched
 from services.broker.assembly.microbatch_frames import Frames
 from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_replica import RunReplica
@@ -39,7 +40,8 @@ async def load_frames(
         ServiceUnavailableError: A large group was dropped meanwhile.
     """
     frames, number = Frames(policy_version), 0
-    for batch in _batches(microbatches):
+    numbered = ((number, record) for number, members in enumerate(microbatches) for record in members)
+    for batch in batched(numbered, _read_ahead_bytes, MAX_READ_AHEAD_BYTES):
         _microbatch, first = batch[0]
         if is_large(first) and hello.accepts_group_pieces:
             async with aclosing(read_pieces(replica, first)) as pieces:
@@ -59,23 +61,10 @@ async def load_frames(
             yield frame
 
 
-def _batches(microbatches: Sequence[Sequence[GroupRecord]]) -> Iterator[list[tuple[int, GroupRecord]]]:
-    """Batches of records to load together, each with the number of its microbatch; a large one is alone."""
-    batch: list[tuple[int, GroupRecord]] = []
-    total_bytes = 0
-    for number, members in enumerate(microbatches):
-        for record in members:
-            record_bytes = size_bytes(record)
-            if batch and (total_bytes + record_bytes > MAX_READ_AHEAD_BYTES or record_bytes > MAX_WHOLE_BYTES):
-                yield batch
-                batch, total_bytes = [], 0
-            batch.append((number, record))
-            total_bytes += record_bytes
-            if record_bytes > MAX_WHOLE_BYTES:
-                yield batch
-                batch, total_bytes = [], 0
-    if batch:
-        yield batch
+def _read_ahead_bytes(numbered: tuple[int, GroupRecord]) -> float:
+    """The size of a record with the number of its microbatch; a large one is read alone."""
+    _number, record = numbered
+    return math.inf if is_large(record) else size_bytes(record)
 
 
 def _add(

@@ -9,6 +9,7 @@ SIGN_OF_LIFE_S.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -23,7 +24,7 @@ from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.assembly.group_loading import copy_of, load_records
 from services.broker.assembly.large_groups import is_large, read_pieces, single_groups
-from services.broker.assembly.messages import kept_indices
+from services.broker.assembly.messages import batched, kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.limits import require
@@ -164,18 +165,14 @@ def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]
     """Copies of a few of the step's records from position `start`; none if the step has changed."""
     if state.run.history != planned.history or _names(state, planned.version) != planned.names:
         return []
-    records: list[GroupRecord] = []
-    num_tokens = 0
-    for name in planned.names[start : start + MAX_BATCH_RECORDS]:
-        record = state.groups[name]
-        num_tokens += _num_tokens(record)
-        if records and (num_tokens > MAX_BATCH_TOKENS or is_large(record)):
-            break
-        records.append(copy_of(record))
-    return records
+    records = (state.groups[name] for name in planned.names[start : start + MAX_BATCH_RECORDS])
+    return [copy_of(record) for record in next(batched(records, _num_tokens, MAX_BATCH_TOKENS), [])]
 
 
-def _num_tokens(record: GroupRecord) -> int:
+def _num_tokens(record: GroupRecord) -> float:
+    """Tokens of a record's groups; a large one is read alone."""
+    if is_large(record):
+        return math.inf
     if record.HasField("put"):
         return sum(record.put.num_tokens)
     return record.num_prompt_tokens + sum(sample.num_tokens for sample in record.samples)

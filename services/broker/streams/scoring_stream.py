@@ -10,7 +10,7 @@ from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
-from services.broker.assembly.messages import MAX_FRAME_BYTES, sample_key, score_item
+from services.broker.assembly.messages import MAX_FRAME_BYTES, batched, sample_key, score_item
 from services.broker.ingest.validation import (
     MAX_ACTIVE_LEASES,
     MAX_RESULTS,
@@ -141,23 +141,17 @@ class ScoringStream:
             return []
         prompts = await self._replica.prompts([grant.sample[0] for grant in grants])
         stored = await self._replica.store.chunks(self._replica.run_id, [grant.sample for grant in grants])
-        frames, num_bytes = [_Response()], 0
+        leases: list[broker_pb2.ScoringLease] = []
         for grant, parts in zip(grants, stored, strict=True):
-            prompt = prompts.get(grant.sample[0])
-            if prompt is None:
-                continue
-            key = sample_key(grant.sample, grant.attempt)
-            item = score_item(self._replica.run_id, prompt, key, grant.finish_reason, parts)
-            lease = broker_pb2.ScoringLease(
-                lease_id=grant.lease_id,
-                item=item,
-                expire_time=timestamp(grant.expire_s),
-                lease_duration=duration(grant.life_s),
-                generator_id=grant.generator_id,
-            )
-            num_bytes += lease.ByteSize()
-            if num_bytes > MAX_FRAME_BYTES and frames[-1].leases:
-                frames.append(_Response())
-                num_bytes = lease.ByteSize()
-            frames[-1].leases.append(lease)
-        return [frame for frame in frames if frame.leases]
+            if (prompt := prompts.get(grant.sample[0])) is not None:
+                key = sample_key(grant.sample, grant.attempt)
+                lease = broker_pb2.ScoringLease(
+                    lease_id=grant.lease_id,
+                    item=score_item(self._replica.run_id, prompt, key, grant.finish_reason, parts),
+                    expire_time=timestamp(grant.expire_s),
+                    lease_duration=duration(grant.life_s),
+                    generator_id=grant.generator_id,
+                )
+                leases.append(lease)
+        frames = batched(leases, broker_pb2.ScoringLease.ByteSize, MAX_FRAME_BYTES)
+        return [_Response(leases=members) for members in frames]
