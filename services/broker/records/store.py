@@ -70,7 +70,7 @@ class Snapshot:
     """RunRecord."""
     groups: Mapping[str, bytes | None]
     """Records by name; None if removed."""
-    clock: Reading | None = None
+    clock: Reading
     """The run's clock when this was read."""
 
 

@@ -6,24 +6,30 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from penstock.errors import ServiceUnavailableError
+
 
 class Deadlines:
-    """The running limits."""
+    """The running limits of what `owner` names."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
         self._timeouts: dict[asyncio.Timeout, float] = {}
         """The paused limits, each with its remaining seconds."""
         self._is_paused = False
 
     @asynccontextmanager
     async def within(self, limit_s: float) -> AsyncIterator[None]:
-        """Raise TimeoutError if the block takes longer, pauses excluded."""
-        async with asyncio.timeout(None if self._is_paused else limit_s) as timeout:
-            self._timeouts[timeout] = limit_s
-            try:
-                yield
-            finally:
-                del self._timeouts[timeout]
+        """Raise ServiceUnavailableError if the block takes longer, pauses excluded."""
+        try:
+            async with asyncio.timeout(None if self._is_paused else limit_s) as timeout:
+                self._timeouts[timeout] = limit_s
+                try:
+                    yield
+                finally:
+                    del self._timeouts[timeout]
+        except TimeoutError as error:
+            raise ServiceUnavailableError(f"{self._owner}: no answer in {limit_s} s") from error
 
     @contextmanager
     def paused(self) -> Iterator[None]:

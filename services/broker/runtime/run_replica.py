@@ -50,20 +50,20 @@ class _Request:
     """An operation that waits for its commit."""
 
     operation: Callable[[RunState], Any]
-    must_verify: bool
-    create: Callable[[RunState], Any] | None
-    """The alternative if the run does not exist; such a request is a batch of its own."""
     answer: asyncio.Future[Any]
-    reading: Callable[[RunState, Mapping[str, int]], Any] | None = None
-    """The alternative that reads the audit counters; such a request is a batch of its own, too."""
+    must_verify: bool = False
+    may_create: bool = False
+    """Whether it also works on an empty copy, if the run does not exist."""
+    needs_books: bool = False
+    """Whether it reads the audit counters."""
     is_follower: bool = False
     result: Any = None
     error: PenstockError | None = None
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is decided alone."""
-        return self.create is not None or self.reading is not None
+        """Whether it is a batch of its own."""
+        return self.may_create or self.needs_books
 
 
 class RunReplica:
@@ -84,7 +84,9 @@ class RunReplica:
         self._mark: Mark | None = None
         self._is_doubtful = False
         """Whether the store may have a commit that the copy lacks."""
-        self._deadlines = Deadlines()
+        self._books: Mapping[str, int] = {}
+        """The audit counters, while an operation reads them."""
+        self._deadlines = Deadlines(f"run {run_id!r}")
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._listeners: dict[asyncio.Event, bool] = {}
@@ -159,13 +161,11 @@ class RunReplica:
     async def open(self, request: broker_pb2.OpenRunRequest) -> broker_pb2.OpenRunResponse:
         """Create the run or re-attach to it; see `lifecycle`."""
 
-        def reopen(state: RunState) -> broker_pb2.OpenRunResponse:
-            return reopen_run(state, request, self.clock.now_s())
+        def operation(state: RunState) -> broker_pb2.OpenRunResponse:
+            enter = create_run if self._mark is None else reopen_run
+            return enter(state, request, self.clock.now_s())
 
-        def create(state: RunState) -> broker_pb2.OpenRunResponse:
-            return create_run(state, request, self.clock.now_s())
-
-        response: broker_pb2.OpenRunResponse = await self._request(reopen, must_verify=True, create=create)
+        response: broker_pb2.OpenRunResponse = await self._request(operation, must_verify=True, may_create=True)
         return response
 
     async def transact(self, operation: Callable[[RunState], _T], *, must_verify: bool = True) -> _T:
@@ -180,7 +180,7 @@ class RunReplica:
             ServiceUnavailableError: the store is unavailable, or other processes kept committing first.
             PenstockError: any error of the operation on an up-to-date copy.
         """
-        result: _T = await self._request(operation, must_verify=must_verify, create=None)
+        result: _T = await self._request(operation, must_verify=must_verify)
         return result
 
     async def keep_time(self) -> None:
@@ -203,28 +203,25 @@ class RunReplica:
             UnknownRunError: no such run.
             ServiceUnavailableError: the store is unavailable, or other processes kept committing in between.
         """
-        result: _T = await self._request(_nothing, must_verify=True, create=None, reading=reading)
+        result: _T = await self._request(lambda state: reading(state, self._books), needs_books=True)
         return result
 
     async def _request(
         self,
         operation: Callable[[RunState], Any],
         *,
-        must_verify: bool,
-        create: Callable[[RunState], Any] | None,
-        reading: Callable[[RunState, Mapping[str, int]], Any] | None = None,
+        must_verify: bool = False,
+        may_create: bool = False,
+        needs_books: bool = False,
     ) -> Any:
         """Queue an operation and wait for its commit. A cancelled caller does not split a commit."""
         self.last_used_s = self.clock.monotonic_s()
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(operation, must_verify, create, answer, reading))
+        self._waiting.append(_Request(operation, answer, must_verify, may_create, needs_books))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
-        try:
-            async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
-                return await answer
-        except TimeoutError as error:
-            raise ServiceUnavailableError(f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s") from error
+        async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
+            return await answer
 
     async def _work(self) -> None:
         """Commit batch after batch until nothing waits."""
@@ -234,10 +231,6 @@ class RunReplica:
                 try:
                     async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
                         await self._settle(batch)
-                except TimeoutError:
-                    self._go_back()
-                    message = f"run {self.run_id!r}: no answer in {TRANSACTION_TIMEOUT_S} s"
-                    _fail(batch, ServiceUnavailableError(message))
                 except PenstockError as error:
                     self._go_back()
                     _fail(batch, error)
@@ -266,14 +259,12 @@ class RunReplica:
 
     async def _settle(self, batch: list[_Request]) -> None:
         """Decide, commit and answer a batch."""
-        if batch and batch[0].reading is not None:
-            await self._read(batch[0], batch[0].reading)
-            _answer(batch)
-            return
         for _ in range(MAX_ATTEMPTS):
             if not batch:
                 return
-            state = await self._load(may_create=batch[0].create is not None)
+            state = await self._load(may_create=batch[0].may_create)
+            if batch[0].needs_books and not await self._read_books(state):
+                continue
             is_sound = all([self._decide(state, request) for request in batch])
             if is_sound and state.is_changed:
                 followers = self._ask_followers(state)
@@ -289,7 +280,7 @@ class RunReplica:
             elif not await self._is_behind(state, batch):
                 _answer(batch)
                 return
-        raise ServiceUnavailableError(f"run {self.run_id!r}: {MAX_ATTEMPTS} commits lost against other brokers")
+        raise ServiceUnavailableError(f"run {self.run_id!r}: other brokers changed it first, {MAX_ATTEMPTS} times")
 
     def _ask_followers(self, state: RunState) -> list[_Request]:
         """The followers' operations on the batch just decided; committed together with it."""
@@ -299,27 +290,24 @@ class RunReplica:
             if operation is not None:
                 answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 answer.add_done_callback(take)
-                requests.append(_Request(operation, must_verify=False, create=None, answer=answer, is_follower=True))
+                requests.append(_Request(operation, answer, is_follower=True))
         return requests
 
-    async def _read(self, request: _Request, reading: Callable[[RunState, Mapping[str, int]], Any]) -> None:
-        """Read the audit counters, and bring the copy to their commit."""
-        for _ in range(MAX_ATTEMPTS):
-            state = await self._load(may_create=False)
-            found = await self.store.books(self.run_id)
-            if found is None or found[0] != self._mark:
-                await self._refresh(state)
-            if found is not None and found[0] == self._mark:
-                request.result = reading(state, found[1])
-                return
-        raise ServiceUnavailableError(f"run {self.run_id!r}: other brokers kept changing it while it was read")
+    async def _read_books(self, state: RunState) -> bool:
+        """Read the audit counters, and bring the copy to their commit; False if it is beyond that already."""
+        found = await self.store.books(self.run_id)
+        if found is None or found[0] != self._mark:
+            await self._refresh(state)
+        if found is None or found[0] != self._mark:
+            return False
+        self._books = found[1]
+        return True
 
     def _decide(self, state: RunState, request: _Request) -> bool:
         """Run one operation and keep its changes; False if it crashed, which leaves the copy in doubt."""
-        act = request.create if request.create is not None and self._mark is None else request.operation
         request.result, request.error = None, None
         try:
-            request.result = act(state)
+            request.result = request.operation(state)
             state.keep()
         except PenstockError as error:
             state.undo()
@@ -343,25 +331,19 @@ class RunReplica:
             return self._state
         state = RunState()
         with self._deadlines.paused():
-            mark = await self._load_into(state)
-        if mark is None:
+            snapshot = await self.store.load(self.run_id, None)
+            if snapshot is not None:
+                self.clock.take(snapshot.clock)
+                await _take_over(state, snapshot)
+        if snapshot is None:
             if not may_create:
                 raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)
             self._forget()
             await self.keep_time()
             return state
-        self._state, self._mark = state, mark
+        self._state, self._mark = state, snapshot.mark
         self.wake()
         return state
-
-    async def _load_into(self, state: RunState) -> Mark | None:
-        """Load everything; returns its mark, None if there is no such run."""
-        snapshot = await self.store.load(self.run_id, None)
-        if snapshot is None:
-            return None
-        self._read_clock(snapshot)
-        await _take_over(state, snapshot)
-        return snapshot.mark
 
     async def _commit(self, state: RunState) -> bool:
         delta, only_grew = state.delta(), state.only_grew
@@ -396,7 +378,7 @@ class RunReplica:
         if snapshot is None:
             self._forget()
             raise UnknownRunError(f"run {self.run_id!r} is not open", run_id=self.run_id)
-        self._read_clock(snapshot)
+        self.clock.take(snapshot.clock)
         self._is_doubtful = False
         if snapshot.mark == self._mark:
             return False
@@ -411,10 +393,6 @@ class RunReplica:
         self._forget()
         self._prompts.clear()
         self.wake()
-
-    def _read_clock(self, snapshot: Snapshot) -> None:
-        if snapshot.clock is not None:
-            self.clock.take(snapshot.clock)
 
     def _go_back(self) -> None:
         """Return to the last known commit; the store will show whether there was another one."""

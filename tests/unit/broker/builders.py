@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.v1 import broker_pb2, types_pb2
@@ -12,6 +13,8 @@ from services.broker.operations.delivery import Consumer
 from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.operations.lifecycle import create_run
 from services.broker.operations.scores import ScoringGrant
+from services.broker.records.run_clock import Reading
+from services.broker.records.store import Mark, Snapshot
 from services.broker.state.run_state import RunState
 from tests.helpers.brokers.broker import chunk, limits, prompt
 
@@ -26,6 +29,14 @@ def open_state(*, version: int = 0, policy: broker_pb2.RunPolicy | None = None, 
     create_run(state, request, 0.0)
     delivery.attach(state, CONSUMER, held=())
     state.settle()
+    return state
+
+
+def loaded(run: bytes, records: Mapping[str, bytes | None]) -> RunState:
+    """A copy of a run from the store."""
+    state, clock = RunState(), Reading(now_s=0.0, unbroken_since_s=0.0)
+    for _ in state.take_over(Snapshot(mark=Mark(1, "m"), is_full=True, run=run, groups=records, clock=clock)):
+        pass
     return state
 
 

@@ -23,7 +23,7 @@ from services.broker.streams import export_stream
 from services.broker.streams.export_stream import Cursor
 from tests.helpers.brokers.broker import limits
 from tests.helpers.virtual_time import VirtualLoop
-from tests.unit.broker.builders import acknowledge, deliver, make_ready, open_state, submit
+from tests.unit.broker.builders import acknowledge, deliver, loaded, make_ready, open_state, submit
 
 RUN = "run-1"
 LOAD_S = 60.0
@@ -46,15 +46,6 @@ def committed(state: RunState) -> Delta:
     delta = state.delta()
     state.settle()
     return delta
-
-
-def loaded(run: bytes, records: dict[str, bytes | None]) -> RunState:
-    """A copy of a run from the store."""
-    state = RunState()
-    kept = {name: record for name, record in records.items() if record is not None}
-    for _ in state.take_over(Snapshot(mark=Mark(1, "m"), is_full=True, run=run, groups=kept)):
-        pass
-    return state
 
 
 async def stored(store: MemoryStore, num_groups: int) -> None:

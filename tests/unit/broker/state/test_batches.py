@@ -14,14 +14,13 @@ from services.broker.ingest.trajectory_decoder import read_put
 from services.broker.operations import append_trajectories, delivery, drops
 from services.broker.operations.append_trajectories import Put, PutOutcome
 from services.broker.operations.lifecycle import reopen_run
-from services.broker.records.store import Mark, Snapshot
 from services.broker.state import batches
 from services.broker.state.batches import slice_of
 from services.broker.state.run_audit import audit, totals
 from services.broker.state.run_state import FORMAT, RunState
 from tests.helpers.brokers.format_1 import as_format_1
 from tests.helpers.brokers.trajectories import group, groups, pack_groups
-from tests.unit.broker.builders import CONSUMER, acknowledge, deliver, lease, make_ready, open_state, submit
+from tests.unit.broker.builders import CONSUMER, acknowledge, deliver, lease, loaded, make_ready, open_state, submit
 
 PUTS = iter(range(10**6))
 
@@ -39,10 +38,8 @@ def check(state: RunState) -> None:
     books = audit(state)
     assert books.balanced, books
     assert totals(state) == books
-    again = RunState()
-    records: dict[str, bytes | None] = {name: record.SerializeToString() for name, record in state.groups.items()}
-    snapshot = Snapshot(mark=Mark(1, "m"), is_full=True, run=state.run.SerializeToString(), groups=records)
-    assert list(again.take_over(snapshot)) == []
+    records = {name: record.SerializeToString() for name, record in state.groups.items()}
+    again = loaded(state.run.SerializeToString(), records)
     queues = ("live", "ready", "delivered", "trained", "versions", "record_of", "trained_bytes", "ready_bytes")
     counts = ("num_started", "num_ready", "num_delivered", "num_ready_puts")
     for field in (*queues, *counts):
@@ -395,12 +392,6 @@ def test_an_operation_undone_leaves_records_as_they_were() -> None:
     assert dict(state.groups) == {}
 
 
-def _load(run: bytes, records: dict[str, bytes | None]) -> RunState:
-    state = RunState()
-    assert list(state.take_over(Snapshot(mark=Mark(1, "m"), is_full=True, run=run, groups=records))) == []
-    return state
-
-
 def test_a_run_of_format_1_is_read_and_becomes_one_of_today_with_its_first_put_that_changes() -> None:
     old = opened()
     put(old, *groups("a", "b", "c", "d", version=0))
@@ -410,7 +401,7 @@ def test_a_run_of_format_1_is_read_and_becomes_one_of_today_with_its_first_put_t
     assert held(old, deliver(old, 2)) == ["leased", "e"]
     old.run.format = 1
     records: dict[str, bytes | None] = dict(as_format_1(record) for record in old.groups.values())
-    state = _load(old.run.SerializeToString(), records)
+    state = loaded(old.run.SerializeToString(), records)
     assert not state.is_changed
     assert audit(state) == audit(old)
     assert held(state, deliver(state)) == ["f", "g"]
@@ -418,7 +409,7 @@ def test_a_run_of_format_1_is_read_and_becomes_one_of_today_with_its_first_put_t
     acknowledge(state, ["f", "leased", "e"], 3)
     delta = state.delta()
     records |= delta.groups
-    state = _load(delta.run, {name: record for name, record in records.items() if record is not None})
+    state = loaded(delta.run, {name: record for name, record in records.items() if record is not None})
     check(state)
     assert state.run.format == FORMAT
     assert [state.trained_ids(version) for version in (1, 2, 3)] == [{"a", "b"}, {"c", "d"}, {"leased", "e", "f"}]
