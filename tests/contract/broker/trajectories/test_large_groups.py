@@ -140,8 +140,7 @@ async def test_pieces_make_no_difference_whatever_their_size(
     plain = Trainer.connect(broker.channel, "plain")
     expected = {one.prompt.group_id: one for one in await plain.groups(5)}
     plain.stream.call.cancel()
-    for module in (large_groups, microbatch_reader):
-        monkeypatch.setattr(module, "MAX_WHOLE_BYTES", 300)
+    monkeypatch.setattr(large_groups, "MAX_WHOLE_BYTES", 300)
     monkeypatch.setattr(large_groups, "PIECE_BYTES", 7)
     monkeypatch.setattr(large_groups, "READ_BYTES", 64)
     assert (await broker.open(groups_per_step=8, max_staleness=2, max_completion_tokens=2000)).existed
@@ -162,7 +161,6 @@ async def test_pieces_make_no_difference_whatever_their_size(
 
 async def test_a_stream_that_ends_within_a_group_gets_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_groups, "MAX_WHOLE_BYTES", 300)
-    monkeypatch.setattr(microbatch_reader, "MAX_WHOLE_BYTES", 300)
     monkeypatch.setattr(large_groups, "PIECE_BYTES", 100)
     async with serving(MemoryStore()) as broker:
         await broker.open(groups_per_step=2)
