@@ -13,7 +13,7 @@ from penstock.names import check_run_id
 from penstock.network.guard import takes_bytes
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, broker_pb2_grpc
-from penstock.wire.timestamps import timestamp
+from penstock.wire.timestamps import timestamp, unix_s
 from services.broker.ingest.validation import (
     MAX_GROUP_IDS,
     MAX_PROMPTS,
@@ -27,6 +27,7 @@ from services.broker.operations import delivery, drops, ownership, submission
 from services.broker.runtime import removal
 from services.broker.runtime.run_list import list_runs
 from services.broker.runtime.run_registry import RunRegistry
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.stalls import stall_report
 from services.broker.state.run_audit import audit_rows, totals
 from services.broker.state.run_state import RunState
@@ -61,18 +62,21 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     def __init__(self, run_registry: RunRegistry) -> None:
         self._run_registry = run_registry
 
+    def _replica(self, run_id: str) -> RunReplica:
+        """The replica of the run that a request names. Raises InvalidFieldError."""
+        check_run_id(run_id)
+        return self._run_registry.replica(run_id)
+
     async def OpenRun(self, request: broker_pb2.OpenRunRequest, context: _Context) -> broker_pb2.OpenRunResponse:
         """Create, re-attach, rewind or catch up; see `lifecycle`."""
-        check_run_id(request.run_id)
         check_count("steps", len(request.steps), MAX_STEP_RECORDS)
-        return await self._run_registry.replica(request.run_id).open(request)
+        return await self._replica(request.run_id).open(request)
 
     async def CloseRun(self, request: broker_pb2.CloseRunRequest, context: _Context) -> broker_pb2.CloseRunResponse:
         """Mark the run closed, dropping everything in flight if requested; its streams notice."""
-        check_run_id(request.run_id)
         if request.drop_reason:
             check_reason(request.drop_reason, field="drop_reason")
-        replica = self._run_registry.replica(request.run_id)
+        replica = self._replica(request.run_id)
         closed_s = await replica.store.now_s(request.run_id)
 
         def operation(state: RunState) -> None:
@@ -88,10 +92,9 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request: broker_pb2.SubmitPromptsRequest, context: _Context
     ) -> broker_pb2.SubmitPromptsResponse:
         """Queue prompts; see `submission`."""
-        check_run_id(request.run_id)
         check_count("prompts", len(request.prompts), MAX_PROMPTS)
         check_bytes("prompts", request.ByteSize())
-        replica = self._run_registry.replica(request.run_id)
+        replica = self._replica(request.run_id)
         retired = await replica.store.retired(request.run_id, [prompt.group_id for prompt in request.prompts])
         forecasts = await self._run_registry.forecaster.forecasts(request.run_id, request.prompts)
 
@@ -155,9 +158,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def AckStep(self, request: broker_pb2.AckStepRequest, context: _Context) -> broker_pb2.AckStepResponse:
         """Mark a step trained; see `delivery.acknowledge`."""
-        check_run_id(request.run_id)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
-        replica = self._run_registry.replica(request.run_id)
+        replica = self._replica(request.run_id)
 
         def operation(state: RunState) -> tuple[broker_pb2.AckStepResponse, bool]:
             ownership.admit(state, request.owner, replica.clock.now_s())
@@ -175,10 +177,9 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request: broker_pb2.DropGroupsRequest, context: _Context
     ) -> broker_pb2.DropGroupsResponse:
         """Drop groups; see `drops`."""
-        check_run_id(request.run_id)
         check_reason(request.reason)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
-        replica = self._run_registry.replica(request.run_id)
+        replica = self._replica(request.run_id)
 
         def operation(state: RunState) -> int:
             _admit_trainer(state, request, replica.clock.now_s())
@@ -189,10 +190,9 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def GetRun(self, request: broker_pb2.GetRunRequest, context: _Context) -> broker_pb2.GetRunResponse:
         """One coherent picture, taken from an up-to-date copy."""
-        check_run_id(request.run_id)
         check_timestamp("busy_since", request.busy_since)
-        replica = self._run_registry.replica(request.run_id)
-        busy_since_s = request.busy_since.ToMicroseconds() / 1e6 if request.HasField("busy_since") else None
+        replica = self._replica(request.run_id)
+        busy_since_s = unix_s(request.busy_since) if request.HasField("busy_since") else None
         generators, workers = await replica.peers.views(busy_since_s)
         present = replace(replica.peers.present(), generators=generators)
 
@@ -221,30 +221,21 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def ListRuns(self, request: broker_pb2.ListRunsRequest, context: _Context) -> broker_pb2.ListRunsResponse:
         """The runs of the store that the caller may know of, oldest first; see `run_list`."""
-        answer, caller = await list_runs(self._run_registry.store), current_caller()
-        of_caller = [run for run in answer.runs if caller.sees_run(run.run_id)]
-        return broker_pb2.ListRunsResponse(
-            runs=of_caller, run_ids=[run for run in answer.run_ids if caller.sees_run(run)]
-        )
+        return await list_runs(self._run_registry.store, current_caller().sees_run)
 
     async def DeleteRun(self, request: broker_pb2.DeleteRunRequest, context: _Context) -> broker_pb2.DeleteRunResponse:
         """Delete a run, or continue deleting it; see `removal`."""
-        check_run_id(request.run_id)
-        return await removal.delete(self._run_registry.replica(request.run_id), is_forced=request.force)
+        return await removal.delete(self._replica(request.run_id), is_forced=request.force)
 
     async def AuditRun(self, request: broker_pb2.AuditRunRequest, context: _Context) -> broker_pb2.AuditRunResponse:
         """The audit, counted now."""
-        check_run_id(request.run_id)
-        return broker_pb2.AuditRunResponse(
-            audit=await self._run_registry.replica(request.run_id).read_books(audit_rows)
-        )
+        return broker_pb2.AuditRunResponse(audit=await self._replica(request.run_id).read_books(audit_rows))
 
     async def WatchPolicy(
         self, request: broker_pb2.WatchPolicyRequest, context: _Context
     ) -> AsyncIterator[broker_pb2.WatchPolicyResponse]:
         """The current version, and again at every change."""
-        check_run_id(request.run_id)
-        replica = self._run_registry.replica(request.run_id)
+        replica = self._replica(request.run_id)
 
         def operation(state: RunState) -> tuple[broker_pb2.WatchPolicyResponse, bool]:
             run = state.run

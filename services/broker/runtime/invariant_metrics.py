@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.timestamps import unix_s
 from services.broker.state.run_state import RunState
 
 PREFIX = "penstock_invariant"
@@ -55,7 +56,7 @@ class InvariantMetrics:
         self._bound.labels(run_id).set(bound)
         too_old = sum(count for versions, count in books.trained_by_staleness.items() if versions > bound)
         self._too_old.labels(run_id).set(too_old)
-        longest_s = max((now_s - wait.since_time.ToMicroseconds() / 1e6 for wait in waits), default=0.0)
+        longest_s = max((now_s - unix_s(wait.since_time) for wait in waits), default=0.0)
         self._longest.labels(run_id).set(max(0.0, longest_s))
         limits = state.limits
         queues = {

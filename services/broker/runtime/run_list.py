@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
-from services.broker.records.store import Root, Store
+from services.broker.records.store import Store
 from services.broker.records_pb2 import RunRecord
 
 MAX_RUNS_LISTED = 1_000
 
 
-async def list_runs(store: Store) -> broker_pb2.ListRunsResponse:
-    """The newest runs of the store, oldest first."""
-    run_ids = (await store.run_ids())[-MAX_RUNS_LISTED:]
-    return broker_pb2.ListRunsResponse(run_ids=run_ids, runs=_summaries(await store.roots(run_ids)))
-
-
-def _summaries(roots: Sequence[Root | None]) -> list[broker_pb2.RunSummary]:
-    return [_summary(RunRecord.FromString(root.run), root.num_records) for root in roots if root is not None]
+async def list_runs(store: Store, is_shown: Callable[[str], bool]) -> broker_pb2.ListRunsResponse:
+    """The newest runs of the store, oldest first, without those that are not to be shown."""
+    run_ids = [run_id for run_id in (await store.run_ids())[-MAX_RUNS_LISTED:] if is_shown(run_id)]
+    roots = [root for root in await store.roots(run_ids) if root is not None]
+    runs = [_summary(RunRecord.FromString(root.run), root.num_records) for root in roots]
+    return broker_pb2.ListRunsResponse(run_ids=run_ids, runs=runs)
 
 
 def _summary(run: RunRecord, num_records: int) -> broker_pb2.RunSummary:

@@ -33,27 +33,11 @@ def read_record(name: str, data: bytes, head: GroupHead) -> GroupRecord:
 
 
 def _upgraded(name: str, old: ParcelRecord) -> GroupRecord:
-    record = GroupRecord(
-        group_id=name,
-        sequence=old.sequence,
-        purpose=types_pb2.PURPOSE_TRAIN,
-        submit_s=old.submit_s,
-        submit_version=old.submit_version,
-        consumer_id=old.consumer_id,
-        put=PutColumns(
-            payload_id=old.payload_id,
-            payload_start=old.payload_start,
-            group_bytes=old.group_bytes,
-            group_ids=old.group_ids,
-            num_samples=old.num_samples,
-            num_tokens=old.num_tokens,
-            sample_tokens=old.sample_tokens,
-            sample_min_versions=old.sample_min_versions,
-            sample_max_versions=old.sample_max_versions,
-        ),
-    )
-    if old.HasField("trained_version"):
-        record.trained_version = old.trained_version
+    columns = PutColumns(**{field.name: getattr(old, field.name) for field in PutColumns.DESCRIPTOR.fields})
+    record = GroupRecord(group_id=name, purpose=types_pb2.PURPOSE_TRAIN, put=columns)
+    for field, value in old.ListFields():
+        if field.name not in PutColumns.DESCRIPTOR.fields_by_name:
+            setattr(record, field.name, value)
     return record
 
 
@@ -178,6 +162,7 @@ def cut_at(record: GroupRecord, cuts: Sequence[int]) -> list[GroupRecord]:
             submit_s=record.submit_s,
             submit_version=record.submit_version,
             consumer_id=record.consumer_id,
+            trained_version=record.trained_version if record.HasField("trained_version") else None,
             put=PutColumns(
                 payload_id=columns.payload_id,
                 payload_start=columns.payload_start + byte_at[start],
@@ -190,7 +175,5 @@ def cut_at(record: GroupRecord, cuts: Sequence[int]) -> list[GroupRecord]:
                 sample_max_versions=columns.sample_max_versions[samples],
             ),
         )
-        if record.HasField("trained_version"):
-            piece.trained_version = record.trained_version
         pieces.append(piece)
     return pieces
