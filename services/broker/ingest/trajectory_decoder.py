@@ -7,19 +7,18 @@ rest. The trajectories are not parsed again: only their bytes are kept.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise, repeat
-from typing import Any, cast
+from itertools import accumulate, chain, compress, pairwise, repeat
+from typing import cast
 
-import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed, group_slices
 from penstock.wire.sampling_rules import check_trainable
-from services.broker.ingest.token_chunk import MAX_LOGPROB
+from services.broker.ingest.token_arrays import check_floats, check_token_ids, check_tokens, version_ranges
 from services.broker.ingest.trajectory_columns import PutGroups
 from services.broker.ingest.validation import MAX_METADATA_BYTES, check_id
 from services.broker.rules.limits import require
@@ -29,9 +28,6 @@ MAX_BYTES = 4 * 1024 * 1024
 CHECKED_BYTES = 8 * 1024 * 1024
 _OK = types_pb2.SCORE_STATUS_OK
 _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
-_LARGE_BYTES = 16 * 1024
-"""From this size on, checking an array by itself costs less than copying it together with others."""
-_INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
 def read_put(
@@ -125,7 +121,7 @@ def _check_prompts(prompts: Sequence[types_pb2.Prompt]) -> tuple[list[str], list
     token_ids = [prompt.token_ids for prompt in prompts]
     sizes = list(map(len, token_ids))
     require(min(sizes) > 0 and not any(size % 4 for size in sizes), "prompt.token_ids", sizes[0], "int32, not empty")
-    _check_token_ids("prompt.token_ids", token_ids)
+    check_token_ids("prompt.token_ids", token_ids)
     return group_ids, [size // 4 for size in sizes]
 
 
@@ -168,72 +164,26 @@ def _check_arrays(samples: Sequence[types_pb2.Trajectory]) -> list[int]:
     token_ids = [sample.token_ids for sample in samples]
     logprobs = [sample.behavior_logprobs for sample in samples]
     advantages = [sample.advantages for sample in samples]
-    sizes = list(map(len, token_ids))
-    require(not any(size % 4 for size in sizes), "token_ids", sizes[0], "int32: 4 bytes a token")
-    require(list(map(len, logprobs)) == sizes, "behavior_logprobs", len(logprobs[0]), "float32: one a token")
-    for size, other in zip(sizes, map(len, advantages), strict=True):
-        require(other in (0, size), "advantages", other, "empty, or float32: one a token")
-    for size, mask in zip(sizes, [sample.loss_mask for sample in samples], strict=True):
-        if mask:
-            is_good = len(mask) == size // 4 and not mask.strip(b"\0\1")
-            require(is_good, "loss_mask", len(mask), "empty, or a byte of 0 or 1 a token")
-    if any(sizes):
-        _check_token_ids("token_ids", token_ids)
-        for values in _arrays(logprobs, _FLOAT32):
-            # A NaN makes either of them NaN, which compares false.
-            least, most = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
-            is_good = least > -math.inf and most <= MAX_LOGPROB
-            require(is_good, "behavior_logprobs", (least, most), "finite and at most 0, in nats")
+    num_tokens = check_tokens(
+        token_ids, logprobs, [sample.loss_mask for sample in samples], logprobs_field="behavior_logprobs"
+    )
+    for count, size in zip(num_tokens, map(len, advantages), strict=True):
+        require(size in (0, 4 * count), "advantages", size, "empty, or float32: one a token")
     if any(advantages):
-        for values in _arrays(advantages, _FLOAT32):
-            least, most = float(np.minimum.reduce(values)), float(np.maximum.reduce(values))
-            require(least > -math.inf and most < math.inf, "advantages", (least, most), "finite")
-    return [size // 4 for size in sizes]
-
-
-def _check_token_ids(field: str, parts: Sequence[bytes]) -> None:
-    for values in _arrays(parts, _INT32):
-        least = int(np.minimum.reduce(values))
-        require(least >= 0, field, least, "no negative token ids")
-
-
-def _arrays(parts: Sequence[bytes], dtype: np.dtype[Any]) -> list[npt.NDArray[Any]]:
-    """Arrays with all values of `parts`, which are not all empty: few of small parts, no copies of large ones."""
-    if len(parts) > 1 and sum(map(len, parts)) < len(parts) * _LARGE_BYTES:
-        return [np.frombuffer(b"".join(parts), dtype)]
-    return [np.frombuffer(part, dtype) for part in parts if part]
+        check_floats("advantages", advantages, most=sys.float_info.max, expected="finite")
+    return num_tokens
 
 
 def _check_versions(samples: Sequence[types_pb2.Trajectory], num_tokens: Sequence[int]) -> tuple[list[int], list[int]]:
     """Oldest and newest version of each sample; one without tokens has its stated version."""
-    runs = [sample.policy_versions for sample in samples]
-    parts, lengths_parts = [run.versions for run in runs], [run.lengths for run in runs]
-    sizes = list(map(len, lengths_parts))
-    is_good = not any(size % 4 for size in sizes) and list(map(len, parts)) == [2 * size for size in sizes]
-    require(is_good, "policy_versions", (len(parts[0]), sizes[0]), "int64 versions and as many int32 run lengths")
-    require([size > 0 for size in sizes] == [count > 0 for count in num_tokens], "policy_versions", sizes[0], "set")
     oldest = [sample.min_policy_version for sample in samples]
     newest = [sample.max_policy_version for sample in samples]
     require(min(oldest) >= 0, "min_policy_version", min(oldest), "at least 0")
     require(all(map(int.__le__, oldest, newest)), "max_policy_version", newest[0], "not below min_policy_version")
-    versions = np.frombuffer(b"".join(parts), _INT64)
-    lengths = np.frombuffer(b"".join(lengths_parts), _INT32)
-    if versions.tolist() == oldest == newest and lengths.tolist() == num_tokens and all(num_tokens):
-        # The common case: each sample has tokens, all of one version. The code below handles any.
-        return oldest, newest
-    if not versions.size:
-        return oldest, newest
-    lengths = lengths.astype(np.int64)
-    require(int(lengths.min()) >= 1 and int(versions.min()) >= 0, "policy_versions", "", "runs >= 1, versions >= 0")
-    # Start of the version runs of each sample that has tokens.
-    starts = [end - size // 4 for end, size in zip(accumulate(size // 4 for size in sizes), sizes, strict=True) if size]
-    has_tokens = [count > 0 for count in num_tokens]
-    totals = np.add.reduceat(lengths, starts).tolist()
-    require(totals == [count for count in num_tokens if count], "policy_versions", totals[0], "as many as tokens")
-    for field, stated, found in (
-        ("min_policy_version", oldest, np.minimum.reduceat(versions, starts)),
-        ("max_policy_version", newest, np.maximum.reduceat(versions, starts)),
+    of_tokens = version_ranges([sample.policy_versions for sample in samples], num_tokens)
+    for field, stated, found in zip(
+        ("min_policy_version", "max_policy_version"), (oldest, newest), of_tokens, strict=True
     ):
-        said = [version for version, is_told in zip(stated, has_tokens, strict=True) if is_told]
-        require(said == found.tolist(), field, said[0], "what the versions of its tokens say")
+        of_sampled = list(compress(stated, num_tokens))
+        require(of_sampled == found, field, of_sampled[:1], "what the versions of its tokens say")
     return oldest, newest

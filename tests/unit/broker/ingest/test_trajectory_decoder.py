@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, group_slices, int32_bytes, packed_parts
-from services.broker.ingest import trajectory_decoder
+from services.broker.ingest import token_arrays
 from services.broker.ingest.trajectory_decoder import read_put
 from tests.helpers.brokers.trajectories import group, groups, pack_groups
 
@@ -36,7 +36,7 @@ def test_facts_of_a_request_are_read() -> None:
 def _small_and_large_arrays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large arrays are looked at one by one; here all of them are."""
     if request.param == "apart":
-        monkeypatch.setattr(trajectory_decoder, "_LARGE_BYTES", 1)
+        monkeypatch.setattr(token_arrays, "LARGE_BYTES", 1)
 
 
 @pytest.mark.usefixtures("_small_and_large_arrays")
