@@ -24,9 +24,13 @@ _HAS_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[str]:
-    """Hold the folder's lock; yields a note for the user, or nothing. Raises ConfigError if it is already held."""
+    """Make the folder if needed and hold its lock; yields a note for the user, or nothing.
+
+    Raises ConfigError if the lock is already held, or the folder cannot be written to.
+    """
     path = folder / LOCK_NAME
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise ConfigError(f"run.dir: {failure_message(folder, error)}") from error

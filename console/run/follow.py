@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -24,6 +25,7 @@ from penstock.network.rpc import backoff_s, call_with_retry, open_channel, trans
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
 from penstock.wire.timestamps import unix_s
+from services.trainer.config import TrainingConfig
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
@@ -38,29 +40,20 @@ class TrainerLostError(Exception):
 
 
 class RunSession:
-    """One run on the trainer at `trainer`, over the broker at `broker`."""
+    """One run on the trainer at `trainer`."""
 
     def __init__(
-        self,
-        *,
-        run_id: str,
-        config_json: str,
-        trainer: str,
-        broker: str,
-        security: Security,
-        view: RunView,
-        display: Display,
-        patience_s: float | None = None,
+        self, config: TrainingConfig, *, trainer: str, security: Security, view: RunView, display: Display
     ) -> None:
-        self._run_id = run_id
-        self._config_json = config_json
+        self._run_id = config.run.id
+        self._config_json = json.dumps(config.model_dump(mode="json"))
         self._trainer_peer = f"trainer {trainer}"
         self._trainer_channel = open_channel(trainer, security)
         self._trainer = trainer_pb2_grpc.TrainerServiceStub(self._trainer_channel)
-        self._broker = BrokerClient(broker, security=security, patience_s=0.0, timeout_s=_POLL_TIMEOUT_S)
+        self._broker = BrokerClient(config.broker, security=security, patience_s=0.0, timeout_s=_POLL_TIMEOUT_S)
         self._view = view
         self._display = display
-        self._patience_s = patience_s
+        self._patience_s = config.run.patience_s
         self._sequence = 0
         self._incarnation = ""
         self._is_stopping = False

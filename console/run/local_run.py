@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-from console.config.config import RunConfig, load_run_config, to_yaml
+from console.config.config import RunConfig, to_yaml
 from console.config.derive import training_config
 from console.config.folder_lock import locked
 from console.config.run_folder import (
     CONSOLE_NAME,
     ProcessRecord,
     RunFolder,
-    open_folder,
     replace_text,
     started_ticks_of,
 )
@@ -48,7 +46,7 @@ from console.view.closed_output import discard
 from console.view.forecast_quality import Document, fetch_lengths
 from console.view.formats import duration
 from console.view.html_report import write_report
-from console.view.live_display import Display, choose_display
+from console.view.live_display import choose_display
 from console.view.outcome import add_to_summary, closing_lines, keep_results
 from console.view.run_view import RunView
 from penstock.config import ConfigError
@@ -81,58 +79,21 @@ async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int
         notes = [held.enter_context(locked(folder.path))] if is_resume else []
         warnings = await check_run(config, folder, is_resume=is_resume, security=security, source=source)
         if not is_resume:
-            _make_folder(folder)
             notes = [held.enter_context(locked(folder.path))]
-        notes = [*filter(None, notes), *warnings]
-        return await _execute(config, folder, security=security, notes=notes, is_resume=is_resume, source=source)
-
-
-def _make_folder(folder: RunFolder) -> None:
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir: {failure_message(folder.path, error)}") from error
-
-
-async def _execute(
-    config: RunConfig, folder: RunFolder, *, security: Security, notes: Iterable[str], is_resume: bool, source: str
-) -> int:
-    """Carry out a run whose folder this process has locked."""
-    view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
-    display = choose_display(view)
-    run = _Run(config, folder, security=security, view=view, display=display)
-    try:
-        if not is_resume:
-            # Written first: it makes the folder a run's, which can be resumed whatever happens next.
-            replace_text(folder.config, to_yaml(config))
-        folder.create()
-    except OSError as error:
-        raise ConfigError(f"run.dir: {failure_message(folder.path, error)}") from error
-    display.start()
-    for note in notes:
-        display.note(f"note: {note}")
-    try:
-        return await run.execute(is_resume=is_resume, source=source)
-    finally:
-        display.stop()
-
-
-def load_resumed(run_dir: Path, overrides: list[str]) -> RunConfig:
-    """The configuration of a run to continue. Raises ConfigError if the folder has none."""
-    return load_run_config(open_folder(run_dir).config, overrides)
+        run = _Run(config, folder, security=security, source=source)
+        return await run.execute([*filter(None, notes), *warnings], is_resume=is_resume)
 
 
 class _Run:
     """One run, from the first process to the report."""
 
-    def __init__(
-        self, config: RunConfig, folder: RunFolder, *, security: Security, view: RunView, display: Display
-    ) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, *, security: Security, source: str) -> None:
         self._config = config
         self._folder = folder
         self._security = security
-        self._view = view
-        self._display = display
+        self._source = source
+        self._view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
+        self._display = choose_display(self._view)
         self._signals = StopSignals(force=self._force)
         self._interrupted = self._signals.requested
         self._launcher = Launcher(
@@ -149,21 +110,32 @@ class _Run:
         self._lengths: Document | None = None
         """Quality of the length forecasts; None if the scheduler does not report it."""
 
-    async def execute(self, *, is_resume: bool, source: str) -> int:
-        """Run everything after the checks; returns the exit status."""
+    async def execute(self, notes: Iterable[str], *, is_resume: bool) -> int:
+        """Carry out the run after the checks, in a locked folder; returns the exit status."""
+        try:
+            if not is_resume:
+                # Written first: it makes the folder a run's, which can be resumed whatever happens next.
+                replace_text(self._folder.config, to_yaml(self._config))
+            self._folder.create()
+        except OSError as error:
+            raise ConfigError(f"run.dir: {failure_message(self._folder.path, error)}") from error
+        self._display.start()
+        for note in notes:
+            self._display.note(f"note: {note}")
         self._signals.listen()
         try:
-            return await self._execute(is_resume=is_resume, source=source)
+            return await self._carry_out(is_resume=is_resume)
         finally:
             self._signals.release()
+            self._display.stop()
 
-    async def _execute(self, *, is_resume: bool, source: str) -> int:
+    async def _carry_out(self, *, is_resume: bool) -> int:
         watcher = asyncio.create_task(self._watch())
         finished: trainer_pb2.RunFinished | None = None
         problem = ""
         try:
             self._note_console(ProcessState.READY)
-            session = self._session = self._make_session(source)
+            session = self._session = self._make_session()
             self._helpers += [
                 asyncio.create_task(session.poll()),
                 asyncio.create_task(report_machine(self._config, self._launcher.addresses, self._view, self._security)),
@@ -204,7 +176,7 @@ class _Run:
     async def _follow(self, session: RunSession, watcher: asyncio.Task[None]) -> trainer_pb2.RunFinished:
         following = asyncio.create_task(session.follow())
         try:
-            return await self._unless_interrupted(_shielded(following), watcher)
+            return await self._unless_interrupted(asyncio.shield(following), watcher)
         except (InterruptedByUserError, FolderRefusedError) as reason:
             self._refusal = str(reason)
             self._display.note(
@@ -217,7 +189,7 @@ class _Run:
         finally:
             await end(following)
 
-    async def _unless_interrupted(self, work: Coroutine[Any, Any, _Result], watcher: asyncio.Task[None]) -> _Result:
+    async def _unless_interrupted(self, work: Awaitable[_Result], watcher: asyncio.Task[None]) -> _Result:
         async def interruption() -> NoReturn:
             await self._interrupted.wait()
             raise InterruptedByUserError
@@ -272,32 +244,26 @@ class _Run:
             add_to_summary(self._folder, restarts=dict(sorted(restarts.items())), lengths=self._lengths)
         return self._folder.metrics.is_file() and write_report(self._folder)
 
-    def _make_session(self, source: str) -> RunSession:
+    def _make_session(self) -> RunSession:
         addresses = self._launcher.addresses
-        document = training_config(self._config, broker=addresses.broker.target, source=source)
+        document = training_config(self._config, broker=addresses.broker.target, source=self._source)
         return RunSession(
-            run_id=self._config.run.id,
-            config_json=json.dumps(document.model_dump(mode="json")),
+            document,
             trainer=addresses.trainer.target,
-            broker=addresses.broker.target,
             security=self._security,
             view=self._view,
             display=self._display,
-            patience_s=self._config.run.patience_s,
         )
 
     def _make_plan(self) -> RunPlan | None:
-        problem = self._config.scheduler.problem
-        if problem is None:
+        if self._config.scheduler.problem is None:
             return None
         return RunPlan(
-            run_id=self._config.run.id,
-            problem=problem,
-            plan=self._config.scheduler.plan,
+            self._config,
+            problem=self._config.scheduler.problem,
             scheduler=self._launcher.addresses.scheduler.target,
             history=self._folder.plans,
             security=self._security,
-            patience_s=self._config.run.patience_s,
             note=self._display.note,
         )
 
@@ -368,7 +334,3 @@ def _print_lines(lines: Iterable[str]) -> None:
     except OSError:
         # The display writes to a file on a full disk; the reason why the run ends goes to stderr.
         discard(sys.stdout)
-
-
-async def _shielded(task: asyncio.Task[_Result]) -> _Result:
-    return await asyncio.shield(task)

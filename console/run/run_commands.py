@@ -9,7 +9,7 @@ from pathlib import Path
 from console.config.config import RunConfig, load_run_config, resolve, to_yaml
 from console.config.derive import training_config
 from console.config.run_folder import RunFolder, open_folder
-from console.run.local_run import execute_run, load_resumed
+from console.run.local_run import execute_run
 from console.run.preflight import check_run
 from console.run.quick import prepare_task, quickstart_config
 from console.view.html_report import write_report
@@ -37,7 +37,7 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, res
             print(f"resumes {folder.path}; its config.yaml counts, not {arguments[0]}", flush=True)
             resume, arguments = folder.path, arguments[1:]
     if resume is not None:
-        config, source = load_resumed(resume, arguments), str(resume / "config.yaml")
+        config, source = load_run_config(open_folder(resume).config, arguments), str(resume / "config.yaml")
     elif not arguments:
         raise ConfigError("run: name a configuration file, or a run folder with --resume")
     else:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
+from console.config.config import RunConfig
 from penstock.clients.plans import watch_plan
 from penstock.config import ConfigError, read_document
 from penstock.errors import InvalidFieldError, PenstockError
 from penstock.network.outage import Outage
-from penstock.network.rpc import call, call_with_retry, open_channel
+from penstock.network.rpc import call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
@@ -32,18 +33,16 @@ class RunPlan:
 
     def __init__(
         self,
+        config: RunConfig,
         *,
-        run_id: str,
         problem: Path,
-        plan: Path | None,
         scheduler: str,
         history: Path,
         security: Security,
-        patience_s: float | None,
         note: Callable[[str], None],
     ) -> None:
-        self._run_id = run_id
-        self._patience_s = patience_s
+        self._run_id = config.run.id
+        self._patience_s = config.run.patience_s
         self._problem_json = json.dumps(read_document(problem))
         self._scheduler = scheduler
         self._history = history
@@ -51,53 +50,44 @@ class RunPlan:
         self._note = note
         self._plan: pb.Plan | None = None
         """The plan in force."""
-        self._begin = None if plan is None else as_message(read_plan(plan))
+        self._begin = None if config.scheduler.plan is None else as_message(read_plan(config.scheduler.plan))
 
     async def create(self) -> None:
         """Request a plan. Raises ConfigError if the problem is wrong, PenstockError if no plan can run."""
-        peer = f"scheduler {self._scheduler}"
-        outage = Outage(peer, on_notice=lambda text: self._note(text or f"{peer} is back"))
-        async with open_channel(self._scheduler, self._security) as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            try:
-                answer = await call_with_retry(
-                    stub.CreatePlan,
-                    self._request(),
-                    peer=peer,
-                    timeout_s=BUDGET_S + _SLACK_S,
-                    give_up_after_s=self._patience_s,
-                    outage=outage,
-                )
-            except InvalidFieldError as error:
-                raise ConfigError(f"scheduler.problem: {error}") from error
-        self._take(answer.plan)
+        try:
+            self._take(await self._request(give_up_after_s=self._patience_s))
+        except InvalidFieldError as error:
+            raise ConfigError(f"scheduler.problem: {error}") from error
 
     async def follow(self) -> None:
         """Take in revisions until cancelled; a scheduler that has forgotten the plan is sent it again."""
         plans = watch_plan(self._scheduler, self._run_id, security=self._security)
         async with aclosing(plans):
             async for plan in plans:
-                if plan is None:
-                    await self._create_again()
-                else:
+                if plan is not None:
                     self._take(plan)
+                    continue
+                try:
+                    await self._request(give_up_after_s=0.0)
+                except PenstockError as error:
+                    self._note(f"plan: the scheduler does not make one again: {error}")
 
-    async def _create_again(self) -> None:
-        async with open_channel(self._scheduler, self._security) as channel:
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            try:
-                await call(
-                    stub.CreatePlan, self._request(), peer=f"scheduler {self._scheduler}", timeout_s=BUDGET_S + _SLACK_S
-                )
-            except PenstockError as error:
-                self._note(f"plan: the scheduler does not make one again: {error}")
-
-    def _request(self) -> pb.CreatePlanRequest:
+    async def _request(self, *, give_up_after_s: float | None) -> pb.Plan:
         request = pb.CreatePlanRequest(run_id=self._run_id, problem_json=self._problem_json, keeps_trainers=True)
         request.budget.FromMilliseconds(int(BUDGET_S * 1000))
         if (running := self._plan or self._begin) is not None:
             request.running_plan.CopyFrom(running)
-        return request
+        peer = f"scheduler {self._scheduler}"
+        async with open_channel(self._scheduler, self._security) as channel:
+            answer = await call_with_retry(
+                scheduler_pb2_grpc.SchedulerServiceStub(channel).CreatePlan,
+                request,
+                peer=peer,
+                timeout_s=BUDGET_S + _SLACK_S,
+                give_up_after_s=give_up_after_s,
+                outage=Outage(peer, on_notice=lambda text: self._note(text or f"{peer} is back")),
+            )
+        return answer.plan
 
     def _take(self, plan: pb.Plan) -> None:
         before, self._plan = self._plan, plan
