@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -109,12 +110,8 @@ def _refuse_other_name(out: Path, name: str) -> None:
 def _issued(request: Request, signed: Signed, folder: Path) -> Issued:
     certificate = signed.certificate
     return Issued(
+        **asdict(request),
         serial=f"{certificate.serial_number:x}",
-        name=request.name,
-        roles=request.roles,
-        run=request.run,
-        site=request.site,
-        hosts=request.hosts,
         not_before=certificate.not_valid_before_utc,
         not_after=certificate.not_valid_after_utc,
         folder=str(folder),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -46,6 +46,7 @@ from services.trainer.config import RunSections
 RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
 
+_Section = TypeVar("_Section", bound=StrictModel)
 Address = Annotated[str, AfterValidator(checked_address)]
 """One server, host:port."""
 
@@ -294,24 +295,16 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
     Absolute, because a run can be resumed from any folder; a remote trainer's paths are left unchanged.
     """
     run_id = config.run.id or time.strftime("run-%Y%m%d-%H%M%S", time.gmtime(now_s))
-    run = config.run.model_copy(update={"id": run_id})
-    if isinstance(config.record, Path):
-        config = config.model_copy(update={"record": _absolute(config.record)})
-    stated = config.scheduler
-    plan = {name: path and _absolute(path) for name, path in (("problem", stated.problem), ("plan", stated.plan))}
-    nodes = {"nodes": tuple(_absolute(path) for path in stated.nodes)}
-    config = config.model_copy(update={"scheduler": stated.model_copy(update=plan | nodes)})
-    if config.endpoints.trainer is not None:
-        return config.model_copy(update={"run": run})
-    paths = {"train": config.data.train, "eval": config.data.eval}
-    data = config.data.model_copy(update={name: path and _absolute(path) for name, path in paths.items()})
-    return config.model_copy(
-        update={
-            "run": run.model_copy(update={"dir": _absolute(run.dir)}),
-            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
-            "data": data,
-        }
-    )
+    scheduler = _absolute(config.scheduler, "problem", "plan")
+    nodes = tuple(path.expanduser().absolute() for path in scheduler.nodes)
+    sections: dict[str, StrictModel] = {
+        "run": config.run.model_copy(update={"id": run_id}),
+        "scheduler": scheduler.model_copy(update={"nodes": nodes}),
+    }
+    if config.endpoints.trainer is None:
+        sections["run"] = _absolute(sections["run"], "dir")
+        sections |= {"model": _absolute(config.model, "path"), "data": _absolute(config.data, "train", "eval")}
+    return _absolute(config, "record").model_copy(update=sections)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -319,5 +312,7 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=False)
 
 
-def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
+def _absolute(section: _Section, *names: str) -> _Section:
+    """The section with the paths of these names, where it states them, made absolute."""
+    paths = {name: path for name in names if isinstance(path := getattr(section, name), Path)}
+    return section.model_copy(update={name: path.expanduser().absolute() for name, path in paths.items()})

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.config import ConfigError
+from penstock.process.durable_files import replace_file
 
 CONSOLE_NAME = "console"
 
@@ -83,7 +84,7 @@ class RunFolder:
 
     def write_record(self, record: ProcessRecord) -> None:
         """Record a process."""
-        replace_text(self.services / f"{record.name}.json", json.dumps(asdict(record), indent=2) + "\n")
+        replace_file(self.services / f"{record.name}.json", json.dumps(asdict(record), indent=2) + "\n")
 
     def records(self) -> list[ProcessRecord]:
         """The recorded processes, by name; unreadable records are left out."""
@@ -106,17 +107,6 @@ def open_folder(path: Path) -> RunFolder:
     if not folder.config.is_file():
         raise ConfigError(f"{path}: not a run folder (it holds no config.yaml)")
     return folder
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old text or the new one, even if the disk refuses it (OSError)."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def started_ticks_of(pid: int) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from console.config.config import LogSection
 from console.config.derive import write_config
@@ -108,9 +109,7 @@ class ServiceProcesses:
 
     def launch(self, spec: ServiceSpec) -> None:
         """Start a process and keep it running."""
-        process = SupervisedProcess(
-            spec, on_change=self._note, on_refused_write=self._take_refusal, pauses=self._pauses
-        )
+        process = SupervisedProcess(spec, on_change=self._note, on_refused_write=self.take_refusal, pauses=self._pauses)
         self._processes[spec.name] = process
         task = self._tasks[spec.name] = asyncio.create_task(process.run(), name=spec.name)
         task.add_done_callback(self._take_end)
@@ -178,13 +177,14 @@ class ServiceProcesses:
             self._failure = failure
             self._given_up.set()
 
-    def _take_refusal(self, error: OSError) -> None:
-        self._fail(FolderRefusedError(failure_message(self._folder.path, error)))
+    def take_refusal(self, error: OSError, path: Path | None = None) -> None:
+        """A write to the folder failed, or to `path`, which may be elsewhere: `watch` raises that."""
+        self._fail(FolderRefusedError(failure_message(self._folder.path, error, refused=path)))
 
     def _note(self, record: ProcessRecord) -> None:
         self.records[record.name] = record
         try:
             self._folder.write_record(record)
         except OSError as error:
-            self._take_refusal(error)
+            self.take_refusal(error)
         self._on_change(record)

@@ -174,7 +174,7 @@ class _Reading:
                 versions=self._array("versions", "int64"), lengths=self._array("version_lengths", "int32")
             ),
             loss_mask=self._array("loss_mask", "uint8"),
-            finish_reason=_enum(types_pb2.FinishReason.Value, _FINISH_PREFIX, self._text("finish_reason")),
+            finish_reason=types_pb2.FinishReason.Value(_FINISH_PREFIX + self._text("finish_reason").upper()),
             score=_score(self._mapping("score")),
             advantages=self._array("advantages", "float32"),
             min_policy_version=self._number("min_policy_version"),
@@ -230,7 +230,7 @@ def _sampling(row: Mapping[str, Any]) -> types_pb2.SamplingParams:
 def _score(row: Mapping[str, Any]) -> types_pb2.Score:
     latency_s = row.get("latency_s")
     score = types_pb2.Score(
-        status=_enum(types_pb2.ScoreStatus.Value, _STATUS_PREFIX, row["status"]),
+        status=types_pb2.ScoreStatus.Value(_STATUS_PREFIX + row["status"].upper()),
         value=row.get("value"),
         components=dict(row.get("components") or ()),
         message=row.get("message") or "",
@@ -246,10 +246,6 @@ def _score(row: Mapping[str, Any]) -> types_pb2.Score:
 def _given(message: Any, field: str) -> Any:
     """The field's value, or None if it is not set."""
     return getattr(message, field) if message.HasField(field) else None
-
-
-def _enum(value_of: Callable[[str], _Value], prefix: str, name: str) -> _Value:
-    return value_of(prefix + name.upper())
 
 
 def _check_lengths(trajectory: types_pb2.Trajectory) -> None:

@@ -30,10 +30,9 @@ from console.config.run_folder import (
     CONSOLE_NAME,
     ProcessRecord,
     RunFolder,
-    replace_text,
     started_ticks_of,
 )
-from console.launch.disk_watch import DiskWatch, FolderRefusedError
+from console.launch.disk_watch import FolderRefusedError, watch_disk
 from console.launch.launcher import Launcher
 from console.launch.probes import TLS_FAILS
 from console.launch.supervisor import ProcessState, ServiceFailedError
@@ -52,6 +51,7 @@ from console.view.run_view import RunView
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
 from penstock.process.disk import failure_message
+from penstock.process.durable_files import replace_file
 from penstock.process.grace_periods import CHECKPOINT_S
 from penstock.process.signals import FORCE_AFTER_S, StopSignals
 from penstock.process.tasks import end, race
@@ -101,7 +101,6 @@ class _Run:
         )
         self._noted_waits: set[str] = set()
         self._session: RunSession | None = None
-        self._disk = DiskWatch(folder.path)
         self._refusal = ""
         """Why the folder cannot be written to; empty while it can."""
         self._recorder = self._make_recorder()
@@ -115,7 +114,7 @@ class _Run:
         try:
             if not is_resume:
                 # Written first: it makes the folder a run's, which can be resumed whatever happens next.
-                replace_text(self._folder.config, to_yaml(self._config))
+                replace_file(self._folder.config, to_yaml(self._config))
             self._folder.create()
         except OSError as error:
             raise ConfigError(f"run.dir: {failure_message(self._folder.path, error)}") from error
@@ -156,7 +155,7 @@ class _Run:
 
     async def _watch(self) -> None:
         """Wait until a service is given up or the folder is full, and raise that error."""
-        await race(self._launcher.services.watch(), self._disk.watch())
+        await race(self._launcher.services.watch(), watch_disk(self._folder.path))
 
     async def _start(self, session: RunSession, *, is_resume: bool) -> None:
         self._view.phase = "starting services"
@@ -277,7 +276,7 @@ class _Run:
             path=record if isinstance(record, Path) else self._folder.path / TRAJECTORIES,
             security=self._security,
             note=self._display.note,
-            on_refusal=self._disk.take_refusal,
+            on_refusal=self._launcher.services.take_refusal,
             max_bytes=self._config.record_max_bytes,
         )
 

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from console.recording import RecordingError, RecordingWriter, open_writer
+from console.recording.recorded_sample import RecordingError
 from console.recording.step_recorder import Recording, missing_line, record, resume_point
+from console.recording.writer import RecordingWriter, open_writer
 from penstock.clients.export import StepExport
 from penstock.errors import NotRetainedError, PenstockError
 from penstock.network.connection import Connection

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from console.inspect.find_run import Target, find_run
-from console.recording import RecordingWriter, open_writer
 from console.recording.step_recorder import Recording, missing_line, record, resume_point
+from console.recording.writer import open_writer
 from penstock.clients.export import StepExport
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
@@ -75,15 +75,11 @@ async def _export(
             await record(export, writer, run_id=target.run_id, recording=recording, on_step=_progress)
             is_kept = is_kept or recording.num_samples > 0
         finally:
-            _finish(writer, is_kept=is_kept)
+            (writer.close if is_kept else writer.discard)()
 
 
 def _tell(outage: str) -> None:
     print(f"penstock: {outage or 'the broker is back'}", file=sys.stderr, flush=True)
-
-
-def _finish(writer: RecordingWriter, *, is_kept: bool) -> None:
-    (writer.close if is_kept else writer.discard)()
 
 
 def _progress(recording: Recording) -> None:

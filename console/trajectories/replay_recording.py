@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from console.inspect.find_run import find_run
-from console.recording import RecordedGroup, read_groups
+from console.recording.reader import RecordedGroup, read_groups
 from console.recording.rebase import Rebased, rebase
 from penstock.clients.broker import BrokerClient
 from penstock.clients.policy_watch import PolicyWatch

@@ -17,7 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from console.recording import Recorded, RecordingWriter, open_writer, read_samples
+from console.recording.reader import read_samples
+from console.recording.recorded_sample import Recorded
+from console.recording.writer import RecordingWriter, open_writer
 from penstock.config import ConfigError
 from penstock.process.log_setup import configure_logging
 from penstock.process.tasks import end, uninterrupted

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from console.config.run_folder import RunFolder, replace_text
+from console.config.run_folder import RunFolder
 from console.launch.probes import masked
 from console.view.charts import Series, line_chart
 from console.view.forecast_quality import lengths_table
@@ -29,6 +29,7 @@ from console.view.run_view import (
     TOKENS_PER_SECOND,
     TRAIN_S,
 )
+from penstock.process.durable_files import replace_file
 
 Line = Mapping[str, float]
 _VERSION = "policy_version"
@@ -57,7 +58,7 @@ def write_report(folder: RunFolder) -> bool:
     evaluations = read_lines(folder.path / "evaluations.jsonl")
     checkpoint = newest_checkpoint(folder.checkpoints)
     name = summary.get("run_id") or folder.path.name
-    replace_text(
+    replace_file(
         folder.report, render_report(str(name), steps, evaluations, summary, config=config, checkpoint=checkpoint)
     )
     return True

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from console.config.run_folder import RunFolder, replace_text
+from console.config.run_folder import RunFolder
 from console.view.formats import duration, number
 from console.view.length_bias import loss_by_length
 from console.view.run_view import Step
+from penstock.process.durable_files import replace_file
 from penstock.v1 import trainer_pb2
 
 Summary = dict[str, Any]
@@ -23,7 +24,7 @@ def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: 
     Files here may then be of an earlier part of the run: the summary and repeated steps are replaced.
     """
     if finished.summary_json:
-        replace_text(folder.summary, finished.summary_json)
+        replace_file(folder.summary, finished.summary_json)
     if not history:
         return
     kept = {float(line["policy_version"]): line for line in read_lines(folder.metrics)}
@@ -33,7 +34,7 @@ def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: 
         ]
         lines = [line for version, line in kept.items() if version < min(history)] + new_lines
         lines.sort(key=lambda line: float(line["policy_version"]))
-        replace_text(folder.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        replace_file(folder.metrics, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -60,7 +61,7 @@ def add_to_summary(folder: RunFolder, **facts: object) -> None:
     summary = read_summary(folder.summary)
     if summary is not None:
         summary |= facts
-        replace_text(folder.summary, json.dumps(summary, indent=2) + "\n")
+        replace_file(folder.summary, json.dumps(summary, indent=2) + "\n")
 
 
 def read_summary(path: Path) -> Summary | None:

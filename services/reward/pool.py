@@ -88,11 +88,6 @@ class ScoringPool:
         self._log_unscored_at_s = 0.0
 
     @property
-    def is_holding_back(self) -> bool:
-        """Whether samples wait for the reward model to come back."""
-        return self._breaker.is_open
-
-    @property
     def holding_reason(self) -> str:
         """Why samples wait for the reward model, in words; empty if they do not."""
         return self._breaker.reason

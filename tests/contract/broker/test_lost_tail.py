@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from console.recording import read_samples
+from console.recording.reader import read_samples
 from console.run.run_recorder import RunRecorder
 from penstock.security import NO_SECURITY
 from penstock.v1 import broker_pb2, types_pb2

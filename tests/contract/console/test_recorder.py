@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from console.recording import RecordingError, open_writer, read_samples
 from console.recording.parts import parts_of
+from console.recording.reader import read_samples
+from console.recording.recorded_sample import RecordingError
 from console.recording.step_recorder import Recording, record, resume_point
+from console.recording.writer import open_writer
 from console.run.run_recorder import RunRecorder
 from console.trajectories.export_recording import export_command
 from penstock.clients.export import StepExport

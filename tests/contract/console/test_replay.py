@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from console.recording import open_writer, read_groups, read_samples, samples_of
+from console.recording.reader import read_groups, read_samples
+from console.recording.recorded_sample import samples_of
+from console.recording.writer import open_writer
 from console.trajectories.replay_recording import Replayed, ReplayOptions, replay, replay_command
 from penstock.clients import BrokerClient
 from penstock.config import ConfigError

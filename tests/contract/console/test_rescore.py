@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from console.recording import Recorded, RecordingError, open_writer, read_samples
+from console.recording.reader import read_samples
+from console.recording.recorded_sample import Recorded, RecordingError
+from console.recording.writer import open_writer
 from console.trajectories.rescore_recording import MAX_AHEAD, rescore, rescore_command
 from penstock.config import ConfigError
 from penstock.rewards import RewardResult, reward

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from console.recording import open_writer
+from console.recording.writer import open_writer
 from console.run.preflight import reward_problems
 from console.serve.rewards import check_reward
 from console.trajectories.rescore_recording import rescore_command

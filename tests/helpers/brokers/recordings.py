@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from console.recording import Recorded
+from console.recording.recorded_sample import Recorded
 from penstock.v1 import types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
 

@@ -17,7 +17,7 @@ import pytest
 from console.config.run_folder import RunFolder, read_record, started_ticks_of
 from console.launch.embedded_redis import redis_spec, redis_url
 from console.launch.supervisor import SupervisedProcess, service_environment
-from console.recording import read_samples
+from console.recording.reader import read_samples
 from penstock.process.signals import FORCE_AFTER_S
 from penstock.v1 import trainer_pb2
 from tests.helpers.brokers.scripted_run import ScriptedRunBroker, ScriptedTrainer

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console.recording import Recorded, RecordingError, open_writer, read_groups, read_samples, scan
 from console.recording.parts import parts_of
-from console.recording.reader import read_part
+from console.recording.reader import read_groups, read_part, read_samples, scan
+from console.recording.recorded_sample import Recorded, RecordingError
 from console.recording.row_codec import shortest_decimals
+from console.recording.writer import open_writer
 from penstock.v1 import types_pb2
 from penstock.wire.codec import encode_versions, join_versions
 from tests.helpers.brokers.recordings import recorded

@@ -133,7 +133,7 @@ async def test_a_model_that_is_away_costs_no_sample():
     pool = ScoringPool(source=source, model=model, config=RewardModelConfig(max_batch_size=4, max_retries=0))
     task = asyncio.create_task(pool.run())
     await until(lambda: model.num_probes > 20)
-    assert pool.is_holding_back
+    assert pool.holding_reason
     assert source.num_answers == 0
     assert model.num_calls <= 5
 
@@ -143,7 +143,7 @@ async def test_a_model_that_is_away_costs_no_sample():
     await asyncio.gather(task, return_exceptions=True)
 
     assert {score.status for score in source.scores.values()} == {OK}
-    assert not pool.is_holding_back
+    assert not pool.holding_reason
 
 
 @pytest.mark.parametrize("error", [DeadlineError, QueueFullError, ServiceUnavailableError])
