@@ -65,13 +65,13 @@ async def brokers(redis: RedisProcess, *clocks: SteppedClock) -> AsyncIterator[l
         yield []
         return
     store = stepped_store(redis.url)
-    async with serving(store, clock=clocks[0]) as first:
-        try:
+    try:
+        async with serving(store, clock=clocks[0]) as first:
             await first.open(generation_lease=duration(LIFE_S), scoring_lease=duration(LIFE_S))
             async with brokers(redis, *clocks[1:]) as others:
                 yield [first, *others]
-        finally:
-            await store.close()
+    finally:
+        await store.close()
 
 
 def step_redis_clock(redis: RedisProcess, seconds: float) -> None:
