@@ -12,11 +12,14 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 # A test of real processes that fails is run once more and shown as "R". Those that search for a broken invariant never are.
 RERUN := -raR --reruns 1
-# Two test processes on two cores: threads of PyTorch beside them would only wait for each other.
-PARALLEL := -n 2 --dist loadfile
+# Two test processes on two cores, three where many wait for clocks or peers: threads of PyTorch beside them would only
+# wait for each other.
+PARALLEL := --dist loadfile --no-loadscope-reorder -n
 ONE_THREAD := OMP_NUM_THREADS=1
 # Threads of PyTorch that wait for each other must not spin: others need the core.
 export OMP_WAIT_POLICY := PASSIVE
+# Tests start hundreds of Python processes: what one has compiled is kept for the next.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup quickstart soak mutants test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images clean
 
@@ -44,26 +47,26 @@ test: setup lint test-unit test-contract test-integration test-vllm test-e2e  ##
 	@echo "all tests passed"
 
 test-fast: setup lint  ## The quick part: no vLLM, nothing that is marked slow
-	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) -m "not vllm and not slow"
+	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) 2 -m "not vllm and not slow"
 
 soak: setup  ## An hour of the quick start's task under faults of every kind; ARGS="--minutes 60 --seed 7"
 	$(BIN)/python -m tests.soak $(ARGS)
 
 test-unit: setup
-	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL)
+	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL) 2
 
 test-contract: setup
-	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) -m "not vllm" --durations=12
+	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) 3 -m "not vllm" --durations=12
 
 test-integration: setup
-	$(ONE_THREAD) $(PYTEST) tests/integration -q $(RERUN) $(PARALLEL) --durations=12
+	$(ONE_THREAD) $(PYTEST) tests/integration -q $(RERUN) $(PARALLEL) 3 --durations=12
 
 test-vllm: setup
-	$(PYTEST) tests/contract -q $(RERUN) -m vllm
+	$(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) 2 -m vllm
 
 # Runs wait for each other's services as often as they compute: two at a time.
 test-e2e: setup
-	$(PYTEST) tests/e2e -q $(RERUN) $(PARALLEL) --durations=12
+	$(PYTEST) tests/e2e -q $(RERUN) $(PARALLEL) 2 --durations=12
 
 mutants: setup  ## Break the core rules line by line, and list what no unit test notices (about an hour)
 	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements/mutants.txt

@@ -15,7 +15,7 @@ from penstock.network.rpc import wait_until_serving
 from tests.helpers.console import ROOT, environment
 from tests.helpers.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 NUM_REQUESTS = 1000
 NUM_AT_ONCE = 25
 MOST_LOG_BYTES = 192 * 1024

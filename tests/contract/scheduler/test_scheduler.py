@@ -123,6 +123,7 @@ async def test_a_problem_is_answered_with_the_plan_that_is_best_for_its_machines
 
 
 @pytest.mark.parametrize("cost_model", COST_MODELS)
+@pytest.mark.slow
 async def test_the_command_line_and_the_service_plan_alike_with_either_cost_model(cost_model, monkeypatch):
     monkeypatch.setattr(plan_command, "steady_rate", lambda *_, **__: None)
     path = str(INSTANCES / "tiny_04.json")

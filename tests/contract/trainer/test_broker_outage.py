@@ -17,7 +17,7 @@ from tests.helpers.tcp_proxy import TcpProxy, proxy_to
 from tests.helpers.trainers.training import RunningTrainer, run_document, running_trainer
 from tests.helpers.waiting import until
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 LIMIT_S = 1.0
 

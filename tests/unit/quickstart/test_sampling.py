@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 
+import pytest
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
@@ -60,6 +61,7 @@ def test_batched_greedy_decoding_equals_one_at_a_time() -> None:
     assert batched == [greedy_by_hand(model, tokenizer, prompt) for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_sampling_follows_from_the_generator() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=0).eval()

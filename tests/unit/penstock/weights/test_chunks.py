@@ -81,6 +81,7 @@ def test_chunks_grow_with_the_content_up_to_what_receivers_take(size_bytes: int,
     assert chunk_bytes_for(MAX_CONTENT_BYTES) == MAX_CHUNK_BYTES
 
 
+@pytest.mark.slow
 def test_a_manifest_of_two_terabytes_fits_a_message_with_room_to_spare() -> None:
     manifest = made_manifest(2 * TB, num_tensors=70_000)
     check_manifest(manifest, run_id="r")

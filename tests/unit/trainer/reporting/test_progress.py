@@ -50,6 +50,7 @@ def test_the_ledger_keeps_the_newest_steps():
     assert records[-1].policy_version == progress.policy_version == MAX_LOGGED_STEPS + 5
 
 
+@pytest.mark.slow
 def test_the_ledger_of_large_steps_fits_one_message():
     """20,000 groups a step for 64 steps used to pass what a message holds, and with it every call to open the run."""
     progress = Progress()
