@@ -25,9 +25,8 @@ from benchmarks.broker.processes import cpu_s
 from benchmarks.generator.concurrency import BEAT_S, MAX_SAMPLES, WARM_UP_SHARE
 from benchmarks.generator.model import VOCAB_SIZE
 from penstock.process.bound_child import end_group_with_parent
-from services.generator.decoding.kv_headroom import RunningSample
-from services.generator.decoding.lease_headroom import Credit
-from services.generator.engine.engine import EngineProfile, EngineStats, GenerateRequest, SamplingSettings
+from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
+from services.generator.engine.engine import EngineStats, GenerateRequest, SamplingSettings
 from services.generator.engines.base_config import ServedModel
 from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
@@ -82,10 +81,6 @@ class _OwnPreemptions:
         self._engine = engine
         self.num_others = 0
 
-    def profile(self) -> EngineProfile:
-        """Its capacity."""
-        return self._engine.profile()
-
     def stats(self) -> EngineStats:
         """Its load."""
         stats = self._engine.stats()
@@ -100,7 +95,8 @@ class PressedEngine:
         self._num_samples = num_samples
         self._num_asked = 0
         self._view = _OwnPreemptions(engine)
-        self._credit = Credit(self._view)
+        profile = engine.profile()
+        self._headroom = KvHeadroom(profile.kv_capacity_tokens, block_tokens=profile.kv_block_tokens)
         self._held: dict[asyncio.Task[None], list[int]] = {}
         """Samples under way, and each one's tokens."""
 
@@ -138,12 +134,13 @@ class PressedEngine:
         if fixed is not None:
             return max(0, fixed - len(self._held))
         held = [_sample(position[0]) for position in self._held.values()]
-        return self._credit.num_more(held, most=MAX_SAMPLES - len(held))
+        self._headroom.note_load(held, self._view.stats())
+        return self._headroom.num_more(held, most=MAX_SAMPLES - len(held))
 
     def _begin(self, random: np.random.Generator) -> None:
         position = [0]
         self._held[asyncio.create_task(self._decode(random.integers(0, 2**31, 2).tolist(), position))] = position
-        self._credit.note_begun(_sample(0))
+        self._headroom.note_begun(_sample(0))
 
     def _take_ended(self, *, is_rule: bool) -> int:
         ended = [task for task in self._held if task.done()]
@@ -151,7 +148,7 @@ class PressedEngine:
             task.result()
             num_tokens = self._held.pop(task)[0]
             if is_rule:
-                self._credit.note_finished(num_tokens)
+                self._headroom.note_finished(num_tokens)
         return len(ended)
 
     def _mark(self, num_begun: int) -> _Mark:

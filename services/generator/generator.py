@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 import structlog
 
@@ -32,7 +33,7 @@ from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.busy_time import BusyTracker
-from services.generator.decoding.drain import Drain
+from services.generator.decoding.drain import drained
 from services.generator.decoding.lease_handler import GeneratorLeaseHandler
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
 from services.generator.decoding.token_rate import TokenRate
@@ -51,7 +52,7 @@ from services.generator.engine.model_files import end_token_ids
 from services.generator.failure_log import Failure, FailureCounts
 from services.generator.metrics import GeneratorMetrics
 from services.generator.watchdog import DecodeWatch
-from services.generator.weights.wiring import WeightIntake
+from services.generator.weights.wiring import build_puller
 
 FLUSH_TIMEOUT_S = 3.0
 MAX_DRAIN_S = 3600.0
@@ -115,7 +116,7 @@ class Generator:
             generator_id=self.generator_id,
             flush_interval_s=config.flush_interval_s,
         )
-        parts = RolloutParts(
+        self._parts = RolloutParts(
             engine=engine,
             tokens=self._tokens,
             held=self._held,
@@ -126,19 +127,18 @@ class Generator:
             on_change=self._notify,
             on_engine_failure=self.fail,
         )
-        self._rollouts = Rollouts(parts, max_concurrent_samples=config.engine.max_concurrent_samples)
+        self._rollouts = Rollouts(self._parts, max_concurrent_samples=config.engine.max_concurrent_samples)
         rate = TokenRate()
-        self._weights = WeightIntake(
+        self._puller, self._connections = build_puller(
             config,
             generator_id=self.generator_id,
             cache_dir=cache_dir,
             engine=engine,
             held=self._held,
-            drain=Drain(self._rollouts, engine=engine, rate=rate, max_wait_s=config.engine.max_drain_s),
+            drained=partial(drained, self._rollouts, engine=engine, rate=rate, max_wait_s=config.engine.max_drain_s),
             metrics=metrics,
             security=security,
         )
-        self._puller = self._weights.puller
         self._lease_handler = GeneratorLeaseHandler(
             engine=engine,
             rollouts=self._rollouts,
@@ -156,7 +156,8 @@ class Generator:
         self._failures.begin()
         self._resources.callback(self._failures.end)
         self._resources.push_async_callback(self._broker.close)
-        await self._resources.enter_async_context(self._weights)
+        for connection in self._connections:
+            await self._resources.enter_async_context(connection)
         self._resources.push_async_callback(self._stop_engine)
         return self
 
@@ -300,15 +301,7 @@ class Generator:
 
     def unleased(self) -> UnleasedSamples:
         """An interface for another part of this process to decode beside the leases."""
-        return UnleasedSamples(
-            generator_id=self.generator_id,
-            engine=self._engine,
-            rollouts=self._rollouts,
-            held=self._held,
-            metrics=self._metrics,
-            end_token_ids=end_token_ids(self._config.model_path),
-            on_engine_failure=self.fail,
-        )
+        return UnleasedSamples(generator_id=self.generator_id, rollouts=self._rollouts, parts=self._parts)
 
     def view(self) -> generator_pb2.GetGeneratorResponse:
         """State, speed and version."""

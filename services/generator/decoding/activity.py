@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from services.generator.decoding.busy_time import BusyTracker
@@ -16,12 +16,13 @@ class Decoding:
     Args:
         busy: Called when a sample begins and ends.
         metrics: Exports the number of samples under way.
+        on_change: Called when samples may begin again.
     """
 
-    def __init__(self, busy: BusyTracker, metrics: GeneratorMetrics) -> None:
+    def __init__(self, busy: BusyTracker, metrics: GeneratorMetrics, on_change: Callable[[], None]) -> None:
         self._busy = busy
         self._metrics = metrics
-        self._num_decoding = 0
+        self._on_change = on_change
         self._num_awaited = 0
         self._may_begin = asyncio.Event()
         self._may_begin.set()
@@ -45,17 +46,15 @@ class Decoding:
     @contextmanager
     def one(self) -> Iterator[None]:
         """Inside, one more sample is decoded."""
-        self._num_decoding += 1
         self._metrics.running.inc()
         self._busy.begin()
         self._is_silent.clear()
         try:
             yield
         finally:
-            self._num_decoding -= 1
             self._metrics.running.dec()
             self._busy.end()
-            if self._num_decoding == 0:
+            if not self._busy.is_busy:
                 self._is_silent.set()
 
     @contextmanager
@@ -86,3 +85,4 @@ class Decoding:
             yield
         finally:
             self._may_begin.set()
+            self._on_change()

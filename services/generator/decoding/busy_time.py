@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from penstock.clock import Clock
 
 MAX_SPANS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BusySpan:
-    """A span of decoding, by the tracker's clock."""
-
-    start_s: float
-    end_s: float
+Span = tuple[float, float]
+"""The start and end of a span of decoding, by the tracker's clock, seconds."""
 
 
 class BusyTracker:
@@ -26,7 +20,7 @@ class BusyTracker:
         self._num_samples = 0
         self._since_s = 0.0
         self._busy_s = 0.0
-        self._spans: list[BusySpan] = []
+        self._spans: list[Span] = []
 
     def now_s(self) -> float:
         """The clock of the spans: the Unix time at its start, then monotonic."""
@@ -47,11 +41,16 @@ class BusyTracker:
             self._close(self.now_s())
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a sample is under way."""
+        return self._num_samples > 0
+
+    @property
     def busy_s(self) -> float:
         """Seconds with at least one sample decoding, since start."""
         return self._busy_s + (self.now_s() - self._since_s if self._num_samples else 0.0)
 
-    def take_spans(self) -> list[BusySpan]:
+    def take_spans(self) -> list[Span]:
         """Spans since the last call, in order, at most MAX_SPANS; an open one is split here."""
         if self._num_samples:
             now_s = self.now_s()
@@ -64,12 +63,12 @@ class BusyTracker:
         if now_s <= self._since_s:
             return
         self._busy_s += now_s - self._since_s
-        self._spans.append(BusySpan(start_s=self._since_s, end_s=now_s))
+        self._spans.append((self._since_s, now_s))
         if len(self._spans) > MAX_SPANS:
             self._join_nearest()
 
     def _join_nearest(self) -> None:
         """Join the two neighbours with the least idle time between them, which then counts as busy."""
         spans = self._spans
-        index = min(range(len(spans) - 1), key=lambda i: spans[i + 1].start_s - spans[i].end_s)
-        spans[index : index + 2] = [BusySpan(start_s=spans[index].start_s, end_s=spans[index + 1].end_s)]
+        index = min(range(len(spans) - 1), key=lambda i: spans[i + 1][0] - spans[i][1])
+        spans[index : index + 2] = [(spans[index][0], spans[index + 1][1])]

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.generator.decoding.survival import survival
+from services.generator.engine.engine import EngineStats
 
 MAX_PREEMPTED_SHARE = 0.02
 """Preemptions aimed at, of finished samples."""
@@ -56,11 +57,11 @@ class KvHeadroom:
     """See the module.
 
     Args:
-        capacity_tokens: KV capacity.
+        capacity_tokens: KV capacity; None if the engine states none: then only its slots bound it.
         block_tokens: A sample's cache grows by this many tokens at a time.
     """
 
-    def __init__(self, capacity_tokens: int, *, block_tokens: int = 1) -> None:
+    def __init__(self, capacity_tokens: int | None, *, block_tokens: int = 1) -> None:
         self._capacity_tokens = capacity_tokens
         self._block_tokens = block_tokens
         self._finished: deque[int] = deque(maxlen=NUM_REMEMBERED)
@@ -84,6 +85,12 @@ class KvHeadroom:
         self._finished.append(num_new_tokens)
         self._move_margin(-MAX_PREEMPTED_SHARE)
 
+    def note_load(self, held: Sequence[RunningSample], stats: EngineStats) -> None:
+        """The load of the engine, which decodes these samples."""
+        self.note_preemptions(stats.num_preemptions)
+        if not stats.num_waiting:
+            self.note_usage(held, stats.kv_cache_usage)
+
     def note_preemptions(self, num_preemptions: int) -> None:
         """The engine's count since its start."""
         self._move_margin(max(0, num_preemptions - self._num_preemptions))
@@ -92,7 +99,7 @@ class KvHeadroom:
     def note_usage(self, held: Sequence[RunningSample], kv_cache_usage: float) -> None:
         """The tokens that the cache holds of these samples, all being decoded; shows how far prompts are shared."""
         num_prompt_tokens = sum(sample.num_prompt_tokens for sample in held)
-        if not num_prompt_tokens:
+        if not num_prompt_tokens or self._capacity_tokens is None:
             return
         rounded = sum(self._round_up(sample.num_prompt_tokens + sample.num_new_tokens) for sample in held)
         num_used = kv_cache_usage * self._capacity_tokens
@@ -102,8 +109,8 @@ class KvHeadroom:
     def num_more(self, held: Sequence[RunningSample], *, most: int) -> int:
         """Samples that may start beside these, at most `most`; at least one if nothing is held."""
         self._learn_limits(held)
-        if most <= 0:
-            return 0
+        if most <= 0 or self._capacity_tokens is None:
+            return max(0, most)
         # A guess of the first sample's size is worthless: start one and see.
         if not held and not self._mean_prompt_tokens:
             return 1

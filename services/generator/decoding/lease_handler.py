@@ -8,7 +8,7 @@ from collections.abc import Callable
 from penstock.clients.leases import MAX_WARNING_CHARACTERS
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.timestamps import timestamp
-from services.generator.decoding.busy_time import BusySpan, BusyTracker
+from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.token_rate import TokenRate
 from services.generator.engine.attested_weights import AttestedWeights
@@ -55,7 +55,10 @@ class GeneratorLeaseHandler:
             num_waiting=stats.num_waiting,
             kv_cache_usage=min(1.0, max(0.0, stats.kv_cache_usage)),
             tokens_per_second=self._rate.update(stats.tokens_generated, time.monotonic()),
-            busy_spans=[_to_time_span(span) for span in self._busy.take_spans()],
+            busy_spans=[
+                types_pb2.TimeSpan(start_time=timestamp(start_s), end_time=timestamp(end_s))
+                for start_s, end_s in self._busy.take_spans()
+            ],
             is_draining=self.is_draining,
             now_time=timestamp(self._busy.now_s()),
             warning=self.warning()[:MAX_WARNING_CHARACTERS],
@@ -76,7 +79,3 @@ class GeneratorLeaseHandler:
     def run_closed(self) -> None:
         """Every lease is void."""
         self._rollouts.drop_all("run closed")
-
-
-def _to_time_span(span: BusySpan) -> types_pb2.TimeSpan:
-    return types_pb2.TimeSpan(start_time=timestamp(span.start_s), end_time=timestamp(span.end_s))

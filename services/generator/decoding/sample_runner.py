@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import structlog
 
@@ -32,8 +33,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, int32_array
 from services.generator.decoding.activity import Decoding
 from services.generator.decoding.busy_time import BusyTracker
-from services.generator.decoding.kv_headroom import RunningSample
-from services.generator.decoding.lease_headroom import Credit
+from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
 from services.generator.decoding.lease_request import to_request
 from services.generator.decoding.slots import Slots
 from services.generator.engine.attested_weights import AttestedWeights
@@ -107,12 +107,11 @@ class Rollouts:
     def __init__(self, parts: RolloutParts, *, max_concurrent_samples: int) -> None:
         self._parts = parts
         self._slots = Slots(max_concurrent_samples)
-        self._credit = Credit(parts.engine)
         self._num_guests = 0
         self._works: dict[str, _Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_accepting = True
-        self.decoding = Decoding(parts.busy, parts.metrics)
+        self.decoding = Decoding(parts.busy, parts.metrics, parts.on_change)
         """The samples being decoded."""
         self._empty = asyncio.Event()
         self._empty.set()
@@ -121,6 +120,12 @@ class Rollouts:
     def lease_ids(self) -> list[str]:
         """Leases in hand, those whose last chunk is on its way included."""
         return list(self._works)
+
+    @cached_property
+    def _headroom(self) -> KvHeadroom:
+        """Leases come only once the engine has started, which then knows its KV capacity."""
+        profile = self._parts.engine.profile()
+        return KvHeadroom(profile.kv_capacity_tokens, block_tokens=profile.kv_block_tokens)
 
     @property
     def is_empty(self) -> bool:
@@ -148,12 +153,13 @@ class Rollouts:
 
     def num_free_slots(self) -> int:
         """Leases that could be begun now."""
-        if not self._is_accepting or not self._parts.held.is_trusted or not self.decoding.may_begin:
-            return 0
         num_slots = self._slots.num_free
+        if not (num_slots and self._is_accepting and self._parts.held.is_trusted and self.decoding.may_begin):
+            return 0
         context = self._parts.engine.max_model_len
         held = [_to_held(work, context) for work in self._works.values() if work.is_in_slot]
-        return self._credit.num_more(held, most=num_slots) if num_slots else 0
+        self._headroom.note_load(held, self._parts.engine.stats())
+        return self._headroom.num_more(held, most=num_slots)
 
     def begin(self, lease: broker_pb2.Lease) -> None:
         """Take a lease; one that can no longer be taken is given back at once."""
@@ -170,7 +176,7 @@ class Rollouts:
         if not self._is_accepting:
             self._give_back(work)
             return
-        self._credit.note_begun(_to_held(work, self._parts.engine.max_model_len))
+        self._headroom.note_begun(_to_held(work, self._parts.engine.max_model_len))
         work.task = asyncio.create_task(self._run(work, work.stream))
         self._tasks.add(work.task)
         work.task.add_done_callback(self._tasks.discard)
@@ -274,15 +280,6 @@ class Rollouts:
                 self._slots.release()
                 raise
 
-    @asynccontextmanager
-    async def nothing_decoding(self, *, timeout_s: float) -> AsyncIterator[None]:
-        """Inside, no sample is decoded: those under way have finished and none begins. Raises TimeoutError."""
-        try:
-            async with self.decoding.silence(timeout_s=timeout_s):
-                yield
-        finally:
-            self._parts.on_change()
-
     async def _run(self, work: _Work, stream: SampleStream) -> None:
         try:
             await self._decode(work, stream)
@@ -332,7 +329,7 @@ class Rollouts:
         work.stream.finish(_FINISH_REASONS[reason], text=text)
         self._parts.metrics.samples.labels(reason.value).inc()
         if reason is not FinishReason.ABORTED:
-            self._credit.note_finished(work.stream.num_tokens)
+            self._headroom.note_finished(work.stream.num_tokens)
         self._free_slot(work)
         self._parts.on_change()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from services.generator.decoding.sample_runner import Rollouts
-from services.generator.engine.attested_weights import AttestedWeights
-from services.generator.engine.engine import Engine, EngineError, GenerateRequest, RequestRefusedError, TokenSpan
-from services.generator.metrics import GeneratorMetrics
+from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.engine.engine import EngineError, GenerateRequest, RequestRefusedError, TokenSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,25 +16,20 @@ class UnleasedSamples:
 
     generator_id: str
     """This process' name at the broker."""
-    engine: Engine
     rollouts: Rollouts
-    held: AttestedWeights
-    metrics: GeneratorMetrics
-    end_token_ids: tuple[int, ...]
-    """The model's own end-of-sequence ids."""
-    on_engine_failure: Callable[[Exception], None]
-    """Called when the engine has failed."""
+    parts: RolloutParts
+    """Those of the rollouts."""
 
     @property
     def run_history(self) -> int | None:
         """The history counter of the loaded weights; None before the first."""
-        held = self.held.current
+        held = self.parts.held.current
         return None if held is None else held.history
 
     @property
     def policy_version(self) -> int | None:
         """The loaded version; None before the first."""
-        held = self.held.current
+        held = self.parts.held.current
         return None if held is None else held.policy_version
 
     async def decode(self, request: GenerateRequest, *, wait_s: float) -> AsyncGenerator[TokenSpan, None]:
@@ -49,15 +42,15 @@ class UnleasedSamples:
         """
         async with self.rollouts.unleased(timeout_s=wait_s):
             try:
-                async with aclosing(self.engine.generate(request)) as spans:
+                async with aclosing(self.parts.engine.generate(request)) as spans:
                     while (span := await self._next(spans)) is not None:
-                        self.metrics.tokens.inc(len(span.token_ids))
+                        self.parts.metrics.tokens.inc(len(span.token_ids))
                         yield span
             except RequestRefusedError:
                 raise
             except EngineError as error:
                 if self.rollouts.is_accepting:
-                    self.on_engine_failure(error)
+                    self.parts.on_engine_failure(error)
                 raise
 
     async def _next(self, spans: AsyncGenerator[TokenSpan, None]) -> TokenSpan | None:

@@ -212,14 +212,14 @@ class Agents:
         prompt = (*token_ids_of(parent), *given)
         if not prompt:
             raise invalid("prompt", "has no tokens")
-        num_left = self._unleased.engine.max_model_len - len(prompt)
+        num_left = self._unleased.parts.engine.max_model_len - len(prompt)
         if labels is not None:
             num_left = min(num_left, await self._num_left_in_run(parent, given))
         if num_left < 1:
             raise ApiError(
                 400,
                 f"{len(prompt)} prompt tokens leave no room for an answer: the context holds "
-                f"{self._unleased.engine.max_model_len} tokens, and a session has at most the run's "
+                f"{self._unleased.parts.engine.max_model_len} tokens, and a session has at most the run's "
                 "sampling.max_new_tokens beyond its first prompt",
                 code="context_length_exceeded",
                 param="messages",
@@ -267,7 +267,7 @@ class Agents:
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             seed=body.seed,
-            stop_token_ids=self._unleased.end_token_ids,
+            stop_token_ids=self._unleased.parts.end_token_ids,
         )
 
     async def _enter(self, prepared: Prepared) -> Session | None:

@@ -18,7 +18,8 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +31,14 @@ from penstock.errors import DigestMismatchError, FencedError, PenstockError, Unk
 from penstock.model.adapter_layout import adapter_of
 from penstock.network.rpc import backoff_s
 from penstock.v1 import broker_pb2, weights_pb2
-from services.generator.decoding.drain import Drain
 from services.generator.engine.attested_weights import AttestedVersion, AttestedWeights
 from services.generator.engine.engine import Engine, UpdateMode, UpdateReport, WeightUpdate
 from services.generator.metrics import GeneratorMetrics
 from services.generator.weights.file_cache import Fetched, WeightFetcher
 
 MAX_ENGINE_MISMATCHES = 3
+Drained = Callable[[], AbstractAsyncContextManager[None]]
+"""Inside, nothing is decoded; raises DeadlineError if that takes too long."""
 
 _log = structlog.get_logger()
 
@@ -60,7 +62,7 @@ class WeightPuller:
         downloader: Fetches contents; entered already.
         engine: Started already when `run` or `pull` is called.
         held: Receives attested versions.
-        drain: For updates that must not meet running samples.
+        drained: For updates that must not meet running samples.
         cache_dir: Folder of this generator's weight files.
         metrics: Counts swaps and refusals.
         mode: What happens to running samples when an announced version is taken.
@@ -73,7 +75,7 @@ class WeightPuller:
         downloader: Downloader,
         engine: Engine,
         held: AttestedWeights,
-        drain: Drain,
+        drained: Drained,
         cache_dir: Path,
         metrics: GeneratorMetrics,
         mode: UpdateMode = UpdateMode.KEEP,
@@ -81,7 +83,7 @@ class WeightPuller:
         self._client = client
         self._engine = engine
         self._held = held
-        self._drain = drain
+        self._drained = drained
         self._metrics = metrics
         self._mode = mode
         self._fetcher = WeightFetcher(
@@ -235,7 +237,7 @@ class WeightPuller:
         try:
             async with AsyncExitStack() as stack:
                 if mode is UpdateMode.DRAIN:
-                    await stack.enter_async_context(self._drain.drained())
+                    await stack.enter_async_context(self._drained())
                 report = await self._engine.update_weights(update)
             if report.digest != manifest.digest:
                 raise DigestMismatchError(f"the engine holds {report.digest}, version states {manifest.digest}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Self
 
 from penstock.clients.weights import WeightsClient
 from penstock.collective.broadcast_backend import Transport
@@ -14,15 +13,24 @@ from penstock.network.http_server import public_url
 from penstock.security import Security
 from penstock.transfer.relay import Relay
 from services.generator.config import GeneratorConfig
-from services.generator.decoding.drain import Drain
 from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine
 from services.generator.metrics import GeneratorMetrics
-from services.generator.weights.puller import WeightPuller
+from services.generator.weights.puller import Drained, WeightPuller
 
 
-class WeightIntake:
-    """Use as an async context manager around the loops of `puller`.
+def build_puller(
+    config: GeneratorConfig,
+    *,
+    generator_id: str,
+    cache_dir: Path,
+    engine: Engine,
+    held: AttestedWeights,
+    drained: Drained,
+    metrics: GeneratorMetrics,
+    security: Security,
+) -> tuple[WeightPuller, list[AbstractAsyncContextManager[object]]]:
+    """What keeps the engine on the newest version, and the connections to enter around its loops, in order.
 
     Args:
         config: The generator's.
@@ -30,64 +38,36 @@ class WeightIntake:
         cache_dir: Folder of its weight files.
         engine: Installs the versions.
         held: Receives attested versions.
-        drain: For updates that must not meet running samples.
+        drained: For updates that must not meet running samples.
         metrics: Counts bytes, swaps and refusals.
         security: Credentials of the process.
     """
-
-    def __init__(
-        self,
-        config: GeneratorConfig,
-        *,
-        generator_id: str,
-        cache_dir: Path,
-        engine: Engine,
-        held: AttestedWeights,
-        drain: Drain,
-        metrics: GeneratorMetrics,
-        security: Security,
-    ) -> None:
-        self._resources = AsyncExitStack()
-        self._store = WeightsClient(
-            config.weights, run_id=config.run_id, receiver_id=generator_id, site=config.site, security=security
-        )
-        self._relay = _relay(config, metrics, security) if config.site else None
-        self._broadcasts = _broadcasts(config, metrics, self._store)
-        self._downloader = Downloader(
-            security=security,
-            broadcasts=self._broadcasts,
-            relay=self._relay,
-            find_relays=self._store.find_relays,
-            max_bytes_per_second=config.max_fetch_bytes_per_second,
-            compresses=config.compresses_fetches,
-            on_fetched=lambda kind, num_bytes: metrics.fetched_bytes.labels(kind).inc(num_bytes),
-        )
-        self._downloader.faults.report = self._store.report_failure
-        self.puller = WeightPuller(
-            client=self._store,
-            downloader=self._downloader,
-            engine=engine,
-            held=held,
-            drain=drain,
-            cache_dir=cache_dir,
-            metrics=metrics,
-            mode=config.engine.update_mode,
-        )
-        """Keeps the engine on the newest version."""
-
-    async def __aenter__(self) -> Self:
-        """Open the connections."""
-        await self._resources.enter_async_context(self._store)
-        if self._relay is not None:
-            await self._resources.enter_async_context(self._relay)
-        if self._broadcasts is not None:
-            await self._resources.enter_async_context(self._broadcasts)
-        await self._resources.enter_async_context(self._downloader)
-        return self
-
-    async def __aexit__(self, *_exception: object) -> None:
-        """Close every connection."""
-        await self._resources.aclose()
+    store = WeightsClient(
+        config.weights, run_id=config.run_id, receiver_id=generator_id, site=config.site, security=security
+    )
+    relay = _relay(config, metrics, security) if config.site else None
+    broadcasts = _broadcasts(config, metrics, store)
+    downloader = Downloader(
+        security=security,
+        broadcasts=broadcasts,
+        relay=relay,
+        find_relays=store.find_relays,
+        max_bytes_per_second=config.max_fetch_bytes_per_second,
+        compresses=config.compresses_fetches,
+        on_fetched=lambda kind, num_bytes: metrics.fetched_bytes.labels(kind).inc(num_bytes),
+    )
+    downloader.faults.report = store.report_failure
+    puller = WeightPuller(
+        client=store,
+        downloader=downloader,
+        engine=engine,
+        held=held,
+        drained=drained,
+        cache_dir=cache_dir,
+        metrics=metrics,
+        mode=config.engine.update_mode,
+    )
+    return puller, [each for each in (store, relay, broadcasts, downloader) if each is not None]
 
 
 def _broadcasts(config: GeneratorConfig, metrics: GeneratorMetrics, store: WeightsClient) -> BroadcastReceiver | None:

@@ -137,8 +137,8 @@ async def test_spans_of_a_generator_whose_clock_is_wrong_meet_those_of_its_train
         its_clock.set_wall(-generator_wrong_s)
         its_clock.advance(60)
         spans = [
-            types_pb2.TimeSpan(start_time=timestamp(span.start_s), end_time=timestamp(span.end_s))
-            for span in busy.take_spans()
+            types_pb2.TimeSpan(start_time=timestamp(start_s), end_time=timestamp(end_s))
+            for start_s, end_s in busy.take_spans()
         ]
         generator.beat(credits=1, num_running=1, busy_spans=spans, now_time=timestamp(busy.now_s()))
 

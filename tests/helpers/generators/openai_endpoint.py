@@ -116,7 +116,12 @@ class PlannedEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=self.num_running, num_waiting=0, kv_cache_usage=0.0, num_preemptions=0, tokens_generated=0
+            num_running=self.num_running,
+            num_waiting=0,
+            kv_cache_usage=0.0,
+            num_preemptions=0,
+            tokens_generated=0,
+            tokens_sampled=0,
         )
 
 
@@ -220,15 +225,7 @@ async def endpoint_bench(
             on_engine_failure=failures.append,
         )
         rollouts = Rollouts(parts, max_concurrent_samples=max_concurrent_samples)
-        unleased = UnleasedSamples(
-            generator_id="gen-0",
-            engine=engine,
-            rollouts=rollouts,
-            held=held,
-            metrics=generator_metrics,
-            end_token_ids=ends,
-            on_engine_failure=failures.append,
-        )
+        unleased = UnleasedSamples(generator_id="gen-0", rollouts=rollouts, parts=parts)
         config = GeneratorConfig(
             run_id=RUN,
             broker=f"127.0.0.1:{broker.server.port}",

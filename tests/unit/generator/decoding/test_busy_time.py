@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.clock import ManualClock
-from services.generator.decoding.busy_time import MAX_SPANS, BusySpan, BusyTracker
+from services.generator.decoding.busy_time import MAX_SPANS, BusyTracker
 
 
 def test_overlapping_samples_make_one_span():
@@ -17,7 +17,7 @@ def test_overlapping_samples_make_one_span():
     clock.advance(1)
     busy.end()
     clock.advance(5)
-    assert busy.take_spans() == [BusySpan(start_s=100.0, end_s=103.0)]
+    assert busy.take_spans() == [(100.0, 103.0)]
     assert busy.busy_s == 3.0
 
 
@@ -29,7 +29,7 @@ def test_a_clock_that_is_set_while_samples_decode_makes_no_span_longer_or_shorte
         clock.set_wall(step_s)
         clock.advance(1)
     busy.end()
-    assert busy.take_spans() == [BusySpan(start_s=100.0, end_s=103.0)]
+    assert busy.take_spans() == [(100.0, 103.0)]
     assert busy.busy_s == 3.0
 
 
@@ -38,10 +38,10 @@ def test_a_span_still_going_on_is_cut_and_continued_without_overlap():
     busy = BusyTracker(clock)
     busy.begin()
     clock.advance(2)
-    assert busy.take_spans() == [BusySpan(start_s=100.0, end_s=102.0)]
+    assert busy.take_spans() == [(100.0, 102.0)]
     clock.advance(3)
     busy.end()
-    assert busy.take_spans() == [BusySpan(start_s=102.0, end_s=105.0)]
+    assert busy.take_spans() == [(102.0, 105.0)]
     assert busy.take_spans() == []
     assert busy.busy_s == 5.0
 
@@ -56,8 +56,8 @@ def test_too_many_spans_are_joined_where_the_gap_is_smallest():
         clock.advance(0.25 if index == 10 else 4)
     spans = busy.take_spans()
     assert len(spans) == MAX_SPANS
-    assert spans[10].end_s - spans[10].start_s == 2.25
-    assert sum(span.end_s - span.start_s for span in spans) == MAX_SPANS + 1 + 0.25
+    assert spans[10][1] - spans[10][0] == 2.25
+    assert sum(end_s - start_s for start_s, end_s in spans) == MAX_SPANS + 1 + 0.25
 
 
 def test_ending_more_samples_than_began_is_refused():

@@ -14,7 +14,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_array, int32_bytes
 from services.generator.decoding import sample_runner
 from services.generator.decoding.busy_time import BusyTracker
-from services.generator.decoding.drain import Drain
+from services.generator.decoding.drain import drained
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
 from services.generator.decoding.token_rate import TokenRate
 from services.generator.engine.attested_weights import AttestedVersion, AttestedWeights
@@ -77,7 +77,7 @@ class Bench:
     def drain(self, *, max_wait_s, tokens_per_second):
         rate = TokenRate()
         rate.tokens_per_second = tokens_per_second
-        return Drain(self.rollouts, engine=self.engine, rate=rate, max_wait_s=max_wait_s)
+        return drained(self.rollouts, engine=self.engine, rate=rate, max_wait_s=max_wait_s)
 
     async def hold(self, version=0):
         await self.held.attest(AttestedVersion(policy_version=version, history=0, digest="d"))
@@ -253,7 +253,7 @@ async def test_an_update_can_wait_until_nothing_is_decoded(bench):
     leave = asyncio.Event()
 
     async def update():
-        async with bench.rollouts.nothing_decoding(timeout_s=5):
+        async with bench.rollouts.decoding.silence(timeout_s=5):
             inside.set()
             await leave.wait()
 
@@ -276,7 +276,7 @@ async def test_a_sample_that_waits_for_a_drain_is_not_given_back_for_it(bench, m
     drain = bench.drain(max_wait_s=None, tokens_per_second=0.001)
 
     async def update():
-        async with drain.drained():
+        async with drain:
             pass
 
     task = asyncio.create_task(update())
@@ -295,7 +295,7 @@ async def test_a_drain_that_takes_too_long_says_by_which_limit_it_ends(bench):
     assert bench.rollouts.longest_remaining_tokens > 0
     drain = bench.drain(max_wait_s=0.02, tokens_per_second=20.0)
     with pytest.raises(DeadlineError, match=r"did not end within 0.02 s \(as engine.max_drain_s says\); they go on"):
-        async with drain.drained():
+        async with drain:
             pass
     assert bench.rollouts.decoding.may_begin
 
@@ -305,11 +305,11 @@ async def test_a_guest_has_a_slot_of_its_own_and_holds_updates_back_that_wait_fo
         assert bench.rollouts.num_free_slots() == 3
         assert not bench.rollouts.is_empty
         with pytest.raises(TimeoutError):
-            async with bench.rollouts.nothing_decoding(timeout_s=0.01):
+            async with bench.rollouts.decoding.silence(timeout_s=0.01):
                 pass
     assert bench.rollouts.num_free_slots() == 4
     assert bench.rollouts.is_empty
-    async with bench.rollouts.nothing_decoding(timeout_s=0.01):
+    async with bench.rollouts.decoding.silence(timeout_s=0.01):
         with pytest.raises(TimeoutError):
             async with bench.rollouts.unleased(timeout_s=0.01):
                 pass

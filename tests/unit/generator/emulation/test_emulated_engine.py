@@ -117,13 +117,13 @@ async def test_a_sample_that_is_aborted_keeps_what_it_has_and_frees_its_slot() -
     engine = EmulatedEngine(emulated_spec(token_s=0.001, max_num_seqs=1, mean_tokens=5000, length_sigma=0.0))
     await engine.start()
     first = asyncio.create_task(collect(engine, make_request(0)))
-    second = asyncio.create_task(collect(engine, make_request(1)))
     await until(lambda: engine.stats().tokens_generated > 5)
     await engine.abort("r0")
     spans = await first
     assert spans[-1].finish_reason is FinishReason.ABORTED
     seen = engine.stats().tokens_generated
     assert len(tokens_of(spans)) == seen
+    second = asyncio.create_task(collect(engine, make_request(1)))
     await until(lambda: engine.stats().tokens_generated > seen)
     assert engine.stats().num_running == 1
     second.cancel()
