@@ -85,9 +85,7 @@ async def run(datasets: dict[str, DataSet], *, learners: Sequence[Learner], prog
 
 
 def _make_forecaster(learners: Sequence[Learner]) -> LengthForecaster:
-    return LengthForecaster(
-        learners=learners, clock=SystemClock(), metrics=LengthMetrics(CollectorRegistry()), refresh_interval_s=1.0
-    )
+    return LengthForecaster(learners=learners, clock=SystemClock(), metrics=LengthMetrics(CollectorRegistry()))
 
 
 def _query(prompt: PromptView, name: str) -> pb.LengthQuery:

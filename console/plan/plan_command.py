@@ -8,7 +8,7 @@ from pathlib import Path
 
 from console.plan.plan_text import print_plan
 from penstock.config import ConfigError, read_document
-from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
+from services.scheduler.cost_model.calibrated import make_model
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_json
 from services.scheduler.planning.solve import make_advised_plan
 from services.scheduler.problem.plan_document import read_plan
@@ -24,9 +24,8 @@ def plan_file(
     path: Path, *, solver: str, cost_model: str, budget_s: float, seed: int, start: Path | None
 ) -> PlanReport:
     """Plan the problem in a file; `start` is the initial plan. Raises ConfigError."""
-    for key, value, known in (("--solver", solver, SOLVERS), ("--cost-model", cost_model, COST_MODELS)):
-        if value not in known:
-            raise ConfigError(f"{key}: {value!r} is unknown; there is: {', '.join(known)}")
+    if solver not in SOLVERS:
+        raise ConfigError(f"--solver: {solver!r} is unknown; there is: {', '.join(SOLVERS)}")
     model = make_model(read_problem(path), cost_model)
     starts = () if start is None else (read_plan(start),)
     end_s = time.monotonic() + budget_s

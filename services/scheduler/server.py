@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 import structlog
@@ -24,8 +23,6 @@ from services.scheduler.lengths.transformer import TransformerLearner
 from services.scheduler.service import SchedulerServicer
 
 SERVICE_NAME = "penstock.v1.SchedulerService"
-REFRESH_EVERY_S = 10.0
-"""How often to check whether there is enough new data to refit a model of lengths."""
 
 _log = structlog.get_logger()
 
@@ -42,7 +39,6 @@ def make_forecaster(config: LengthsConfig, *, clock: Clock, registry: CollectorR
         files=StateFiles(config.state_dir) if config.state_dir is not None else None,
         clock=clock,
         metrics=LengthMetrics(registry),
-        refresh_interval_s=REFRESH_EVERY_S,
     )
 
 
@@ -64,17 +60,11 @@ async def serve(config: SchedulerConfig) -> None:
         cost_model=config.cost_model,
     )
     server = Server(listen=config.listen, services=[make_service(servicer)], security=security)
-
-    async def end_streams() -> None:
-        await server.stopping.wait()
-        servicer.stopping.set()
-        await asyncio.Event().wait()
-
+    servicer.stopping = server.stopping
     try:
         await run_until_stopped(
             server,
             loops=[
-                end_streams,
                 servicer.revise_forever,
                 *(partial(lengths.refresh_forever, learner) for learner in lengths.learners),
             ],

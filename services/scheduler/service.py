@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -105,16 +106,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Reconsider every solved plan, and put better ones in force."""
         if self._num_solving >= MAX_SOLVING:
             return
-
-        def make_budget() -> TimeLeft:
-            end_s = time.monotonic() + REVISE_BUDGET_S
-            return lambda: 0.0 if self.stopping.is_set() else end_s - time.monotonic()
-
         now_s, views = self._clock.monotonic_s(), self._views()
         self._num_solving += 1
         try:
             plans = await self._replanner.revise(
-                views, left=frozenset(self._left), now_s=now_s, make_budget=make_budget
+                views, left=frozenset(self._left), now_s=now_s, make_budget=partial(self._budget, REVISE_BUDGET_S)
             )
         finally:
             self._num_solving -= 1
@@ -178,17 +174,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if self._num_solving >= MAX_SOLVING:
             raise QueueFullError(f"{MAX_SOLVING} problems are being solved; ask again later", queue="plans")
         budget_s = request.budget.ToNanoseconds() / 1e9 if request.HasField("budget") else DEFAULT_BUDGET_S
-        end_s = time.monotonic() + budget_s
-
-        def time_left() -> float:
-            return 0.0 if self.stopping.is_set() else end_s - time.monotonic()
-
+        time_left = self._budget(budget_s)
         live = Live(problem, {})
         start = None
         if running is not None:
             live = running_problem(problem, running, self._views(), left=frozenset(self._left))
             start = live.from_real(running)
-        elif (in_force := self._replanner.plan_of(request.run_id)) is not None:
+        elif (in_force := self._plans.get(request.run_id)) is not None and in_force.solver != SOLVER:
             start = document_of(in_force)
         self._num_solving += 1
         solving = asyncio.create_task(
@@ -213,6 +205,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._num_solving -= 1
         if not solving.cancelled():
             solving.exception()
+
+    def _budget(self, seconds: float) -> TimeLeft:
+        """Time left of so many seconds from now; none once the process stops."""
+        end_s = time.monotonic() + seconds
+        return lambda: 0.0 if self.stopping.is_set() else end_s - time.monotonic()
 
     def _plan_of(self, run_id: str) -> pb.Plan:
         plan = self._plans.get(run_id)

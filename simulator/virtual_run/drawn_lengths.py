@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from services.scheduler.problem.output_lengths import (
     EmpiricalLengths,
-    FixedLengths,
     HistogramLengths,
     LognormalLengths,
+    OutputLengths,
 )
 from services.scheduler.problem.problem import Workload
 
@@ -22,9 +22,7 @@ RANKER_ERROR = 0.25
 """Standard deviation of the logarithm of forecast over length; gives about StreamRL's recall of the longest."""
 
 
-def draw(
-    lengths: LognormalLengths | HistogramLengths | FixedLengths | EmpiricalLengths, count: int, seed: int
-) -> _Array:
+def draw(lengths: OutputLengths, count: int, seed: int) -> _Array:
     """This many lengths in tokens, each at least 1."""
     random = np.random.default_rng(seed)
     if isinstance(lengths, LognormalLengths):
@@ -59,11 +57,11 @@ def group_source(workload: Workload, *, seed: int, growth_per_step: float = 0.0)
     return group
 
 
-def forecaster(seed: int, error: float = RANKER_ERROR) -> Callable[[Sequence[float]], float]:
-    """Forecasts a group's mean length with this error."""
+def forecaster(seed: int) -> Callable[[Sequence[float]], float]:
+    """Forecasts a group's mean length with a ranker's error."""
     random = np.random.default_rng(seed)
 
     def forecast(lengths: Sequence[float]) -> float:
-        return float(sum(lengths) / len(lengths) * math.exp(error * random.standard_normal()))
+        return float(sum(lengths) / len(lengths) * math.exp(RANKER_ERROR * random.standard_normal()))
 
     return forecast

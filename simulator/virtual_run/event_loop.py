@@ -17,7 +17,6 @@ from functools import partial
 from services.broker.fleet.snapshot import SeenLengths
 from services.scheduler.solvers.interface import TimeLeft
 from simulator.virtual_run.build_run import Mode, Setup
-from simulator.virtual_run.drawn_lengths import RANKER_ERROR
 from simulator.virtual_run.ledger import Group, Ledger, Sample
 from simulator.virtual_run.lpt_queue import ASK_AGAIN_S, Placer
 from simulator.virtual_run.stealing import Mover
@@ -53,8 +52,6 @@ class Options:
     longest_first: bool = True
     """Whether a step's prompts start in the order of forecast lengths, as under `lpt`; otherwise in order of
     arrival."""
-    forecast_error: float = RANKER_ERROR
-    """Standard deviation of the logarithm of forecast over length."""
     growth_per_step: float = 0.0
     """Growth of completions per step, as a share of the first ones' length."""
     changes: Sequence[Change] = ()

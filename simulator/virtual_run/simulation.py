@@ -72,7 +72,7 @@ def simulate_setup(model: CostModel, setup: Setup, options: Options, *, time_lef
         )
     )
     draw = group_source(workload, seed=options.seed, growth_per_step=options.growth_per_step)
-    forecast = forecaster(options.seed, options.forecast_error) if options.longest_first else None
+    forecast = forecaster(options.seed) if options.longest_first else None
     ledger = Ledger(limits, draw, forecast)
     run = Run(setup, ledger, options, seen=_seen_before(workload, options) if options.can_move else None)
     run.play(time_left=time_left)
@@ -82,7 +82,7 @@ def simulate_setup(model: CostModel, setup: Setup, options: Options, *, time_lef
 def _seen_before(workload: Workload, options: Options) -> SeenLengths:
     """What a broker learned from previous steps."""
     seed = options.seed + 1
-    draw, forecast = group_source(workload, seed=seed), forecaster(seed, options.forecast_error)
+    draw, forecast = group_source(workload, seed=seed), forecaster(seed)
     groups = [draw(0) for _ in range(MAX_GROUPS_MEASURED)]
     return lengths_seen([(forecast(group) if options.longest_first else 0.0, group) for group in groups])
 

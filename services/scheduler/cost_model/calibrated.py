@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from penstock.config import ConfigError
 from services.scheduler.config import CostModelName
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.problem import Problem
@@ -77,5 +78,7 @@ def with_constants(problem: Problem, cost_model: str) -> Problem:
 
 
 def make_model(problem: Problem, cost_model: str) -> CostModel:
-    """A cost model by name, one of COST_MODELS."""
+    """A cost model by name, one of COST_MODELS. Raises ConfigError."""
+    if cost_model not in COST_MODELS:
+        raise ConfigError(f"--cost-model: {cost_model!r} is unknown; there is: {', '.join(COST_MODELS)}")
     return CostModel(with_constants(problem, cost_model), name=cost_model)

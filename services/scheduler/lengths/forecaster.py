@@ -27,6 +27,8 @@ from services.scheduler.lengths.run_lengths import Predicted, RunLengths
 from services.scheduler.lengths.state_files import StateFiles
 
 MAX_RUNS = 16
+REFRESH_EVERY_S = 10.0
+"""How often to check whether there is enough new data to refit a model of lengths."""
 SLOW_TIMEOUT_S = 0.3
 """A broker waits half a second for forecasts, including the round trip."""
 MAX_BYTES_AT_ONCE = 65_536
@@ -43,7 +45,6 @@ class LengthForecaster:
         files: The files that keep what was learned; None keeps nothing.
         clock: Clock for the times of fits.
         metrics: Metrics to update.
-        refresh_interval_s: How often to check whether a fit is due.
     """
 
     def __init__(
@@ -54,14 +55,12 @@ class LengthForecaster:
         files: StateFiles | None = None,
         clock: Clock,
         metrics: LengthMetrics,
-        refresh_interval_s: float,
     ) -> None:
         self.learners = tuple(learners)
         self._first_pairs = first_pairs
         self._files = files
         self._clock = clock
         self._metrics = metrics
-        self._refresh_interval_s = refresh_interval_s
         self._keeps_text = any(learner.needs_text for learner in learners)
         self._runs: OrderedDict[str, RunLengths] = OrderedDict()
         self._late: asyncio.Future[Floats] | None = None
@@ -78,7 +77,7 @@ class LengthForecaster:
         prompts = [run.known(query.group_id, prompt) for query, prompt in zip(queries, read, strict=True)]
         predicted = await self._predicted(run.fits, prompts) if prompts else None
         name = predicted.fit.model.name if predicted is not None else "means"
-        self._metrics.count_forecasts(name, len(prompts))
+        self._metrics.forecasts.labels(name).inc(len(prompts))
         return run.forecast([query.group_id for query in queries], prompts, predicted), run
 
     async def observe(self, run_id: str, observations: Sequence[pb.LengthObservation]) -> None:
@@ -94,7 +93,7 @@ class LengthForecaster:
         run = self._run(run_id)
         for observation, prompt in zip(observations, prompts, strict=True):
             run.observe(observation.query.group_id, prompt, observation.num_completion_tokens)
-        self._metrics.count_observations(len(observations))
+        self._metrics.observations.inc(len(observations))
 
     def describe(self, run_id: str) -> pb.GetLengthModelResponse:
         """Describe the model that forecasts a run's lengths. Raises UnknownRunError."""
@@ -106,7 +105,7 @@ class LengthForecaster:
     async def refresh_forever(self, learner: Learner) -> None:
         """Run due fits with one of the learners until cancelled; a slow learner does not delay the light one."""
         while True:
-            await asyncio.sleep(self._refresh_interval_s)
+            await asyncio.sleep(REFRESH_EVERY_S)
             await self._refresh_with(learner)
 
     async def refresh(self) -> None:
@@ -133,12 +132,12 @@ class LengthForecaster:
             fit = await asyncio.to_thread(fit_lengths, pairs, learner)
         except FitFailedError as error:
             run.fit_problem = f"{learner.name}: {error}"
-            self._metrics.count_fit("failed")
+            self._metrics.fits.labels("failed").inc()
             _log.warning("lengths were not fitted", run_id=run.progress.run_id, learner=learner.name, error=str(error))
             return
         names, duration_s = [each.name for each in self.learners], self._clock.monotonic_s() - started_s
         run.install(fit, preference=names, now_s=self._clock.now_s(), duration_s=duration_s)
-        self._metrics.count_fit("installed")
+        self._metrics.fits.labels("installed").inc()
         _log.info(
             "lengths fitted",
             run_id=run.progress.run_id,
@@ -194,16 +193,14 @@ class LengthForecaster:
             # At most one thread waits for a slow model; one must always be free for the light model.
             return None
         answer = asyncio.ensure_future(asyncio.to_thread(fit.model.predict, prompts))
-        await asyncio.wait([answer], timeout=SLOW_TIMEOUT_S if is_slow else None)
-        if not answer.done():
+        try:
+            return await asyncio.wait_for(asyncio.shield(answer), SLOW_TIMEOUT_S if is_slow else None)
+        except TimeoutError:
             self._late = answer
             answer.add_done_callback(_forget)
-            return None
-        error = answer.exception()
-        if isinstance(error, FitFailedError):
+        except FitFailedError as error:
             _log.warning("a model does not answer; trying the next", model=fit.model.name, error=str(error))
-            return None
-        return answer.result()
+        return None
 
 
 def _forget(answer: asyncio.Future[Floats]) -> None:

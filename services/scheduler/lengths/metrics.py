@@ -11,11 +11,11 @@ class LengthMetrics:
     """The metrics in one registry; those of a run are removed when the run is forgotten."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._fits = Counter("penstock_scheduler_length_fits", "Fits, by outcome", ["outcome"], registry=registry)
-        self._observations = Counter(
+        self.fits = Counter("penstock_scheduler_length_fits", "Fits, by outcome", ["outcome"], registry=registry)
+        self.observations = Counter(
             "penstock_scheduler_lengths_observed", "Completion lengths reported", registry=registry
         )
-        self._forecasts = Counter(
+        self.forecasts = Counter(
             "penstock_scheduler_lengths_forecast",
             "Prompts asked about, by forecaster",
             ["forecaster"],
@@ -32,18 +32,6 @@ class LengthMetrics:
         self._spearman = gauge("spearman_ratio", "Rank correlation", *quality)
         self._error = gauge("mean_error_tokens", "Mean absolute error", *quality)
         self._coverage = gauge("coverage_ratio", "Share of samples in their interval", *quality)
-
-    def count_fit(self, outcome: str) -> None:
-        """Count a fit that was installed or failed."""
-        self._fits.labels(outcome).inc()
-
-    def count_observations(self, count: int) -> None:
-        """Count reported lengths."""
-        self._observations.inc(count)
-
-    def count_forecasts(self, forecaster: str, count: int) -> None:
-        """Count prompts answered by this forecaster; `means` while there is no model."""
-        self._forecasts.labels(forecaster).inc(count)
 
     def observe(self, run_id: str, described: pb.GetLengthModelResponse) -> None:
         """Set the gauges of a run."""

@@ -112,9 +112,7 @@ OutputLengths = Annotated[
 ]
 
 
-def scaled(
-    lengths: LognormalLengths | HistogramLengths | FixedLengths | EmpiricalLengths, factor: float
-) -> LognormalLengths | HistogramLengths | FixedLengths | EmpiricalLengths:
+def scaled(lengths: OutputLengths, factor: float) -> OutputLengths:
     """The same shape with lengths times `factor`; its bounds stay, but never below the existing lengths."""
     if isinstance(lengths, LognormalLengths):
         return lengths.model_copy(update={"median": lengths.median * factor})

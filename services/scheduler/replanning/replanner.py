@@ -100,11 +100,6 @@ class Replanner:
         run.looked_at = problem if running is None else None
         self._runs[plan.run_id] = run
 
-    def plan_of(self, run_id: str) -> pb.Plan | None:
-        """The plan in force, if a solver made it."""
-        run = self._runs.get(run_id)
-        return run.plan if run is not None else None
-
     def forget(self, run_id: str) -> None:
         """Stop following a run."""
         self._runs.pop(run_id, None)

@@ -136,7 +136,7 @@ async def _forecast_by(forecaster: LengthForecaster, queries: list[pb.LengthQuer
         started_s = time.monotonic()
         await forecaster.forecast("r", queries)
         assert time.monotonic() - started_s < 5
-        if forecaster._metrics._forecasts.labels(name)._value.get():
+        if forecaster._metrics.forecasts.labels(name)._value.get():
             return
     raise AssertionError(f"{name} never answered")
 

@@ -24,9 +24,7 @@ FITTED, TESTED = MADE[:1600], MADE[1600:]
 
 def make(**options):
     options = {"learners": [RidgeLearner()], **options}
-    return LengthForecaster(
-        clock=ManualClock(), metrics=LengthMetrics(CollectorRegistry()), refresh_interval_s=1.0, **options
-    )
+    return LengthForecaster(clock=ManualClock(), metrics=LengthMetrics(CollectorRegistry()), **options)
 
 
 def query(name, prompt=None):
