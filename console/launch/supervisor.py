@@ -28,7 +28,7 @@ import console
 from console.config.run_folder import ProcessRecord, started_ticks_of
 from console.launch.log_files import LogPump, RotatedLog
 from console.launch.restarts import RestartBudget
-from penstock.process.tasks import end
+from penstock.process.tasks import end, set_within
 
 USER_MISTAKE_STATUS = 2
 LAUNCHER_VARIABLE = "PENSTOCK_LAUNCHER_PID"
@@ -133,17 +133,12 @@ class SupervisedProcess:
             if verdict.is_pause:
                 self._why = f"{self._how(status)}; next try {_clock_time(time.time() + verdict.delay_s)}"
                 self._set_state(ProcessState.PAUSED)
-                await self._sleep(verdict.delay_s)
+                await set_within(self._stopped, verdict.delay_s)
                 self._why = ""
             self.num_restarts += not self._is_stopping
             self._set_state(ProcessState.RESTARTING)
             if not verdict.is_pause:
-                await self._sleep(verdict.delay_s)
-
-    async def _sleep(self, delay_s: float) -> None:
-        """Wait until it is time to restart, or `stop`."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopped.wait(), delay_s)
+                await set_within(self._stopped, verdict.delay_s)
 
     async def stop(self) -> None:
         """Ask it to end, wait `stop_grace_s`, then kill its group. Idempotent."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from typing import Protocol
 
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import PenstockError, RunClosedError, UnknownRunError
 from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
+from penstock.process.tasks import set_within
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 BEAT_INTERVAL_S = 2.0
@@ -104,9 +104,7 @@ class LeaseSession:
             self._changed.clear()
             yield broker_pb2.StreamLeasesRequest(beat=self._beat())
             await asyncio.sleep(MIN_BEAT_GAP_S)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_INTERVAL_S - MIN_BEAT_GAP_S):
-                    await self._changed.wait()
+            await set_within(self._changed, BEAT_INTERVAL_S - MIN_BEAT_GAP_S)
 
     def _beat(self) -> broker_pb2.GeneratorBeat:
         beat = self._handler.beat()

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.clients.streams import BackgroundStream
 from penstock.errors import DeadlineError, PenstockError
 from penstock.network.connection import Connection
+from penstock.process.tasks import set_within
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 
@@ -38,16 +39,11 @@ class PolicyWatch(BackgroundStream):
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                if self._stream.outage.since_s is not None:
-                    continue
+            if not await set_within(self._changed, timeout_s) and self._stream.outage.since_s is None:
                 raise DeadlineError(
                     f"{self._peer}: run {self._run_id!r} stays at version {self._version} for {timeout_s:g} s; is a "
                     "trainer attached?"
-                ) from None
+                )
         return self._version
 
     async def _follow(self) -> None:

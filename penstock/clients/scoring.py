@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from penstock.clients.streams import Reconnecting
 from penstock.errors import DeadlineError, PenstockError, RunClosedError, UnknownRunError
 from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
+from penstock.process.tasks import set_within
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 if TYPE_CHECKING:
@@ -37,14 +37,6 @@ _LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.5, 5.0
 _MOST_BETWEEN_CONNECTS_S = 1.5
 
 _log = get_logger()
-
-
-@dataclass(slots=True, kw_only=True)
-class ScoringCounters:
-    """Counters of a connection."""
-
-    num_leased: int = 0
-    num_lost: int = 0
 
 
 @dataclass(slots=True)
@@ -65,13 +57,12 @@ class ScoringSession:
         run_id: str,
         worker_id: str,
         max_leases: int,
-        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_leases` is how many leases are held at once, waiting ones included; at most MAX_LEASES count.
 
         `run` closes the connection when it ends.
         """
-        self.counters = ScoringCounters()
+        self.num_leased = self.num_lost = 0
         self._stream = Reconnecting(broker.peer, most_s=_MOST_BETWEEN_CONNECTS_S)
         self.outage = self._stream.outage
         """Whether the broker is away; an unknown or closed run does not count."""
@@ -82,7 +73,6 @@ class ScoringSession:
         self._broker = broker
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
         self._max_leases = min(max_leases, MAX_LEASES)
-        self._monotonic_s = monotonic_s
         self._held: dict[str, _Held] = {}
         self._waiting: asyncio.Queue[str] = asyncio.Queue()  # bounded by the credits given
         self._changed = asyncio.Event()
@@ -131,9 +121,7 @@ class ScoringSession:
     async def drain(self, *, timeout_s: float) -> int:
         """Request no more leases and wait until every held one is answered; returns how many were not in time."""
         self._is_draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._emptied.wait()
+        await set_within(self._emptied, timeout_s)
         return self.num_held
 
     def _on_end(self, error: PenstockError | None) -> None:
@@ -158,7 +146,7 @@ class ScoringSession:
     def _receive(self, response: broker_pb2.StreamScoringResponse) -> None:
         for lease_id in response.accepted_lease_ids:
             self._forget(lease_id)
-        self.counters.num_lost += sum(self._forget(lease_id) for lease_id in response.lost_lease_ids)
+        self.num_lost += sum(self._forget(lease_id) for lease_id in response.lost_lease_ids)
         for lease in response.leases:
             if lease.lease_id in self._held:
                 continue
@@ -170,7 +158,7 @@ class ScoringSession:
             self._held[lease.lease_id] = _Held(lease)
             self._waiting.put_nowait(lease.lease_id)
             self._renewal_s = _renewal_s(lease)
-            self.counters.num_leased += 1
+            self.num_leased += 1
         self._note_emptied()
         if response.leases or self._credit_total != self._credit_sent:
             # New leases may need renewal before the writer wakes up.
@@ -180,31 +168,27 @@ class ScoringSession:
         hello = self._request(is_renewal=True)
         hello.hello.CopyFrom(self._hello)
         yield hello
-        renewed_at_s = self._monotonic_s()
+        renewed_at_s = time.monotonic()
         while True:
             for request in self._results_to_send():
                 yield request
-            if self._monotonic_s() - renewed_at_s >= self._renewal_s:
+            if time.monotonic() - renewed_at_s >= self._renewal_s:
                 yield self._request(is_renewal=True)
-                renewed_at_s = self._monotonic_s()
+                renewed_at_s = time.monotonic()
             elif self._credit_sent != self._credit_total and not self._is_draining:
                 yield self._request()
-            with contextlib.suppress(TimeoutError):
-                left_s = renewed_at_s + self._renewal_s - self._monotonic_s()
-                async with asyncio.timeout(max(0.0, left_s)):
-                    await self._changed.wait()
+            await set_within(self._changed, max(0.0, renewed_at_s + self._renewal_s - time.monotonic()))
             self._changed.clear()
 
     def _results_to_send(self) -> Iterator[broker_pb2.StreamScoringRequest]:
-        now_s = self._monotonic_s()
+        now_s = time.monotonic()
         sent = [entry.sent_at_s for entry in self._held.values() if entry.sent_at_s is not None]
         if sent and now_s - min(sent) > RECEIPT_LIMIT_S:
             raise DeadlineError(f"{self._stream.peer} did not confirm a score within {RECEIPT_LIMIT_S:.0f} s")
-        ready = [entry for entry in self._held.values() if entry.result is not None and entry.sent_at_s is None]
         part: list[broker_pb2.ScoreResult] = []
         part_bytes = 0
-        for entry in ready:
-            if entry.result is None:
+        for entry in list(self._held.values()):
+            if entry.result is None or entry.sent_at_s is not None:
                 continue
             result_bytes = entry.result.ByteSize()
             if part and (len(part) >= MAX_RESULTS_A_MESSAGE or part_bytes + result_bytes > MAX_MESSAGE_BYTES):
@@ -235,7 +219,7 @@ class ScoringSession:
         return True
 
     def _forget_all(self) -> None:
-        self.counters.num_lost += len(self._held)
+        self.num_lost += len(self._held)
         self._held.clear()
         while not self._waiting.empty():
             self._waiting.get_nowait()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.clients.sample_stream import SampleStream, StreamListener
@@ -27,6 +26,7 @@ from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import InternalError, PenstockError, RunClosedError, UnknownRunError
 from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
+from penstock.process.tasks import set_within
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 
 TARGET_REQUEST_BYTES = 64 * 1024
@@ -102,13 +102,9 @@ class TokenSession:
         self._is_flushing = True
         self._work.set()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
-        except TimeoutError:
-            return False
+            return await set_within(self._settled, timeout_s)
         finally:
             self._is_flushing = False
-        return True
 
     async def run(self) -> None:
         """Send until cancelled. Raises PenstockError if a retry cannot help."""
@@ -156,9 +152,7 @@ class TokenSession:
                 if wait_s <= 0 or self._is_flushing or self._buffered_bytes >= TARGET_REQUEST_BYTES:
                     return
             self._work.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._work.wait()
+            await set_within(self._work, wait_s)
 
     def _take(self) -> _Sent:
         request = broker_pb2.StreamTokensRequest(run_id=self._run_id, generator_id=self._generator_id)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from penstock.errors import InternalError, InvalidFieldError, PenstockError, Ref
 from penstock.network.connection import Connection
 from penstock.network.rpc import call_with_retry
 from penstock.process.logger import get_logger
+from penstock.process.tasks import set_within
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import field_prefix, group_parts, packed_parts
 from penstock.wire.pieces import MAX_GROUP_BYTES, joined_pieces
@@ -304,9 +304,7 @@ class TrajectorySession(BackgroundStream):
                         break
                 continue
             self._work.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s if sent is not None else None):
-                    await self._work.wait()
+            await set_within(self._work, pause_s if sent is not None else None)
 
     def _take(self, response: broker_pb2.PutTrajectoriesResponse) -> None:
         sent = self._unanswered.get(response.put_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
@@ -61,6 +62,16 @@ async def run_beside(
         return main.result()
     finally:
         await end(main, *others)
+
+
+async def set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Whether `event` is set, after waiting for it for at most `timeout_s` seconds; None waits indefinitely."""
+    if event.is_set():
+        return True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    return False
 
 
 async def until_first_failure(main: asyncio.Future[Any], others: Iterable[asyncio.Future[Any]]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import DigestMismatchError, ServiceUnavailableError
+from penstock.process.tasks import set_within
 from penstock.transfer.chunks import chunk_digest, chunk_hasher, is_chunk
 from penstock.v1 import weights_pb2
 
@@ -110,12 +111,8 @@ class PartialContent:
             if self._error is not None:
                 raise ServiceUnavailableError(f"it could not be fetched: {self._error}") from self._error
             changed, received_bytes = self._changed, self._received_bytes
-            try:
-                async with asyncio.timeout(STALL_S):
-                    await changed.wait()
-            except TimeoutError as error:
-                if self._received_bytes == received_bytes:
-                    raise ServiceUnavailableError(f"nothing arrived for {STALL_S:g} s") from error
+            if not await set_within(changed, STALL_S) and self._received_bytes == received_bytes:
+                raise ServiceUnavailableError(f"nothing arrived for {STALL_S:g} s")
         gap = self._good.find(0, index)
         return self.size_bytes if gap < 0 else self._offsets[gap]
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Generic, TypeVar
 
 from penstock.errors import DeadlineError, InvalidFieldError
-from penstock.process.tasks import end
+from penstock.process.tasks import end, set_within
 
 HELLO_TIMEOUT_S = 10.0
 CHECK_EVERY_S = 5.0
@@ -32,16 +32,10 @@ async def first_request(requests: AsyncIterator[_Request]) -> _Request:
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
     """Wait until `event` is set, then clear it; returns whether it was set in time."""
-    if event.is_set():
+    is_set = await set_within(event, timeout_s)
+    if is_set:
         event.clear()
-        return True
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return False
-    event.clear()
-    return True
+    return is_set
 
 
 class Intake(Generic[_Request]):

@@ -28,7 +28,7 @@ from penstock.clients.sample_stream import SampleStream
 from penstock.clients.tokens import TokenSession
 from penstock.errors import InvalidFieldError
 from penstock.model.model_folder import TextDecoder
-from penstock.process.tasks import end
+from penstock.process.tasks import end, set_within
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, int32_array
 from services.generator.decoding.activity import Decoding
@@ -239,12 +239,7 @@ class Rollouts:
 
     async def wait_until_empty(self, *, timeout_s: float) -> bool:
         """Whether nothing was left in hand within `timeout_s` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._empty, timeout_s)
 
     @asynccontextmanager
     async def unleased(self, *, timeout_s: float) -> AsyncIterator[None]:

@@ -30,6 +30,7 @@ from penstock.errors import (
     ServiceUnavailableError,
     UnknownVersionError,
 )
+from penstock.process.tasks import set_within
 from penstock.security.addresses import MAX_URL_CHARACTERS, OwnAddresses, Peer, check_url
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.trainer.publishing.broadcasts import Broadcasts
@@ -147,12 +148,7 @@ class WeightStore:
         grown = self._grown
         if self._kept and next(reversed(self._kept.values())).manifest is not seen:
             return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await grown.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(grown, timeout_s)
 
     def record_holding(self, run_id: str, receiver_id: str, holding: Holding, *, digest: str) -> None:
         """A receiver holds a version; raises UnknownVersionError, DigestMismatchError."""

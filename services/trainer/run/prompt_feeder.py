@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import structlog
 
 from penstock.clients.broker import BrokerClient
 from penstock.clients.prompts import submit_all
+from penstock.process.tasks import set_within
 from penstock.v1 import types_pb2
 from services.trainer.data.prompt_order import (
     EncodedPrompt,
@@ -88,9 +88,7 @@ class PromptFeeder:
         while True:
             while (num_missing := self._num_wanted() - self._stream.position) > 0:
                 await self._submit_next(min(num_missing, SUBMIT_BATCH_GROUPS))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._check_lost_s):
-                    await self._is_drop_news.wait()
+            await set_within(self._is_drop_news, self._check_lost_s)
             await asyncio.sleep(CHECK_DROPPED_S)
             self._is_drop_news.clear()
             await self._count_dropped_groups()

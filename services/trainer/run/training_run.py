@@ -29,7 +29,7 @@ import structlog
 from penstock.clock import Clock, SystemClock
 from penstock.errors import FencedError, OtherInstanceError
 from penstock.process.disk import failure_message, full_message, is_full
-from penstock.process.tasks import run_beside, unless_set
+from penstock.process.tasks import run_beside, set_within, unless_set
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.checkpoints.checkpoint_writer import Checkpoints
@@ -127,11 +127,7 @@ class TrainingRun:
 
     async def stopped_within(self, timeout_s: float) -> bool:
         """Whether a stop was requested, or is within that time."""
-        try:
-            await asyncio.wait_for(self._stop.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._stop, timeout_s)
 
     async def run(self) -> None:
         """The whole run."""

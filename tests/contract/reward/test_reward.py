@@ -158,7 +158,7 @@ async def test_a_result_the_broker_never_confirmed_is_sent_again():
 
     assert len(broker.hellos) == 3
     assert broker.renewals[1] == {"lease-0", "lease-1", "lease-2"}
-    assert session.counters.num_leased == 3
+    assert session.num_leased == 3
 
 
 async def test_samples_wait_with_renewed_leases_while_the_model_is_away_and_are_scored_when_it_is_back():
@@ -180,7 +180,7 @@ async def test_a_lost_lease_is_forgotten_and_frees_its_credit():
         await until(lambda: len(broker.results) == 4 and session.num_held == 0)
 
     assert sorted(broker.results) == [2, 3, 4, 5]
-    assert session.counters.num_lost == 2
+    assert session.num_lost == 2
 
 
 async def test_a_closed_run_is_waited_for_and_scored_when_it_is_opened_again():

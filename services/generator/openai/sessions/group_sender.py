@@ -12,6 +12,7 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.trajectories import TrajectorySession
 from penstock.clock import Clock
 from penstock.errors import InvalidFieldError, PenstockError
+from penstock.process.tasks import set_within
 from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.openai.sessions.metrics import OpenAIMetrics
@@ -103,7 +104,7 @@ class GroupPutter:
                                 self.transit.num_settled += 1
                         self._metrics.follow(groups)
                         self._idle.set()
-                        await self._wait_for_news()
+                        await set_within(self._news, POLL_S)
             except PenstockError as error:
                 _log.warning("groups of agents cannot be put", error=str(error))
             await asyncio.sleep(RETRY_S)
@@ -111,12 +112,7 @@ class GroupPutter:
     async def wait_until_idle(self, *, timeout_s: float) -> bool:
         """Put all ready groups; returns whether all were stored within `timeout_s` seconds."""
         self.notify()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._idle, timeout_s)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -158,10 +154,3 @@ class GroupPutter:
         else:
             self._metrics.end_sessions("put", num_sessions)
             self._metrics.trajectories.inc(receipt.num_samples)
-
-    async def _wait_for_news(self) -> None:
-        try:
-            async with asyncio.timeout(POLL_S):
-                await self._news.wait()
-        except TimeoutError:
-            pass
