@@ -113,7 +113,7 @@ class Peer:
         address = as_ip(host)
         if address is not None:
             return not address.is_loopback and address in map(as_ip, self.names)
-        return not _is_localhost(host) and any(_names(name, host) for name in self.names)
+        return not _is_localhost(host) and any(is_named(name, host) for name in self.names)
 
 
 class TrustedHosts:
@@ -211,7 +211,7 @@ def _is_of_this_machine(address: Address) -> bool:
     return True
 
 
-def _names(pattern: str, host: str) -> bool:
+def is_named(pattern: str, host: str) -> bool:
     """Whether a DNS name of a certificate covers a host: a star stands for its first label."""
     pattern, host = _plain(pattern), _plain(host)
     return pattern == host or (pattern.startswith("*.") and pattern[1:] == f".{host.partition('.')[2]}")

@@ -17,6 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from penstock.config import ConfigError
+from penstock.security.addresses import as_ip, is_named
 from penstock.security.certificate_files import Loaded, TlsFiles, load
 
 LOOPBACK = "127.0.0.1"
@@ -59,11 +60,8 @@ def inspect(files: TlsFiles, *, hosts: Sequence[str] = (), now: datetime | None 
 def covers(certificate: x509.Certificate, host: str) -> bool:
     """Whether its alternative names contain that name or address, compared as clients do."""
     names, addresses = _alternative_names(certificate)
-    try:
-        return ipaddress.ip_address(host) in addresses
-    except ValueError:
-        wanted = host.lower().rstrip(".")
-        return any(wanted == name or _fits_wildcard(wanted, name) for name in names)
+    ip = as_ip(host)
+    return any(is_named(name, host) for name in names) if ip is None else ip in addresses
 
 
 def shown_names(certificate: x509.Certificate) -> str:
@@ -190,8 +188,3 @@ def _alternative_names(certificate: x509.Certificate) -> tuple[list[str], list[_
         [name.lower() for name in names.get_values_for_type(x509.DNSName)],
         names.get_values_for_type(x509.IPAddress),
     )
-
-
-def _fits_wildcard(host: str, pattern: str) -> bool:
-    first, dot, rest = host.partition(".")
-    return bool(first and dot) and pattern == f"*.{rest}"

@@ -9,7 +9,6 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from penstock.process.logger import get_logger
+from penstock.security.addresses import as_ip
 from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.diagnosis import MAX_S, Diagnosis, Server, diagnose
 
@@ -71,7 +71,7 @@ class Troubles:
 
     def is_by_name(self, peer: str) -> bool:
         """Whether one of these servers is called by name, not by address."""
-        return any(not _is_address(self._known[name].server.host) for name in self._names(peer))
+        return any(as_ip(self._known[name].server.host) is None for name in self._names(peer))
 
     def _names(self, peer: str) -> list[str]:
         words = [word.rpartition("://")[2] for word in re.split(r"[\s,]+", peer)]
@@ -134,14 +134,6 @@ class Troubles:
             _log.error("TLS with a server fails", peer=name, problem=problem)
         elif not problem:
             known.said = ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 TROUBLES = Troubles()
