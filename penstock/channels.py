@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, Self
 
 import grpc
@@ -53,23 +53,8 @@ class SwitchingChannel(grpc.aio.Channel):
         """Wait until the current channel is ready."""
         await self._current().channel_ready()
 
-    def unary_unary(self, *method: Any, **options: Any) -> Any:
-        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
-        return self._callable("unary_unary", *method, **options)
-
-    def unary_stream(self, *method: Any, **options: Any) -> Any:
-        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
-        return self._callable("unary_stream", *method, **options)
-
-    def stream_unary(self, *method: Any, **options: Any) -> Any:
-        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
-        return self._callable("stream_unary", *method, **options)
-
-    def stream_stream(self, *method: Any, **options: Any) -> Any:
-        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
-        return self._callable("stream_stream", *method, **options)
-
     def _callable(self, kind: str, *method: Any, **options: Any) -> Callable[..., Any]:
+        """A callable of the method, as stubs ask for; see `grpc.aio.Channel`."""
         made_of: grpc.aio.Channel | None = None
         made: Callable[..., Any] | None = None
 
@@ -84,3 +69,8 @@ class SwitchingChannel(grpc.aio.Channel):
             return call
 
         return start
+
+    unary_unary: Any = partialmethod(_callable, "unary_unary")
+    unary_stream: Any = partialmethod(_callable, "unary_stream")
+    stream_unary: Any = partialmethod(_callable, "stream_unary")
+    stream_stream: Any = partialmethod(_callable, "stream_stream")

@@ -18,7 +18,7 @@ def is_run_id(text: str) -> bool:
     return _RUN_ID.fullmatch(text) is not None and text.strip(".") != ""
 
 
-def check_run_id(run_id: str, *, field: str = "run_id") -> None:
+def check_run_id(run_id: str) -> None:
     """Raises InvalidFieldError unless `run_id` can name a run."""
     if not is_run_id(run_id):
-        raise InvalidFieldError(f"{field}: {run_id[:80]!r}; must be {RUN_ID_RULE}", field=field)
+        raise InvalidFieldError(f"run_id: {run_id[:80]!r}; must be {RUN_ID_RULE}", field="run_id")

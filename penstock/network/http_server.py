@@ -10,7 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from penstock.config import ConfigError
 from penstock.network.rpc import PortUnavailableError
-from penstock.security import Security, tls
+from penstock.security import Security
 
 
 def public_url(address: str, *, setting: str, security: Security) -> str:
@@ -61,13 +61,3 @@ async def listen_http(runner: web.AppRunner, listen: str, *, setting: str, ssl_c
         ) from error
     bound = runner.addresses[0][1]
     return f"{'https' if ssl_context else 'http'}://{host}:{bound}"
-
-
-def server_ssl_context(security: Security, *, requires_certificates: bool = True) -> ssl.SSLContext | None:
-    """TLS as `security` configures it, None without a certificate. Client certificates must be its authority's.
-
-    Args:
-        security: Of this process.
-        requires_certificates: Clients must show one; otherwise they may, and HttpAccess refuses those that show none.
-    """
-    return tls.server_context(security.tls_files, requires_certificates=requires_certificates)

@@ -18,22 +18,19 @@ LOOK_EVERY_S = 1.0
 _log = get_logger()
 
 
-async def follow_outage(
-    set_serving: Callable[[bool], Awaitable[None]], outage: Callable[[], Outage | None], *, away_s: float = AWAY_S
-) -> None:
-    """Call `set_serving` when a peer has been away for `away_s` seconds, and when it is back; runs until cancelled.
+async def follow_outage(set_serving: Callable[[bool], Awaitable[None]], outage: Callable[[], Outage | None]) -> None:
+    """Call `set_serving` when a peer has been away for AWAY_S, and when it is back; runs until cancelled.
 
     Health is left alone until the peer's first outage.
 
     Args:
         set_serving: Changes the service's health.
         outage: Its present connection to the peer; None while there is none.
-        away_s: How long an outage is tolerated.
     """
     is_away = False
     while True:
         current = outage()
-        was_away, is_away = is_away, current is not None and current.away_s >= away_s
+        was_away, is_away = is_away, current is not None and current.away_s >= AWAY_S
         if is_away != was_away:
             _log.info("health changed", is_serving=not is_away, peer=current.peer if current is not None else "")
             await set_serving(not is_away)

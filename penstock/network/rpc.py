@@ -27,8 +27,10 @@ from penstock.process.logger import get_logger
 from penstock.process.signals import StopSignals
 from penstock.process.tasks import end, until_first_failure
 from penstock.security import NO_SECURITY, Security
+from penstock.security.access import AccessInterceptor
 from penstock.security.checks.troubles import TROUBLES
 from penstock.security.checks.watching import CertificateWatch, hosts_of
+from penstock.security.tls import add_port
 from penstock.targets import split_targets
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -110,7 +112,7 @@ class Server:
         self._serves_at_once = serves_at_once
         self._listen = listen
         self._names = [service.name for service in services]
-        interceptors: list[grpc.aio.ServerInterceptor] = [*security.server_interceptors(), ErrorInterceptor()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [AccessInterceptor(security.tokens), ErrorInterceptor()]
         self._server = grpc.aio.server(
             interceptors=interceptors, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
         )
@@ -133,7 +135,7 @@ class Server:
         """
         self._security.admit_listener(self._listen, setting="listen")
         try:
-            self.port = self._security.add_port(self._server, self._listen)
+            self.port = add_port(self._server, self._listen, self._security.tls_files)
         except RuntimeError as error:
             raise PortUnavailableError(
                 f"cannot listen on {self._listen}: the port is in use or the address is not this machine's; "

@@ -18,8 +18,6 @@ from pydantic import BaseModel
 from penstock.config import ConfigError
 from penstock.process.logger import get_logger
 from penstock.secret import read_secret
-from penstock.security import tls
-from penstock.security.access import AccessInterceptor
 from penstock.security.bearer_tokens import Tokens, check_header, check_token, read_accepted_tokens, token_interceptors
 from penstock.security.certificate_files import TlsFiles, load
 from penstock.security.plain_text import (
@@ -32,6 +30,7 @@ from penstock.security.plain_text import (
     plain_listener_warning,
 )
 from penstock.security.roles import caller_of_pem
+from penstock.security.tls import RenewedChannel
 
 CLUSTER = "PENSTOCK"
 """Prefix of the variables of the cluster's own credentials."""
@@ -98,14 +97,7 @@ class Security:
             accepted_tokens=read_accepted_tokens() if prefix == CLUSTER else (),
             prefix=prefix,
         )
-        problems = missing_halves(
-            prefix,
-            has_ca=found.ca_file is not None,
-            has_cert=found.cert_file is not None,
-            has_key=found.key_file is not None,
-            has_token=token is not None,
-            allows_plain=found.allows_plain,
-        )
+        problems = missing_halves(found.tls_files, has_token=token is not None, allows_plain=found.allows_plain)
         if problems:
             raise ConfigError("\n".join(problems))
         load(found.tls_files)
@@ -181,18 +173,10 @@ class Security:
         """The tokens that servers of this process accept."""
         return Tokens([*([] if self.token is None else [self.token]), *self.accepted_tokens])
 
-    def server_interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """The check that every call passes."""
-        return (AccessInterceptor(self.tokens),)
-
     @property
     def tls_files(self) -> TlsFiles:
         """Paths of its certificates."""
         return TlsFiles(self.ca_file, self.cert_file, self.key_file, self.prefix)
-
-    def add_port(self, server: grpc.aio.Server, listen: str) -> int:
-        """Bind `listen`, with TLS when there is a certificate; returns the port. Raises ConfigError."""
-        return tls.add_port(server, listen, self.tls_files)
 
     def open_channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel with these credentials. Raises ConfigError if it would show the token in plain text."""
@@ -204,7 +188,7 @@ class Security:
         interceptors = [] if self.token is None else list(token_interceptors(self.token))
         if self.ca_file is None:
             return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
-        return tls.RenewedChannel(
+        return RenewedChannel(
             self.tls_files,
             lambda credentials: grpc.aio.secure_channel(
                 target, credentials, options=options, interceptors=interceptors

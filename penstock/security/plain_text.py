@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 
 from penstock.config import ConfigError
+from penstock.security.addresses import as_ip
+from penstock.security.certificate_files import TlsFiles
 
 INSECURE_VARIABLE = "PENSTOCK_INSECURE"
 HOW_TO_ALLOW = f"set insecure: true in the configuration ({INSECURE_VARIABLE}=true for commands without one)"
@@ -21,10 +22,8 @@ def is_local(address: str) -> bool:
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    ip = as_ip(host)
+    return ip is not None and ip.is_loopback
 
 
 def how_to_protect(prefix: str) -> str:
@@ -57,29 +56,24 @@ def plain_listener_warning(listen: str) -> str:
     )
 
 
-def missing_halves(
-    prefix: str, *, has_ca: bool, has_cert: bool, has_key: bool, has_token: bool, allows_plain: bool
-) -> list[str]:
-    """The missing parts of incomplete credentials, one line each; `prefix` is that of the variables."""
+def missing_halves(files: TlsFiles, *, has_token: bool, allows_plain: bool) -> list[str]:
+    """The missing parts of incomplete credentials, one line each."""
+    ca, cert, key = files.ca_variable, files.cert_variable, files.key_variable
     problems = []
-    if has_cert and not has_key:
-        problems.append(
-            f"{prefix}_TLS_KEY: missing beside {prefix}_TLS_CERT; name the file of the certificate's private key"
-        )
-    if has_key and not has_cert:
-        problems.append(
-            f"{prefix}_TLS_CERT: missing beside {prefix}_TLS_KEY; name the file of the certificate that the key is of"
-        )
-    if has_ca:
+    if files.cert_file and not files.key_file:
+        problems.append(f"{key}: missing beside {cert}; name the file of the certificate's private key")
+    if files.key_file and not files.cert_file:
+        problems.append(f"{cert}: missing beside {key}; name the file of the certificate that the key is of")
+    if files.ca_file:
         return problems
-    if has_cert or has_key:
+    if files.cert_file or files.key_file:
         problems.append(
-            f"{prefix}_TLS_CA: missing beside {prefix}_TLS_{'CERT' if has_cert else 'KEY'}; name the file of the "
-            "authority's certificate (ca.pem of penstock certs), without which nobody's certificate is checked"
+            f"{ca}: missing beside {cert if files.cert_file else key}; name the file of the authority's certificate "
+            "(ca.pem of penstock certs), without which nobody's certificate is checked"
         )
     elif has_token and not allows_plain:
         problems.append(
-            f"{prefix}_TLS_CA: missing beside {prefix}_TOKEN, which would go over plain sockets; name the file of the "
+            f"{ca}: missing beside {files.prefix}_TOKEN, which would go over plain sockets; name the file of the "
             f"authority's certificate (ca.pem of penstock certs), or {HOW_TO_ALLOW}"
         )
     return problems

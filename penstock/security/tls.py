@@ -131,7 +131,8 @@ def server_context(files: TlsFiles, *, requires_certificates: bool = True) -> ss
 
     Args:
         files: Of this process.
-        requires_certificates: Clients must show one that our authority signed; otherwise they may.
+        requires_certificates: Clients must show one that our authority signed; otherwise they may, and HttpAccess
+            refuses those that show none.
     """
     if files.cert_file is None or files.key_file is None:
         return None

@@ -21,11 +21,12 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from penstock.errors import ServiceUnavailableError
-from penstock.network.http_server import listen_http, server_ssl_context
+from penstock.network.http_server import listen_http
 from penstock.process.logger import get_logger
 from penstock.security import Security
 from penstock.security.http_access import HttpAccess
 from penstock.security.roles import Role
+from penstock.security.tls import server_context
 from penstock.transfer.coding import CODING_HEADER, MAX_PLAIN_BYTES, ZSTD, encode_frame
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
@@ -78,7 +79,7 @@ async def serving_contents(
     security.admit_listener(listen, setting=setting)
     await runner.setup()
     try:
-        yield await listen_http(runner, listen, setting=setting, ssl_context=server_ssl_context(security))
+        yield await listen_http(runner, listen, setting=setting, ssl_context=server_context(security.tls_files))
     finally:
         await runner.cleanup()
 

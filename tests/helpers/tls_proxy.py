@@ -8,8 +8,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
-from penstock.network.http_server import server_ssl_context
 from penstock.security import Security
+from penstock.security.tls import server_context
 from tests.helpers.links import Links, connected
 
 CHUNK_BYTES = 64 * 1024
@@ -116,7 +116,7 @@ async def tls_in_front_of(
         async with connected(port) as (there, thither):
             await asyncio.gather(pass_on(reader, thither), pass_on(there, writer))
 
-    context = server_ssl_context(security)
+    context = server_context(security.tls_files)
     assert isinstance(context, ssl.SSLContext)
     links = Links(link)
     async with await asyncio.start_server(links.accept, "127.0.0.1", 0, ssl=context) as server:

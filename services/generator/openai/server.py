@@ -11,9 +11,10 @@ from aiohttp import web
 
 from penstock.clock import Clock, SystemClock
 from penstock.errors import PenstockError
-from penstock.network.http_server import listen_http, server_ssl_context
+from penstock.network.http_server import listen_http
 from penstock.security import Security
 from penstock.security.session_keys import SECRET_VARIABLE, SessionKeys
+from penstock.security.tls import server_context
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.openai.app import OpenAIRoutes
@@ -113,7 +114,7 @@ class OpenAIEndpoint:
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             # Agents use keys instead of certificates; requests with neither are refused by the routes.
-            ssl_context = server_ssl_context(self._security, requires_certificates=False)
+            ssl_context = server_context(self._security.tls_files, requires_certificates=False)
             base = await listen_http(runner, self._listen, setting="openai.listen", ssl_context=ssl_context)
             address = f"{base}/v1"
             keys = "last" if self._keys.is_lasting else f"end with this process; set {SECRET_VARIABLE} to keep them"
