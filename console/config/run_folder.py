@@ -37,11 +37,11 @@ class ProcessRecord:
     """Its process id."""
     started_ticks: int
     """Start time by the kernel, in clock ticks since boot; with the pid it identifies a process uniquely."""
-    address: str
-    """host:port it serves; empty if it serves none."""
     state: str
     """starting, ready, restarting, paused, stopped or failed."""
-    num_restarts: int
+    address: str = ""
+    """host:port it serves; empty if it serves none."""
+    num_restarts: int = 0
     """Restarts so far."""
     why: str = ""
     """If paused or failed: how it ended, and when it is tried again."""

@@ -11,7 +11,6 @@ from penstock.security import Security
 from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.diagnosis import Server, diagnose
 from penstock.security.checks.inspection import LOOPBACK, Finding, date_problem, inspect, lateness
-from penstock.targets import split_targets
 
 
 def certificate_findings(config: RunConfig, security: Security) -> list[Finding]:
@@ -33,18 +32,8 @@ async def certificate_lines(target: Target, security: Security) -> list[str]:
     """Problems of this machine's certificates and of those that the run's services present; none without TLS."""
     if security.ca_file is None:
         return []
-    asked = [
-        (f"{name} {address}", address)
-        for name, addresses in (
-            ("broker", target.broker),
-            ("scheduler", target.scheduler),
-            ("trainer", target.trainer),
-        )
-        if addresses is not None
-        for address in split_targets(addresses)
-    ]
     found = await asyncio.gather(
-        *(asyncio.to_thread(_server_line, name, address, security.tls_files) for name, address in asked)
+        *(asyncio.to_thread(_server_line, *service, security.tls_files) for service in target.addresses())
     )
     return [*(one.text for one in inspect(security.tls_files)), *(line for line in found if line)]
 
@@ -55,9 +44,9 @@ def _server_line(name: str, address: str, files: TlsFiles) -> str:
         return ""
     found = diagnose(Server(host=host.strip("[]"), port=int(port)), files)
     if found.problem:
-        return f"TLS with {name} fails: {found.problem}"
+        return f"TLS with {name} {address} fails: {found.problem}"
     if found.certificate is None:
         return ""
     now = datetime.now(UTC)
     problem = date_problem(found.certificate, now) or lateness(found.certificate, now)
-    return f"certificate of {name} {problem}; issue it again there" if problem else ""
+    return f"certificate of {name} {address} {problem}; issue it again there" if problem else ""

@@ -12,7 +12,6 @@ from console.inspect.find_run import Target
 from console.launch.supervisor import ProcessState
 from penstock.network.rpc import PLAIN_TEXT, open_channel
 from penstock.security import Security
-from penstock.targets import split_targets
 from penstock.v1 import broker_pb2
 
 _TIMEOUT_S = 2.0
@@ -36,10 +35,8 @@ async def exposure_lines(target: Target, run: broker_pb2.GetRunResponse | None, 
 def _addresses(target: Target) -> dict[str, str]:
     """Addresses of services, by name: those in the target, and those started here."""
     found: dict[str, str] = {}
-    for name in ("broker", "scheduler", "trainer"):
-        stated = getattr(target, name)
-        for address in split_targets(stated) if stated is not None else ():
-            found[name if name not in found else f"{name} {address}"] = address
+    for name, address in target.addresses():
+        found[name if name not in found else f"{name} {address}"] = address
     for record in target.folder.records() if target.folder is not None else ():
         if record.address and record.state == ProcessState.READY and record.is_alive:
             found.setdefault(record.name, record.address)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from penstock.config import ConfigError
 from penstock.errors import PenstockError
 from penstock.network.rpc import call, open_channel
 from penstock.security import Security
-from penstock.targets import checked_addresses
+from penstock.targets import checked_addresses, split_targets
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 
 _NEXT_BROKER_S = 3.0
@@ -37,6 +37,11 @@ class Target:
     """host:port; None if no scheduler of that run is known to be up."""
     trainer: str | None = None
     """host:port; None if no trainer of that run is known to be up."""
+
+    def addresses(self) -> Iterator[tuple[str, str]]:
+        """Name and address of each service known to be up; several brokers have one name."""
+        for name, stated in (("broker", self.broker), ("scheduler", self.scheduler), ("trainer", self.trainer)):
+            yield from ((name, address) for address in (split_targets(stated) if stated is not None else ()))
 
 
 def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:

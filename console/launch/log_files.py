@@ -27,7 +27,7 @@ class RotatedLog:
     Args:
         path: The file.
         max_bytes: Its size limit; a longer line is written whole.
-        num_files: Files kept, including this one.
+        num_files: Files kept, including this one: at least 2.
     """
 
     def __init__(self, path: Path, *, max_bytes: int, num_files: int) -> None:
@@ -70,8 +70,6 @@ class RotatedLog:
     def _rotate(self) -> None:
         self.close()
         names = [self._path, *(Path(f"{self._path}.{index}") for index in range(1, self._num_files))]
-        if self._num_files == 1:
-            self._path.unlink(missing_ok=True)
         for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
             with contextlib.suppress(FileNotFoundError):
                 newer.replace(older)

@@ -59,9 +59,7 @@ async def service_problem(
     return f"{target} answers, but {service} is not serving"
 
 
-def redis_problem(
-    url: str, *, credentials: RedisCredentials = NO_CREDENTIALS, timeout_s: float = PROBE_TIMEOUT_S
-) -> str | None:
+def redis_problem(url: str, *, credentials: RedisCredentials = NO_CREDENTIALS) -> str | None:
     """Why the Redis at `url` cannot be used; None if it can. A password in the URL is never shown."""
     import redis
 
@@ -69,7 +67,7 @@ def redis_problem(
     try:
         if parse_redis_url(url).kind != "single":
             return asyncio.run(_group_problem(url, credentials))
-        settings: dict[str, Any] = {"socket_connect_timeout": timeout_s, "socket_timeout": timeout_s}
+        settings: dict[str, Any] = dict.fromkeys(("socket_connect_timeout", "socket_timeout"), PROBE_TIMEOUT_S)
         settings |= credentials.tls_settings if url.startswith("rediss://") else {}
         with redis.Redis.from_url(url, **settings) as client:
             client.ping()

@@ -92,7 +92,6 @@ class SupervisedProcess:
         on_change: Callable[[ProcessRecord], None],
         on_refused_write: Callable[[OSError], None] = lambda error: None,
         pauses: bool = True,
-        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `pauses`, a process that dies too often is given up, and the caller decides."""
         self.spec = spec
@@ -106,8 +105,7 @@ class SupervisedProcess:
         self._is_stopping = False
         self._stopped = asyncio.Event()
         self._pauses = pauses
-        self._now_s = now_s
-        self._budget = RestartBudget(now_s=now_s)
+        self._budget = RestartBudget()
         self._ready_s = 0.0
         self._why = ""
         self._since_s = time.time()
@@ -119,7 +117,7 @@ class SupervisedProcess:
             status = await self._run_once()
             if self._is_stopping:
                 break
-            up_s = self._now_s() - self._ready_s if self.ready.is_set() else None
+            up_s = time.monotonic() - self._ready_s if self.ready.is_set() else None
             was_ever_ready = was_ever_ready or self.ready.is_set()
             self.ready.clear()
             verdict = self._budget.ended(up_s=up_s)
@@ -196,7 +194,7 @@ class SupervisedProcess:
     async def _watch_readiness(self) -> None:
         while not await self.spec.is_ready():  # noqa: ASYNC110 - another process's readiness sets no event here
             await asyncio.sleep(_READY_POLL_S)
-        self._ready_s = self._now_s()
+        self._ready_s = time.monotonic()
         self.ready.set()
         self._set_state(ProcessState.READY)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import structlog
 
+from console.config.derive import local_endpoint
 from console.config.run_folder import RunFolder
 from console.launch.disk_watch import FolderRefusedError
 from console.launch.parent_watch import watch_launcher
@@ -163,7 +164,7 @@ class NodeAgent:
             "generator",
             settings,
             name=placement.name,
-            target=f"{_called(config)}:{port}",
+            target=local_endpoint(settings.listen).target,
             num_threads=settings.engine.num_threads,
             environment=_visible(placement) if not settings.engine.is_emulated else {},
         )
@@ -173,8 +174,9 @@ class NodeAgent:
 
     def _replicas(self, placement: Placement) -> list[Replica]:
         """The generators of a process that runs here."""
-        host, port = _called(self._config), self._ports[placement.name]
-        return [Replica(f"{host}:{port + index}", placement.tensor_parallel) for index in range(placement.num_replicas)]
+        host = local_endpoint(self._config.generator.listen).target.rpartition(":")[0]
+        ports = range(self._ports[placement.name], self._ports[placement.name] + placement.num_replicas)
+        return [Replica(f"{host}:{port}", placement.tensor_parallel) for port in ports]
 
 
 def machine(config: NodeConfig) -> pb.Node:
@@ -185,11 +187,6 @@ def machine(config: NodeConfig) -> pb.Node:
     if config.price_per_hour is not None:
         node.price_per_hour = config.price_per_hour
     return node
-
-
-def _called(config: NodeConfig) -> str:
-    host = config.generator.listen.rpartition(":")[0]
-    return "127.0.0.1" if host in {"0.0.0.0", "[::]", "::"} else host
 
 
 def _visible(placement: Placement) -> Mapping[str, str]:

@@ -22,7 +22,6 @@ class JsonLinesWriter:
     """Appends rows; `flush` makes them durable."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         # Open for the lifetime of the writer.
         self._file: BinaryIO = path.open("ab")
         _cut_torn_line(path)

@@ -35,8 +35,6 @@ class RecordingWriter:
 
     def __init__(self, path: Path, *, is_followed: bool, max_bytes: int | None) -> None:
         self.path = path
-        self.num_samples = 0
-        """Samples written by this writer."""
         self._is_followed, self._max_bytes = is_followed, max_bytes
         self._part = max(1, len(parts_of(path))) if is_followed else 1
         self._rows, self._beside = self._opened()
@@ -50,7 +48,6 @@ class RecordingWriter:
             fresh = [sample for sample in members if sample.position not in self._seen]
             self._rows.write([to_row(sample) for sample in fresh])
             self._seen.update(sample.position for sample in fresh)
-            self.num_samples += len(fresh)
 
     def _begin(self, step: Step) -> None:
         """Begin another step, in another file if this one is full."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from console.view.formats import duration
 from console.view.live_display import Display
-from console.view.run_view import BUSY_WINDOW_S, Evaluation, RunView
+from console.view.run_view import BUSY_WINDOW_S, RunView
 from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, InvalidFieldError, NotOfferedError, PenstockError, UnknownRunError
@@ -200,7 +200,8 @@ class RunSession:
             case "step":
                 self._display.step(self._view.add_step(event.step, time_s=unix_s(event.event_time)))
             case "evaluation":
-                self._display.note(_evaluation_line(self._view.add_evaluation(event.evaluation)))
+                self._view.evaluations.append(event.evaluation)
+                self._display.note(_evaluation_line(event.evaluation))
             case "checkpoint":
                 self._display.note(f"checkpoint of step {event.checkpoint.policy_version}: {event.checkpoint.path}")
 
@@ -215,10 +216,7 @@ class RunSession:
             self._display.note(f"trainer {phase}")
 
 
-def _evaluation_line(evaluation: Evaluation) -> str:
-    parts = [
-        f"{name} {value:.3f}"
-        for name, value in (("sampled", evaluation.sampled), ("greedy", evaluation.greedy))
-        if value is not None
-    ]
-    return f"held-out accuracy at step {evaluation.version}: {', '.join(parts) or 'not measured'}"
+def _evaluation_line(report: trainer_pb2.EvaluationReport) -> str:
+    parts = [f"sampled {report.sampled_accuracy:.3f}"] if report.HasField("sampled_accuracy") else []
+    parts += [f"greedy {report.greedy_accuracy:.3f}"] if report.HasField("greedy_accuracy") else []
+    return f"held-out accuracy at step {report.policy_version}: {', '.join(parts) or 'not measured'}"

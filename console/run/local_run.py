@@ -312,16 +312,8 @@ class _Run:
 
     def _note_console(self, state: ProcessState) -> None:
         pid = os.getpid()
-        self._folder.write_record(
-            ProcessRecord(
-                name=CONSOLE_NAME,
-                pid=pid,
-                started_ticks=started_ticks_of(pid) or 0,
-                address="",
-                state=state.value,
-                num_restarts=0,
-            )
-        )
+        ticks = started_ticks_of(pid) or 0
+        self._folder.write_record(ProcessRecord(name=CONSOLE_NAME, pid=pid, started_ticks=ticks, state=state.value))
 
 
 def _print_lines(lines: Iterable[str]) -> None:

@@ -27,14 +27,14 @@ class Series:
     """Draw each point, for sparse measurements."""
 
 
-def line_chart(title: str, series: Sequence[Series], *, y_label: str, from_zero: bool = True) -> str:
+def line_chart(title: str, series: Sequence[Series], *, y_label: str) -> str:
     """A chart as an `<svg>` element, or a sentence if no series has a point."""
     drawn = [one for one in series if one.points]
     if not drawn:
         return f"<p>{escape(title)}: nothing was measured.</p>"
     xs = [x for one in drawn for x, _ in one.points]
     ys = [y for one in drawn for _, y in one.points]
-    y_ticks = ticks(min(0.0, *ys) if from_zero else min(ys), max(ys))
+    y_ticks = ticks(min(0.0, *ys), max(ys))
     scale = _Scale(x_low=min(xs), x_high=max(xs), y_low=y_ticks[0], y_high=y_ticks[-1])
     # The y axis ends at round numbers; the x axis ends with the run.
     x_ticks = [x for x in ticks(min(xs), max(xs)) if min(xs) <= x <= max(xs)]

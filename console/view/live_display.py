@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -28,6 +28,7 @@ from console.view.run_view import (
     RunView,
     Step,
 )
+from penstock.v1 import trainer_pb2
 
 QUIET_LINE_EVERY_S = 15.0
 _REFRESHES_PER_SECOND = 2.0
@@ -118,7 +119,7 @@ def step_line(view: RunView, step: Step) -> str:
     """A step in one line."""
     parts = [f"step {step.version}/{view.num_steps}", f"reward {number(step.get(REWARD), '.3f')}"]
     if view.evaluations:
-        parts.append(f"accuracy {number(view.evaluations[-1].sampled, '.3f')}")
+        parts.append(f"accuracy {_sampled(view.evaluations[-1:])}")
     parts += [
         f"staleness {number(step.get(STALENESS), '.2f')} (max {number(step.get(MAX_STALENESS), '.0f')})",
         f"length {number(step.get(LENGTH), '.0f')}",
@@ -140,8 +141,6 @@ def render(view: RunView) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for _ in range(4):
         table.add_column(no_wrap=True)
-    evaluation = view.evaluations[-1] if view.evaluations else None
-    first = view.evaluations[0] if view.evaluations else None
     get = (step.metrics if step is not None else {}).get
     queues = view.num_in_flight_by_state
     rows = (
@@ -150,8 +149,7 @@ def render(view: RunView) -> RenderableType:
             "reward",
             number(get(REWARD), ".3f"),
             "accuracy (held out)",
-            f"{number(evaluation.sampled if evaluation else None, '.3f')} "
-            f"(start {number(first.sampled if first else None, '.3f')})",
+            f"{_sampled(view.evaluations[-1:])} (start {_sampled(view.evaluations[:1])})",
         ),
         (
             "staleness",
@@ -184,6 +182,11 @@ def wait_lines(view: RunView) -> list[str]:
     """The first few stalls."""
     waits = view.run.waits if view.run is not None else ()
     return [f"{wait.waiter} waits for {wait.owner}: {wait.reason}" for wait in list(waits)[:_MAX_WAITS]]
+
+
+def _sampled(reports: Sequence[trainer_pb2.EvaluationReport]) -> str:
+    """The accuracy of one evaluation, or of none."""
+    return "".join(f"{one.sampled_accuracy:.3f}" for one in reports if one.HasField("sampled_accuracy")) or "-"
 
 
 def _restarts_text(view: RunView) -> str:

@@ -43,15 +43,6 @@ class Step:
         return None if idle_s is None or not step_s else min(1.0, max(0.0, idle_s / step_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """One evaluation on held-out data."""
-
-    version: int
-    sampled: float | None
-    greedy: float | None
-
-
 @dataclass(slots=True, kw_only=True)
 class RunView:
     """The state of a run; one writer, any number of readers on the same event loop."""
@@ -62,7 +53,7 @@ class RunView:
     """The current phase, for display."""
     step: Step | None = None
     """The newest step."""
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[trainer_pb2.EvaluationReport] = field(default_factory=list)
     processes: dict[str, ProcessRecord] = field(default_factory=dict)
     run: broker_pb2.GetRunResponse | None = None
     """The broker's state; None until it has answered, or while it does not."""
@@ -104,16 +95,6 @@ class RunView:
         self.history[step.version] = step
         self._recent.append(step)
         return step
-
-    def add_evaluation(self, report: trainer_pb2.EvaluationReport) -> Evaluation:
-        """Take in an evaluation."""
-        evaluation = Evaluation(
-            version=report.policy_version,
-            sampled=report.sampled_accuracy if report.HasField("sampled_accuracy") else None,
-            greedy=report.greedy_accuracy if report.HasField("greedy_accuracy") else None,
-        )
-        self.evaluations.append(evaluation)
-        return evaluation
 
     def set_run(self, run: broker_pb2.GetRunResponse | None) -> None:
         """Take in the broker's state."""

@@ -30,7 +30,7 @@ def view_at(*versions: int) -> RunView:
 
 def test_a_step_line_names_everything_that_matters() -> None:
     view = view_at(9, 10)
-    view.add_evaluation(trainer_pb2.EvaluationReport(policy_version=0, sampled_accuracy=0.3))
+    view.evaluations.append(trainer_pb2.EvaluationReport(policy_version=0, sampled_accuracy=0.3))
     view.processes["broker"] = record("broker", num_restarts=2)
     assert view.step is not None
     line = step_line(view, view.step)
