@@ -23,7 +23,7 @@ from services.trainer.algorithms.terms.ratios import bounded_exp, segment_counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The knobs that all algorithms have in common."""
+    """The settings that all algorithms have in common; their bounds are those of the configuration."""
 
     clip: Clip
     normalization: Normalization = Normalization.TOKENS
@@ -36,17 +36,6 @@ class LossSettings:
     correction_level: CorrectionLevel = CorrectionLevel.TOKEN
     max_importance_weight: float = 2.0
     """Bound of proximal / behaviour; read by `truncated` and `masked` only."""
-
-    def __post_init__(self) -> None:
-        """Refuses values that have no meaning.
-
-        Raises:
-            ValueError: a negative coefficient, or a bound that is not positive; for `masked` one below 1.
-        """
-        if self.kl_coefficient < 0.0 or self.max_importance_weight <= 0.0 or self.max_new_tokens < 1:
-            raise ValueError("kl_coefficient must not be negative; the other bounds must be positive")
-        if self.correction is Correction.MASKED and self.max_importance_weight < 1.0:
-            raise ValueError("max_importance_weight below 1 would mask every token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.model.backend import BackendError
+from services.trainer.model.ranks import Ranks
 
 COMPUTE_TIMEOUT = timedelta(minutes=10)
 """Longest wait of one process for another in a forward or backward pass, and for all to be there."""
@@ -32,8 +33,8 @@ _CALL = "call"
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-class RankGroup:
-    """The `Ranks` of a process among several; one a process at a time.
+class RankGroup(Ranks):
+    """Several processes that train together; one group a process at a time.
 
     Args:
         store: Where the processes find each other.
@@ -50,7 +51,7 @@ class RankGroup:
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COMPUTE_TIMEOUT)
         self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
-        self.checkpoint_group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
+        self.checkpoint_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
         self._mesh = init_device_mesh(self._device.type, (num_ranks,))
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:

@@ -38,7 +38,7 @@ from services.trainer.model.critic import Critic
 from services.trainer.model.learner import Learner
 from services.trainer.model.model_loading import ModelSettings, load_trained
 from services.trainer.model.precision import compute_dtype, computing_in
-from services.trainer.model.ranks import Ranks, SingleRank
+from services.trainer.model.ranks import Ranks
 from services.trainer.model.tokenizer_files import copy_tokenizer
 from services.trainer.model_state.dcp import write_resume
 from services.trainer.model_state.optimizer_state import TrainingState
@@ -73,7 +73,7 @@ class RankBackend:
         self._settings = model
         self._optimizer_config = optimizer
         self._loss = loss
-        self._ranks: Ranks = ranks or SingleRank()
+        self._ranks = ranks or Ranks()
         self._device = self._ranks.device(model.device)
         self._dtype = compute_dtype(model.dtype, path=model.path, device=self._device)
         self._trained = load_trained(model, self._device)

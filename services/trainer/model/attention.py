@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,20 +145,14 @@ def packed_attention(  # noqa: PLR0913 - the signature is the one that transform
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scaling: float | None, sinks: Tensor | None
 ) -> Tensor:
-    if sinks is not None:
-        return _attend_with_sinks(query, key, value, mask=mask, scaling=scaling, sinks=sinks)
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
+    """Attention of one segment.
 
-
-def _attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scaling: float | None, sinks: Tensor
-) -> Tensor:
-    """Sinks as a position before the first, whose key gives every query its head's logit and whose value is zero.
-
-    One more feature carries the logit: it is logit / scale in queries, 1 in the sink's key and 0 in all other keys.
+    Sinks are a position before the first: its key gives every query its head's logit, its value is zero. An extra
+    feature carries the logit: it is logit / scale in queries, 1 in the sink's key and 0 in all other keys.
     """
+    attend = partial(scaled_dot_product_attention, is_causal=mask is None, enable_gqa=True)
+    if sinks is None:
+        return attend(query, key, value, attn_mask=mask, scale=scaling)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     logits = (sinks / scale).to(query.dtype).view(1, -1, 1, 1).expand(1, -1, query.shape[2], 1)
     query = pad(torch.cat([query, logits], dim=-1), (0, 0, 1, 0))
@@ -168,10 +163,7 @@ def _attend_with_sinks(
     value = pad(value, (0, max(0, key.shape[-1] - num_features), 1, 0))
     if mask is not None:
         mask = pad(mask, (1, 0, 1, 0), value=True)
-    attended = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    return attended[:, :, 1:, :num_features]
+    return attend(query, key, value, attn_mask=mask, scale=scale)[:, :, 1:, :num_features]
 
 
 def _packed_mask(

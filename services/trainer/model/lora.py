@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -25,14 +24,15 @@ from penstock.model.adapter_layout import model_digest
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.config import LoraSection
 from services.trainer.model.backend import CheckpointMismatchError, UnsupportedModelError
+from services.trainer.model.trained_model import TrainedModel
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _BASE_DIGEST = "base_digest"
 _OWN_NAME = "default"
 
 
-class LoraModel:
-    """A `TrainedModel` of which only the adapter is trained.
+class LoraModel(TrainedModel):
+    """A model of which only the adapter is trained.
 
     Args:
         base: The model, just loaded.
@@ -45,9 +45,9 @@ class LoraModel:
     """
 
     def __init__(self, base: PreTrainedModel, *, path: Path, config: LoraSection) -> None:
-        self.published_dtype: torch.dtype | None = None
+        self._base_digest = model_digest(path)
         self.adapter = AdapterInfo(
-            base_digest=model_digest(path),
+            base_digest=self._base_digest,
             rank=config.rank,
             alpha=config.alpha,
             target_modules=sorted(config.target_modules),
@@ -60,11 +60,10 @@ class LoraModel:
             task_type="CAUSAL_LM",
         )
         try:
-            self.network: Any = get_peft_model(base, settings, adapter_name=_OWN_NAME)
+            super().__init__(get_peft_model(base, settings, adapter_name=_OWN_NAME))
         except ValueError as error:
             raise UnsupportedModelError(f"lora.target_modules: {error}") from error
         self.network.eval()
-        self.networks = (self.network,)
         self._dropouts = [module for name, module in self.network.named_modules() if ".lora_dropout." in name]
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -90,26 +89,17 @@ class LoraModel:
         with self.network.disable_adapter():
             yield self.network
 
-    def reference_tensors(self) -> dict[str, Tensor]:
-        """None: the base cannot change."""
-        return {}
-
-    def refresh_reference(self) -> None:
-        """Raises UnsupportedModelError: the base cannot become another."""
-        raise UnsupportedModelError("the reference of an adapter is its base; it cannot be refreshed")
-
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """Writes a directory that `PeftModel.from_pretrained` reads."""
-        save_file(tensors, directory / ADAPTER_FILE, {"format": "pt", _BASE_DIGEST: self.adapter.base_digest})
+        save_file(tensors, directory / ADAPTER_FILE, {"format": "pt", _BASE_DIGEST: self._base_digest})
         self.network.peft_config[_OWN_NAME].save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:
         """Refuses an adapter over another base."""
         stated = saved_base_digest(directory)
-        if stated != self.adapter.base_digest:
+        if stated != self._base_digest:
             raise CheckpointMismatchError(
-                f"{directory}: an adapter over base weights with digest {stated}, model.path holds "
-                f"{self.adapter.base_digest}"
+                f"{directory}: an adapter over base weights with digest {stated}, model.path holds {self._base_digest}"
             )
 
     def _switch_dropout(self, *, is_on: bool) -> None:

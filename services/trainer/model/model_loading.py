@@ -14,7 +14,7 @@ from services.trainer.model.attention import PACKED_ATTENTION
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.packing_check import check_packing
 from services.trainer.model.precision import MASTER, compute_dtype
-from services.trainer.model.trained_model import TrainedModel, WholeModel, checkpoint_layers
+from services.trainer.model.trained_model import TrainedModel, checkpoint_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def load_trained(settings: ModelSettings, device: torch.device) -> TrainedModel:
         checkpoint_layers(model)
     if settings.lora is None:
         reference = _load_model(settings, device, dtype=MASTER) if settings.keep_reference else None
-        return WholeModel(model, reference=reference, published_dtype=own)
+        return TrainedModel(model, reference=reference, published_dtype=own)
     # Imported here: PEFT takes a second, and most runs have no adapter.
     from services.trainer.model.lora import LoraModel
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,49 +15,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.model.backend import UnsupportedModelError
-
-
-class TrainedModel(Protocol):
-    """The model that computes log-probs, and which of its tensors are trained, published and saved."""
-
-    @property
-    def network(self) -> Any:
-        """The module to call; in evaluation mode."""
-
-    @property
-    def networks(self) -> tuple[Any, ...]:
-        """All modules that hold weights, each called on its own."""
-
-    @property
-    def adapter(self) -> AdapterInfo | None:
-        """How what is published is applied; None where it is all weights."""
-
-    @property
-    def published_dtype(self) -> torch.dtype | None:
-        """Element type in which they are published; None for their own."""
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The trained tensors by name, tied ones once; live views."""
-
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """While gradients are computed."""
-
-    @contextmanager
-    def as_reference(self) -> Iterator[Any]:
-        """The module with the weights that training began with; raises ValueError where they were not kept."""
-
-    def reference_tensors(self) -> dict[str, Tensor]:
-        """The reference's weights by name, tied ones once; live views, empty where they cannot change."""
-
-    def refresh_reference(self) -> None:
-        """Makes the present weights those of `as_reference`; raises UnsupportedModelError where that cannot be."""
-
-    def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
-        """Writes what is published, whole and on the CPU, with the model's configuration; in any thread."""
-
-    def check_saved(self, directory: Path) -> None:
-        """Raises CheckpointMismatchError where what `save` wrote there belongs to something else."""
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -71,57 +28,58 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
             module.training = True
 
 
-class WholeModel:
-    """Every weight is trained.
+class TrainedModel:
+    """The model that computes log-probs, and which of its tensors are trained, published and saved: here all of them.
 
     Args:
-        network: The model.
+        network: The module to call; in evaluation mode.
         reference: The same as it was before training, if it is needed.
-        published_dtype: See `TrainedModel`.
+        published_dtype: Element type in which its tensors are published; None for their own.
     """
 
-    adapter = None
+    adapter: AdapterInfo | None = None
+    """How what is published is applied; None where it is all weights."""
 
     def __init__(
-        self, network: PreTrainedModel, *, reference: PreTrainedModel | None, published_dtype: torch.dtype
+        self, network: Any, *, reference: PreTrainedModel | None = None, published_dtype: torch.dtype | None = None
     ) -> None:
         self.network = network
-        self.published_dtype: torch.dtype | None = published_dtype
+        self.published_dtype = published_dtype
         self._reference = reference.requires_grad_(False) if reference is not None else None
 
     @property
     def networks(self) -> tuple[Any, ...]:
-        """The policy, and the reference where it is kept."""
+        """All modules that hold weights, each called on its own."""
         return (self.network,) if self._reference is None else (self.network, self._reference)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All weights of the policy."""
+        """The trained tensors by name, tied ones once; live views."""
         return _distinct_tensors(self.network)
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """All weights of the reference."""
+        """The reference's weights by name, tied ones once; live views, empty where they cannot change."""
         return {} if self._reference is None else _distinct_tensors(self._reference)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Changes nothing: dropout stays off."""
+        """While gradients are computed. Changes nothing here: dropout stays off."""
         yield
 
     @contextmanager
     def as_reference(self) -> Iterator[Any]:
-        """The second copy of the model."""
+        """The module with the weights that training began with; raises ValueError where they were not kept."""
         if self._reference is None:
             raise ValueError("no reference model was kept")
         yield self._reference
 
     def refresh_reference(self) -> None:
-        """Copies the policy's weights to the second copy."""
+        """Makes the present weights those of `as_reference`; raises UnsupportedModelError where that cannot be."""
         if self._reference is None:
             raise UnsupportedModelError("no reference model was kept that could be refreshed")
         self._reference.load_state_dict(self.network.state_dict())
 
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
-        """Writes a directory that `from_pretrained` reads."""
+        """Writes what is published, whole and on the CPU, for `from_pretrained` to read; in any thread."""
         self.network.save_pretrained(directory, state_dict=tensors)
         # It names the type of the weights that are trained; loading these must read their own.
         config = deepcopy(self.network.config)
@@ -129,7 +87,10 @@ class WholeModel:
         config.save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:
-        """Accepts any: names and shapes, checked on loading, say enough."""
+        """Raises CheckpointMismatchError where what `save` wrote there belongs to something else.
+
+        Accepts any here: names and shapes, checked on loading, say enough.
+        """
 
 
 def _distinct_tensors(network: PreTrainedModel) -> dict[str, Tensor]:

@@ -58,7 +58,8 @@ def stated_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
         metadata = HuggingFaceStorageReader(str(directory / FOLDER)).read_metadata()
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointMismatchError(f"{directory}: its tensors cannot be read: {error}") from error
-    return {name: entry for name, entry in metadata.state_dict_metadata.items() if _is_tensor(entry)}
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> None:
@@ -83,10 +84,6 @@ def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proces
         dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointMismatchError(f"{directory}: {_told(error)}") from error
-
-
-def _is_tensor(entry: object) -> bool:
-    return isinstance(entry, TensorStorageMetadata)
 
 
 def _told(error: CheckpointException) -> str:

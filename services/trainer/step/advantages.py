@@ -4,7 +4,7 @@ Invariants:
 - Advantages use exactly the samples that are trained on; which groups came together changes nothing but rounding.
 - Where they need more than rewards (a critic's values, a KL to the reference), a forward pass without gradient is made
   over samples as they come. Where they wait for the whole step, so are the passes that the later gradient compares with
-  (`prior_logprobs`).
+  (`PriorLogprobs`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from services.trainer.algorithms.terms.overlong import overlong_penalties
 from services.trainer.batches.packing import Trajectory, full_enough
 from services.trainer.batches.training_sample import TrainingSample, trajectory_of
 from services.trainer.model.backend import Quantity
-from services.trainer.step.prior_logprobs import PriorLogprobs
-from services.trainer.step.scoring import Scores, Scoring
+from services.trainer.step.scoring import PriorLogprobs, Scores, Scoring
 from services.trainer.step.step_settings import StepSettings
 
 DISCOUNT = 1.0

@@ -44,9 +44,8 @@ from services.trainer.model.backend import (
 )
 from services.trainer.step.advantages import AdvantageEstimator, TrainableSample
 from services.trainer.step.passes import LossItem, Passes, split, trajectories_of
-from services.trainer.step.prior_logprobs import PriorLogprobs
 from services.trainer.step.sample_filter import SampleFilter, SkippedSample
-from services.trainer.step.scoring import Scoring
+from services.trainer.step.scoring import PriorLogprobs, Scoring
 from services.trainer.step.step_report import StepCounts, StepReport
 from services.trainer.step.step_settings import StepSettings
 
@@ -70,10 +69,6 @@ class StepClosedError(Exception):
     """The step was finished or abandoned before."""
 
 
-def _never_stop() -> None:
-    """Nothing calls the passes off."""
-
-
 class TrainingStep:
     """Accumulates one batch on a backend, which must hold no gradients of another one.
 
@@ -84,7 +79,7 @@ class TrainingStep:
             it raises calls the step off.
     """
 
-    def __init__(self, backend: Backend, settings: StepSettings, *, check: Callable[[], None] = _never_stop) -> None:
+    def __init__(self, backend: Backend, settings: StepSettings, *, check: Callable[[], None] = lambda: None) -> None:
         self._backend = backend
         self._settings = settings
         self._filter = SampleFilter(backend, settings)

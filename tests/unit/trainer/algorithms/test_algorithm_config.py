@@ -32,6 +32,20 @@ def test_contradictions_are_refused(algorithm, message):
         config(algorithm)
 
 
+@pytest.mark.parametrize(
+    ("section", "setting", "value"),
+    [
+        ("algorithm", "kl_coefficient", -1.0),
+        ("algorithm", "max_importance_weight", 0.5),
+        ("sampling", "max_new_tokens", 0),
+    ],
+)
+def test_loss_settings_without_meaning_are_refused(section, setting, value):
+    sections = {"algorithm": {}, section: {setting: value}}
+    with pytest.raises(ValidationError, match=f"{section}.{setting}\n.*greater than or equal to"):
+        config(**sections)
+
+
 def test_groups_that_cannot_be_delivered_are_refused():
     with pytest.raises(ValidationError, match=r"sampling.max_new_tokens: .* 512 samples .* of 32769 tokens"):
         config({"group_size": 512}, sampling={"max_new_tokens": 32_769})
