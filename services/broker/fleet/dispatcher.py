@@ -115,12 +115,7 @@ class Dispatcher:
             view
             for view in self._live()
             if view.hello.generator_id == asking
-            or (
-                not view.beat.is_draining
-                and admission.judge(
-                    generator_version=view.beat.policy_version, min_version=None, prompt_min_version=None
-                ).is_allowed
-            )
+            or (not view.beat.is_draining and admission.judge(generator_version=view.beat.policy_version).is_allowed)
         ]
 
 

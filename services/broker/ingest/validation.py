@@ -1,6 +1,6 @@
 """Validates client messages: every field is bounded, every refusal names field and value. Pure.
 
-Each function raises InvalidFieldError and returns nothing.
+Each check raises InvalidFieldError and returns nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, PenstockError
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_array
@@ -37,6 +37,11 @@ MAX_STOP_TOKENS = 64
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
 _ENDPOINT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*):[0-9]{1,5}")
 _REASON = re.compile(r"[a-z0-9_]{1,64}")
+
+
+def item_error(index: int, error: PenstockError) -> types_pb2.ItemError:
+    """The refusal of one item of a request."""
+    return types_pb2.ItemError(index=index, code=error.code, reason=error.reason, message=str(error))
 
 
 def check_id(field: str, value: str) -> None:

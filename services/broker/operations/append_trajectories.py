@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from google.rpc import code_pb2
-
-from penstock.errors import InvalidFieldError, StaleError
+from penstock.errors import InvalidFieldError, PenstockError, StaleError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
 from services.broker.ingest.trajectory_columns import PutGroup, PutGroups
+from services.broker.ingest.validation import item_error
 from services.broker.operations import drops
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import deadline
@@ -100,7 +99,7 @@ def _choose(state: RunState, groups: PutGroups, outcome: PutOutcome) -> tuple[li
         is_known = group.group_id in seen or state.knows(group.group_id)
         error = None if is_known else judge.error(group, num_before=len(fresh))
         if error is not None:
-            outcome.errors.append(types_pb2.ItemError(index=position, code=error[0], reason=error[1], message=error[2]))
+            outcome.errors.append(item_error(position, error))
         elif not is_known:
             seen.add(group.group_id)
             fresh.append(position)
@@ -116,11 +115,11 @@ class _Judge:
         self._admission = state.admission()
         self._must_be_in_time = not state.policy.stale.accepts_late_puts
 
-    def error(self, group: PutGroup, *, num_before: int) -> tuple[int, str, str] | None:
-        """Code, reason and message of a refusal; `num_before` groups of the request go before this one."""
+    def error(self, group: PutGroup, *, num_before: int) -> PenstockError | None:
+        """Why the group is refused; `num_before` groups of the request go before this one."""
         fault = group.fault or self._misfit(group)
         if fault:
-            return code_pb2.INVALID_ARGUMENT, InvalidFieldError.reason, f"group {group.group_id!r}: {fault}"
+            return InvalidFieldError(f"group {group.group_id!r}: {fault}")
         oldest, bound = min(group.min_versions), self._limits.max_staleness
         if deadline(version=oldest, max_staleness=bound) < self._version:
             text = f"version {oldest} is more than {bound} behind the run's {self._version}"
@@ -130,7 +129,7 @@ class _Judge:
             text = f"{ahead} groups go before it: it would be too stale in its turn"
         else:
             return None
-        return StaleError.code, StaleError.reason, f"group {group.group_id!r}: {text}"
+        return StaleError(f"group {group.group_id!r}: {text}")
 
     def _misfit(self, group: PutGroup) -> str:
         limits = self._limits

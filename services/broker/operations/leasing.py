@@ -145,9 +145,7 @@ def holds_abandoned(state: RunState, generator: GeneratorFacts) -> bool:
 
 def _judge_start(state: RunState, generator: GeneratorFacts) -> Verdict:
     """Whether the generator may start any training group at all; avoids checking each one in a long queue."""
-    return state.admission().judge(
-        generator_version=generator.policy_version, min_version=None, prompt_min_version=None
-    )
+    return state.admission().judge(generator_version=generator.policy_version)
 
 
 def _work(group: GroupRecord, mean_tokens: float) -> Work:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from google.rpc import code_pb2
-
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, QueueFullError
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.ingest.validation import check_prompt
+from services.broker.ingest.validation import check_prompt, item_error
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.state import counters
 from services.broker.state.run_state import RunState
@@ -30,31 +28,23 @@ def submit(
     if known.
     """
     state.check_open()
+    limits = state.limits
     num_waiting = {purpose: state.num_waiting(purpose) for purpose in state.index.ready}
     errors: list[types_pb2.ItemError] = []
     for index, prompt in enumerate(prompts):
         if state.knows(prompt.group_id) or prompt.group_id in retired:
             continue
         try:
-            check_prompt(prompt, state.limits)
-        except InvalidFieldError as error:
-            errors.append(types_pb2.ItemError(index=index, code=error.code, reason=error.reason, message=str(error)))
-            continue
-        if num_waiting[prompt.purpose] >= state.limits.max_queued_groups:
-            errors.append(_queue_full(index, state))
+            check_prompt(prompt, limits)
+            if num_waiting[prompt.purpose] >= limits.max_queued_groups:
+                bound = f"{limits.max_queued_groups} groups wait unleased, the run's limit"
+                raise QueueFullError(f"prompts: {bound}; send it again later")
+        except (InvalidFieldError, QueueFullError) as error:
+            errors.append(item_error(index, error))
             continue
         num_waiting[prompt.purpose] += 1
         _add(state, prompt, now_s, forecasts.get(prompt.group_id))
     return errors
-
-
-def _queue_full(index: int, state: RunState) -> types_pb2.ItemError:
-    return types_pb2.ItemError(
-        index=index,
-        code=code_pb2.RESOURCE_EXHAUSTED,
-        reason="QUEUE_FULL",
-        message=f"prompts: {state.limits.max_queued_groups} groups wait unleased, the run's limit; send it again later",
-    )
 
 
 def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_tokens: float | None) -> None:

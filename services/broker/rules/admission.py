@@ -49,8 +49,10 @@ class AdmissionRule:
         version = self.policy.stale.start_version(trainer=self.policy_version, generator=generator_version)
         return max(0, max_begun(self.limits, version) - self.policy_version * self.limits.groups_per_step)
 
-    def judge(self, *, generator_version: int, min_version: int | None, prompt_min_version: int | None) -> Verdict:
-        """Whether a generator may take a sample of a training group.
+    def judge(
+        self, *, generator_version: int, min_version: int | None = None, prompt_min_version: int | None = None
+    ) -> Verdict:
+        """Whether a generator may take a sample of a training group; by default whether it may start any.
 
         Args:
             generator_version: the version of the generator's weights.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -56,11 +56,6 @@ class Forecaster:
         self._num_failures = 0
         self._failed_s = self._retry_s = -math.inf
         self._model_version: int | None = None
-
-    @classmethod
-    def absent(cls, clock: Clock) -> Self:
-        """A forecaster without a scheduler."""
-        return cls(None, security=Security(), clock=clock)
 
     @property
     def state(self) -> str:

@@ -40,7 +40,9 @@ class InvariantMetrics:
             "no_token_twice_refused_tokens", "Tokens refused: known, or after a gap", "reason"
         )
         self.unattested = counter("attested_weights_refused_chunks", "Chunks of versions not reached yet")
-        self._longest = gauge("no_endless_wait_longest_s", "Longest time anybody of the run waits now, seconds")
+        self._longest = gauge(
+            "no_endless_wait_longest_s", "Longest time that any part of the run has been waiting, seconds"
+        )
         self._fill = gauge("bounded_fill_ratio", "How full a queue is, 0 to 1", "queue")
         self.refusals = counter("bounded_refusals", "Items refused because a queue was full", "queue")
         """Queues are prompts and puts."""

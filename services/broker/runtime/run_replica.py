@@ -165,23 +165,36 @@ class RunReplica:
             enter = create_run if self._mark is None else reopen_run
             return enter(state, request, self.clock.now_s())
 
-        response: broker_pb2.OpenRunResponse = await self._request(operation, must_verify=True, may_create=True)
-        return response
+        return await self.transact(operation, may_create=True)
 
-    async def transact(self, operation: Callable[[RunState], _T], *, must_verify: bool = True) -> _T:
-        """Run an operation and commit what it changed; returns its result.
+    async def transact(
+        self,
+        operation: Callable[[RunState], _T],
+        *,
+        must_verify: bool = True,
+        may_create: bool = False,
+        needs_books: bool = False,
+    ) -> _T:
+        """Run an operation and commit what it changed; returns its result. A cancelled caller does not split a commit.
 
         Args:
             operation: may run several times; affects only the state.
             must_verify: ask the store even if nothing changed. False if "nothing to do" is not reported.
+            may_create: run it on an empty state if the run does not exist.
+            needs_books: have the audit counters of the state's commit in `_books`.
 
         Raises:
             UnknownRunError: no such run.
             ServiceUnavailableError: the store is unavailable, or other processes kept committing first.
             PenstockError: any error of the operation on an up-to-date copy.
         """
-        result: _T = await self._request(operation, must_verify=must_verify)
-        return result
+        self.last_used_s = self.clock.monotonic_s()
+        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(operation, answer, must_verify, may_create, needs_books))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
+            return await answer
 
     async def keep_time(self) -> None:
         """Advance the run's clock in the store, and read it."""
@@ -203,25 +216,7 @@ class RunReplica:
             UnknownRunError: no such run.
             ServiceUnavailableError: the store is unavailable, or other processes kept committing in between.
         """
-        result: _T = await self._request(lambda state: reading(state, self._books), needs_books=True)
-        return result
-
-    async def _request(
-        self,
-        operation: Callable[[RunState], Any],
-        *,
-        must_verify: bool = False,
-        may_create: bool = False,
-        needs_books: bool = False,
-    ) -> Any:
-        """Queue an operation and wait for its commit. A cancelled caller does not split a commit."""
-        self.last_used_s = self.clock.monotonic_s()
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(operation, answer, must_verify, may_create, needs_books))
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
-        async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
-            return await answer
+        return await self.transact(lambda state: reading(state, self._books), must_verify=False, needs_books=True)
 
     async def _work(self) -> None:
         """Commit batch after batch until nothing waits."""

@@ -17,12 +17,7 @@ from services.broker.state.run_state import FinishedKey, Leases, RunState
 TRAIN, EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
 SILENT_AFTER_S = 10.0
 """A generator sends a heartbeat at least every 5 s; after twice that it counts as silent."""
-SUBMITTER, GENERATORS, REWARD_WORKERS, TRAINER = (
-    "whoever submits prompts",
-    "generators",
-    "reward workers",
-    "trainer",
-)
+SUBMITTER, GENERATORS, REWARD_WORKERS, TRAINER = "submitter of prompts", "generators", "reward workers", "trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +181,7 @@ def _lagging_generators(state: RunState, present: Present, now_s: float) -> Iter
 
 def may_start(state: RunState, generator_version: int) -> bool:
     """Whether admission lets a generator at a version start another training group."""
-    verdict = state.admission().judge(generator_version=generator_version, min_version=None, prompt_min_version=None)
-    return verdict.is_allowed
+    return state.admission().judge(generator_version=generator_version).is_allowed
 
 
 def _decoding(state: RunState, purpose: int, now_s: float) -> Cause | None:

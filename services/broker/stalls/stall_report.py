@@ -62,9 +62,9 @@ def trainer_wait(state: RunState, wrong: list[Cause], now_s: float) -> Cause:
     """The cause of the trainer's wait: for missing groups a problem, or else their slowest part."""
     since_s, per_step = state.run.version_s, state.limits.groups_per_step
     step = step_view(state)
-    num_delivered, num_ready = step.num_delivered, _num_ready(state)
+    num_delivered, num_ready = step.num_delivered, state.index.num_ready
     if num_delivered >= per_step:
-        text = f"all {num_delivered} groups of this step are handed out: it computes, or must acknowledge the step"
+        text = f"all {num_delivered} groups of this step are delivered: it computes, or must acknowledge the step"
         return Cause(waiter="the run", owner=TRAINER, text=text, since_s=since_s)
     num_due = _num_due_before_ready(state, step)
     num_missing = num_due or per_step - num_delivered - num_ready
@@ -86,15 +86,11 @@ def _missing(number: int, per_step: int) -> str:
     return f"{number} of {counted(per_step, 'group')} {'is' if number == 1 else 'are'} missing"
 
 
-def _num_ready(state: RunState) -> int:
-    return state.index.num_ready
-
-
 def _num_due_before_ready(state: RunState, step: StepView) -> int:
     """Number of groups that the ready ones must wait for, since the step has no place for both; 0 if none."""
     num_ready_due = state.index.num_ready_due(oldest_due(state))
     is_full = step.num_delivered + step.num_due >= step.limits.groups_per_step
-    return max(0, step.num_due - num_ready_due) if _num_ready(state) and not num_ready_due and is_full else 0
+    return max(0, step.num_due - num_ready_due) if state.index.num_ready and not num_ready_due and is_full else 0
 
 
 def _idle_generators(state: RunState, speaking: list[broker_pb2.GeneratorView]) -> Iterator[Cause]:
@@ -117,9 +113,10 @@ def _idle(state: RunState, idle: list[broker_pb2.GeneratorView], owner: str, tex
 
 
 def _message(cause: Cause) -> broker_pb2.Wait:
-    wait = broker_pb2.Wait(
-        waiter=cause.waiter, owner=cause.owner, reason=cause.text, since_time=timestamp(cause.since_s)
+    return broker_pb2.Wait(
+        waiter=cause.waiter,
+        owner=cause.owner,
+        reason=cause.text,
+        since_time=timestamp(cause.since_s),
+        deadline_time=None if cause.deadline_s is None else timestamp(cause.deadline_s),
     )
-    if cause.deadline_s is not None:
-        wait.deadline_time.CopyFrom(timestamp(cause.deadline_s))
-    return wait

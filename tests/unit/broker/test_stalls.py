@@ -53,8 +53,8 @@ def nobody(*, workers: Iterable[str] = ("worker-1",)) -> Present:
 
 def test_a_run_without_prompts_waits_for_whoever_submits() -> None:
     assert lines(open_state()) == [
-        "trainer > whoever submits prompts: no training group is in flight: submit prompts",
-        "generator gen-1 > whoever submits prompts: "
+        "trainer > submitter of prompts: no training group is in flight: submit prompts",
+        "generator gen-1 > submitter of prompts: "
         "the queue of prompts is empty: nothing was submitted that is not already out",
     ]
 
@@ -170,7 +170,7 @@ def test_generators_that_wait_for_the_trainer_share_a_line() -> None:
     submit(state, "c")
     assert deliver(state) == ["a", "b"]
     assert lines(state, present(view(), view("gen-2"))) == [
-        "the run > trainer: all 2 groups of this step are handed out: it computes, or must acknowledge the step",
+        "the run > trainer: all 2 groups of this step are delivered: it computes, or must acknowledge the step",
         "generator gen-1 and 1 more > trainer: admission: the trainer must finish a step before more is started",
     ]
 
@@ -187,7 +187,7 @@ def test_too_few_groups_in_flight() -> None:
     state = open_state(groups_per_step=3)
     make_ready(state, "a")
     assert lines(state)[0] == (
-        "trainer > whoever submits prompts: 2 of 3 groups are missing and none is on its way: submit prompts"
+        "trainer > submitter of prompts: 2 of 3 groups are missing and none is on its way: submit prompts"
     )
 
 
