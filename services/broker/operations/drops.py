@@ -157,11 +157,8 @@ def keep_trained(state: RunState, group: GroupRecord, indices: Collection[int]) 
 
 
 def _drop_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
-    group.samples[index].state = _DROPPED
+    sample = group.samples[index]
+    sample.state = _DROPPED
     state.clear((group.group_id, index))
-    _count(state, group, group.samples[index], reason)
-
-
-def _count(state: RunState, group: GroupRecord, sample: SampleRecord, reason: str) -> None:
     if group.purpose == types_pb2.PURPOSE_TRAIN:
         counters.count_dropped(state, version=group.submit_version, num_tokens=sample.num_tokens, reason=reason)

@@ -79,15 +79,15 @@ class LengthReporter:
         """Send the pending lengths; returns whether the scheduler took all of them, or there were none."""
         while self._kept:
             # Removed before the call: lengths that arrive meanwhile may evict the oldest.
-            part = [self._kept.popleft() for _ in range(min(len(self._kept), MAX_PER_CALL))]
-            runs = list(dict.fromkeys(run_id for run_id, _, _ in part))
-            for index, run_id in enumerate(runs):
-                mine = [length for length in part if length[0] == run_id]
-                outcome = await self._send(run_id, mine)
-                if outcome != "reported":
-                    unsent = set(runs[index + (outcome == "refused") :])
-                    self._put_back([length for length in part if length[0] in unsent])
-                    return False
+            run_id, part, others = self._kept[0][0], list[Length](), deque[Length]()
+            for length in self._kept:
+                (part if length[0] == run_id and len(part) < MAX_PER_CALL else others).append(length)
+            self._kept = others
+            outcome = await self._send(run_id, part)
+            if outcome == "failed":
+                self._put_back(part)
+            if outcome != "reported":
+                return False
         return True
 
     async def _send(self, run_id: str, lengths: Sequence[Length]) -> str:

@@ -8,7 +8,6 @@ repeat each part, and each slice is deleted only while the run is still the mark
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from penstock.errors import RunConflictError, ServiceUnavailableError
 from penstock.v1 import broker_pb2
@@ -46,7 +45,7 @@ async def delete(replica: RunReplica, *, is_forced: bool) -> broker_pb2.DeleteRu
             if run.payload_gone != DELETED:
                 if not is_forced:
                     await _check_idle(replica, run)
-                await _mark(store, root, lambda run: _set_gone(run, DELETED))
+                await mark(store, root, is_closed=True, payload_gone=DELETED)
                 continue
             async for num_cut in store.purge(replica.run_id, root.mark):
                 num_keys += num_cut
@@ -70,27 +69,15 @@ async def expire(replica: RunReplica, root: Root) -> None:
         if fresh is None or not RunRecord.FromString(fresh.run).is_closed:
             return
         root = fresh
-    await _mark(replica.store, root, lambda run: _set_gone(run, EXPIRED))
+    await mark(replica.store, root, is_closed=True, payload_gone=EXPIRED)
 
 
-async def note_closed(store: Store, root: Root, now_s: float) -> None:
-    """Start the retention period of a run that was closed before closing times were recorded."""
-
-    def change(run: RunRecord) -> None:
-        run.close_s = now_s
-
-    await _mark(store, root, change)
-
-
-async def _mark(store: Store, root: Root, change: Callable[[RunRecord], None]) -> None:
-    """Change a run's record alone, without loading its groups."""
+async def mark(store: Store, root: Root, **changes: float | str) -> None:
+    """Change fields of a run's record alone, without loading its groups. Raises ConflictError."""
     run = RunRecord.FromString(root.run)
-    change(run)
+    for field, value in changes.items():
+        setattr(run, field, value)
     await store.commit(run.run_id, root.mark, Delta(run=run.SerializeToString(deterministic=True)))
-
-
-def _set_gone(run: RunRecord, reason: str) -> None:
-    run.is_closed, run.payload_gone = True, reason
 
 
 async def _check_idle(replica: RunReplica, run: RunRecord) -> None:

@@ -65,7 +65,8 @@ class Retention:
         elif run.is_closed and self._keep_s is not None:
             now_s = await store.now_s(run_id)
             if not run.close_s:
-                await removal.note_closed(store, root, now_s)
+                # Closed before closing times were recorded: its retention period starts now.
+                await removal.mark(store, root, close_s=now_s)
             elif now_s - run.close_s >= self._keep_s:
                 await removal.expire(replica, root)
                 [marked] = await store.roots([run_id])
