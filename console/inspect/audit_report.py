@@ -14,8 +14,7 @@ from rich.table import Table
 
 from console.inspect.find_run import answer_of, find_run
 from console.view.formats import plain_console, plain_table
-from console.view.length_bias import loss_by_length
-from console.view.outcome import audit_line, read_summary
+from console.view.outcome import audit_line, loss_by_length, read_summary
 from penstock.config import ConfigError
 from penstock.wire.audit_json import audit_document
 

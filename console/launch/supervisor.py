@@ -8,6 +8,8 @@ Invariants:
 - Its output goes to its log through this process (`console.launch.log_files`), which rotates the log and survives a
   full disk.
 - Readiness is polled by `ServiceSpec.is_ready`, which has a deadline of its own.
+- A service of ours ends when this process is gone (`watch_launcher`); Redis is ended by the kernel
+  (`penstock.process.bound_child`).
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ import console
 from console.config.run_folder import ProcessRecord, started_ticks_of
 from console.launch.log_files import LogPump, RotatedLog
 from console.launch.restarts import RestartBudget
+from penstock.process.bound_child import end_group_with_parent
 from penstock.process.tasks import end, set_within
 
 USER_MISTAKE_STATUS = 2
 LAUNCHER_VARIABLE = "PENSTOCK_LAUNCHER_PID"
 _READY_POLL_S = 0.2
+_ORPHAN_GRACE_S = 15.0
 _MAX_LINE_CHARACTERS = 400
 _TAIL_BYTES = 65536
 LOG_BYTES, LOG_FILES = 64 * 2**20, 5
@@ -264,6 +268,16 @@ def service_environment(base: Mapping[str, str], *, num_threads: int) -> dict[st
         LAUNCHER_VARIABLE: str(os.getpid()),
     }
     return {**base, **added}
+
+
+def watch_launcher() -> None:
+    """In a service: end its process group when the launcher that started it is gone, even if it was killed.
+
+    Children of a service inherit the environment but have another parent, and do not watch.
+    """
+    launcher = os.environ.get(LAUNCHER_VARIABLE, "")
+    if launcher.isdecimal() and os.getppid() == int(launcher) and os.getpgrp() == os.getpid():
+        end_group_with_parent(int(launcher), grace_s=_ORPHAN_GRACE_S)
 
 
 def last_line(path: Path) -> str:

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -23,10 +22,9 @@ import structlog
 from console.config.derive import local_endpoint
 from console.config.run_folder import RunFolder
 from console.launch.disk_watch import FolderRefusedError
-from console.launch.parent_watch import watch_launcher
 from console.launch.ports import free_block
 from console.launch.service_group import ServiceProcesses
-from console.launch.supervisor import ServiceFailedError
+from console.launch.supervisor import ServiceFailedError, watch_launcher
 from console.node.assignment import Placement, change, generator_config, misfits, placements
 from console.node.config import NodeConfig, read_node
 from console.node.rates import Meter, Replica, keep_measuring
@@ -51,7 +49,7 @@ def node_command(path: Path, overrides: list[str]) -> int:
     """Run `penstock node`; returns the exit status. Raises ConfigError."""
     config = read_node(path, overrides)
     configure_logging(config.node_id, level=config.log.level, log_format=config.log.format)
-    watch_launcher(os.environ)
+    watch_launcher()
     return asyncio.run(_run(config, Security.from_environment(insecure=config.insecure)))
 
 

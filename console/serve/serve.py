@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import StrEnum
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import uvloop
 
-from console.launch.parent_watch import watch_launcher
+from console.launch.supervisor import watch_launcher
 from penstock.config import ConfigError, StrictModel, apply_overrides, read_document, validate
 from penstock.network.rpc import PortUnavailableError
 from penstock.process.log_setup import LogFormat, configure_logging
@@ -51,7 +50,7 @@ def serve_command(
     )
     # torch and vLLM write to any stream; a line cut by a crash is better than a lost one.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    watch_launcher(os.environ)
+    watch_launcher()
     serve = _entry(service)
     try:
         uvloop.run(serve(config))

@@ -16,8 +16,7 @@ from console.launch.probes import masked
 from console.view.charts import Series, line_chart
 from console.view.forecast_quality import lengths_table
 from console.view.formats import duration, number
-from console.view.length_bias import loss_by_length
-from console.view.outcome import audit_line, change, read_lines, read_summary, restarts_text
+from console.view.outcome import audit_line, change, loss_by_length, read_lines, read_summary, restarts_text
 from console.view.run_view import (
     IDLE_S,
     LENGTH,

@@ -1,21 +1,23 @@
-"""Ends a run: saves a remote trainer's results here too, and prints the closing lines."""
+"""Ends a run: saves a remote trainer's results here too, and words its results and its audit."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from console.config.run_folder import RunFolder
 from console.view.formats import duration, number
-from console.view.length_bias import loss_by_length
 from console.view.run_view import Step
 from penstock.process.durable_files import replace_file
 from penstock.v1 import trainer_pb2
 
 Summary = dict[str, Any]
+TAIL_SHARE = 0.2
+"""The long tail of completion lengths: the longest fifth, as closely as the audit's buckets allow."""
 
 
 def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: Mapping[int, Step]) -> None:
@@ -119,6 +121,32 @@ def audit_line(audit: Mapping[str, Any]) -> str:
         f"audit: submitted {audit.get('submitted')} = trained {audit.get('trained')} + dropped {sum(dropped.values())}"
         f"{reasons} + in flight {audit.get('in_flight')}: {verdict}"
     )
+
+
+def loss_by_length(audit: Mapping[str, Any]) -> str | None:
+    """The shares lost of the longest samples and of the others; None if nothing was lost or all lengths are similar.
+
+    Args:
+        audit: What `audit_document` makes, possibly of an older run. Samples dropped before
+            their first token count for neither side: their length is unknown.
+    """
+    trained: Counter[int] = Counter()
+    lost: Counter[int] = Counter()
+    for row in audit.get("rows") or []:
+        if row["max_tokens"]:
+            trained[row["max_tokens"]] += row["trained"]
+            lost[row["max_tokens"]] += sum(row["dropped"].values())
+    ended = trained + lost
+    bound, num_in_tail = 0, 0
+    for max_tokens in sorted(ended, reverse=True)[:-1]:
+        if num_in_tail < TAIL_SHARE * ended.total():
+            bound, num_in_tail = max_tokens // 2, num_in_tail + ended[max_tokens]
+    num_others = ended.total() - num_in_tail
+    if not lost.total() or not num_in_tail:
+        return None
+    lost_in_tail = sum(count for max_tokens, count in lost.items() if max_tokens > bound)
+    tail, others = lost_in_tail / num_in_tail, (lost.total() - lost_in_tail) / num_others
+    return f"lost by length: {100 * tail:.0f} % of samples over {bound} tokens, {100 * others:.0f} % of shorter ones"
 
 
 def change(summary: Mapping[str, Any], first: str, last: str, between: str) -> str:

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from penstock.rewards import BatchReward, RewardLoadError, RewardModel, load_reward
+from penstock.rewards import BatchReward, RewardItem, RewardLoadError, RewardModel, RewardResult, load_reward
 from penstock.rewards.local import LocalModel
+from penstock.rewards.outcomes import read_error
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
 from services.reward.models.exact_match import exact_match
-from services.reward.models.inline import InlineReward
 from services.reward.models.math_reward import MathReward
 from services.reward.models.numeric import numeric
 from services.reward.models.remote import RemoteModel
+
+
+class InlineReward(BatchReward):
+    """Calls `function(item)` in the event loop, once a sample: a thread would cost more than a built-in rule."""
+
+    max_batch_size = 1024
+
+    def __init__(self, function: Callable[[RewardItem], float], *, name: str) -> None:
+        self.name = name
+        self._function = function
+
+    async def score(self, items: Sequence[RewardItem]) -> Sequence[RewardResult]:
+        """One result per item, in order."""
+        return [self._score_one(item) for item in items]
+
+    def _score_one(self, item: RewardItem) -> RewardResult:
+        try:
+            return RewardResult(self._function(item))
+        except Exception as error:  # of this sample only: its neighbours keep their scores
+            return read_error(error, name=self.name)
+
 
 BUILT_IN: dict[str, Callable[[], BatchReward]] = {
     "exact_match": lambda: InlineReward(exact_match, name="exact_match"),

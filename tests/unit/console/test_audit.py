@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from console.inspect.audit_report import audit_command
-from console.view.length_bias import loss_by_length
+from console.view.outcome import loss_by_length
 from penstock.config import ConfigError
 from penstock.v1 import broker_pb2
 from penstock.wire.audit_json import audit_document

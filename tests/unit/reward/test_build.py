@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.rewards import RewardItem, RewardLoadError
-from services.reward.models.build import BUILT_IN, build_model, check_name
-from services.reward.models.inline import InlineReward
+from services.reward.models.build import BUILT_IN, InlineReward, build_model, check_name
 from tests.helpers.brokers.scripted_scoring import scoring_item
 
 
