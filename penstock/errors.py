@@ -209,6 +209,12 @@ class InternalError(PenstockError):
     """A fault of the server; it is logged there."""
 
 
+def require(is_good: bool, field: str, value: object, expected: str) -> None:
+    """Raise InvalidFieldError unless a field is good."""
+    if not is_good:
+        raise InvalidFieldError(f"{field}: {value!r}; must be {expected}", field=field)
+
+
 _BY_REASON: dict[str, type[PenstockError]] = {kind.reason: kind for kind in PenstockError.__subclasses__()}
 _BY_CODE: dict[int, type[PenstockError]] = {
     code_pb2.INVALID_ARGUMENT: InvalidFieldError,

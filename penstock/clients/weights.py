@@ -21,6 +21,7 @@ from penstock.errors import (
     NotOfferedError,
     PenstockError,
     UnknownVersionError,
+    require,
 )
 from penstock.model.adapter_layout import adapter_of
 from penstock.model.digests import manifest_digest
@@ -70,11 +71,11 @@ def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
         DigestMismatchError: The tensors do not have the digest stated in the manifest.
     """
     _check_content(manifest, run_id=run_id)
-    if not manifest.tensors:
-        raise InvalidFieldError("the manifest names no tensors", field="manifest.tensors")
     names = [info.name for info in manifest.tensors]
-    if any(first >= second for first, second in pairwise(names)):
-        raise InvalidFieldError("tensors must be sorted by name, each once", field="manifest.tensors")
+    is_sorted = all(first < second for first, second in pairwise(names))
+    require(
+        bool(names) and is_sorted, "manifest.tensors", f"{len(names)} tensors", "one or more, sorted by name, unique"
+    )
     digest = manifest_digest(manifest.tensors)
     if digest != manifest.digest:
         raise DigestMismatchError(
@@ -90,31 +91,24 @@ def check_chain(chain: Sequence[weights_pb2.WeightsManifest], *, run_id: str, he
         InvalidFieldError: As `check_manifest`; the ends of two deltas do not meet; more than MAX_CHAIN of them.
         NotOfferedError, DigestMismatchError: As `check_manifest`.
     """
-    if len(chain) > MAX_CHAIN:
-        raise InvalidFieldError(f"{len(chain)} consecutive deltas, expected at most {MAX_CHAIN}", field="preceding")
+    require(len(chain) <= MAX_CHAIN, "preceding", f"{len(chain)} deltas", f"at most {MAX_CHAIN}")
     for delta in chain[:-1]:
         _check_content(delta, run_id=run_id)
     check_manifest(chain[-1], run_id=run_id)
     for delta in chain:
-        if (delta.kind, delta.encoding) != _DELTA or (delta.base_version, delta.base_digest) != held:
-            raise InvalidFieldError(
-                f"the delta to version {delta.policy_version} does not apply to version {held.policy_version}",
-                field="manifest.base_version",
-            )
+        is_next = (delta.kind, delta.encoding) == _DELTA and (delta.base_version, delta.base_digest) == held
+        require(is_next, "manifest.base_version", delta.base_version, f"version {held.policy_version}, which is loaded")
         held = VersionName(delta.policy_version, delta.digest)
 
 
 def _check_content(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> None:
-    if manifest.run_id != run_id:
-        raise InvalidFieldError(f"manifest is of run {manifest.run_id!r}, not {run_id!r}", field="manifest.run_id")
+    require(manifest.run_id == run_id, "manifest.run_id", manifest.run_id, repr(run_id))
     for field in ("digest", "base_digest"):
         # It is used as a file name.
-        if (digest := getattr(manifest, field)) or field == "digest":
-            _check_digest(f"manifest.{field}", digest)
-    if manifest.policy_version < 0:
-        raise InvalidFieldError(
-            f"policy version {manifest.policy_version} is negative", field="manifest.policy_version"
-        )
+        digest = getattr(manifest, field)
+        is_digest = _DIGEST.fullmatch(digest) is not None or (field == "base_digest" and not digest)
+        require(is_digest, f"manifest.{field}", digest[:80], "a SHA-256, 64 hex digits")
+    require(manifest.policy_version >= 0, "manifest.policy_version", manifest.policy_version, "at least 0")
     if (manifest.kind, manifest.encoding) not in (_FULL, _ADAPTER, _DELTA):
         raise NotOfferedError(
             f"weights of kind {manifest.kind} in encoding {manifest.encoding} are not understood; "
@@ -122,8 +116,7 @@ def _check_content(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
         )
     _check_adapter(manifest)
     _check_chunks(manifest)
-    if not 1 <= len(manifest.urls) <= MAX_URLS:
-        raise InvalidFieldError(f"{len(manifest.urls)} urls, expected 1 to {MAX_URLS}", field="manifest.urls")
+    require(1 <= len(manifest.urls) <= MAX_URLS, "manifest.urls", len(manifest.urls), f"1 to {MAX_URLS} addresses")
     for url in manifest.urls:
         check_url("manifest.urls", url, allows_query=True)
 
@@ -136,19 +129,10 @@ def _is_url(url: str) -> bool:
     return True
 
 
-def _check_digest(field: str, digest: str) -> None:
-    if _DIGEST.fullmatch(digest) is None:
-        raise InvalidFieldError(f"{field}: {digest!r:.80} is no SHA-256, 64 hex digits", field=field)
-
-
 def _check_adapter(manifest: weights_pb2.WeightsManifest) -> None:
-    is_adapter = adapter_of(manifest) is not None
-    if manifest.kind != weights_pb2.WEIGHTS_KIND_DELTA and is_adapter != (
-        manifest.kind == weights_pb2.WEIGHTS_KIND_ADAPTER
-    ):
-        raise InvalidFieldError(
-            f"adapter is {'' if is_adapter else 'not '}set where the kind is {manifest.kind}", field="manifest.adapter"
-        )
+    is_set, kind = adapter_of(manifest) is not None, manifest.kind
+    is_right = kind == weights_pb2.WEIGHTS_KIND_DELTA or is_set == (kind == weights_pb2.WEIGHTS_KIND_ADAPTER)
+    require(is_right, "manifest.adapter", "set" if is_set else "unset", f"set for an adapter only; the kind is {kind}")
 
 
 def _require_whole(manifest: weights_pb2.WeightsManifest) -> None:
@@ -159,17 +143,14 @@ def _require_whole(manifest: weights_pb2.WeightsManifest) -> None:
 def _check_chunks(manifest: weights_pb2.WeightsManifest) -> None:
     end = 0
     for chunk in manifest.chunks:
-        if chunk.offset != end or not 1 <= chunk.size_bytes <= MAX_CHUNK_BYTES:
-            raise InvalidFieldError(
-                f"chunk at {chunk.offset} of {chunk.size_bytes} bytes does not follow {end}", field="manifest.chunks"
-            )
-        if bool(chunk.blake3) == bool(chunk.sha256):
-            raise InvalidFieldError(f"chunk at {chunk.offset} must state one digest", field="manifest.chunks")
+        where = f"{chunk.size_bytes} bytes at {chunk.offset}"
+        is_next = chunk.offset == end and 1 <= chunk.size_bytes <= MAX_CHUNK_BYTES
+        require(is_next, "manifest.chunks", where, f"1 to {MAX_CHUNK_BYTES} bytes at {end}")
+        require(bool(chunk.blake3) != bool(chunk.sha256), "manifest.chunks", where, "with one digest")
         end += chunk.size_bytes
-    if end != manifest.size_bytes or not 1 <= end <= MAX_CONTENT_BYTES:
-        raise InvalidFieldError(
-            f"chunks cover {end} bytes, the manifest states {manifest.size_bytes}", field="manifest.size_bytes"
-        )
+    is_whole = end == manifest.size_bytes and 1 <= end <= MAX_CONTENT_BYTES
+    expected = f"{end}, as the chunks have, and 1 to {MAX_CONTENT_BYTES}"
+    require(is_whole, "manifest.size_bytes", manifest.size_bytes, expected)
 
 
 class WeightsClient(Connection):

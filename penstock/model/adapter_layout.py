@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import require
 from penstock.model.digests import WeightsMismatchError, manifest_digest, safetensors_digests
 from penstock.v1.weights_pb2 import AdapterInfo, WeightsManifest
 
@@ -76,12 +76,14 @@ def adapter_of(manifest: WeightsManifest) -> AdapterInfo | None:
     if not manifest.HasField("adapter"):
         return None
     info = manifest.adapter
-    _require(_DIGEST.fullmatch(info.base_digest), "base_digest", "64 hex digits", info.base_digest)
-    _require(1 <= info.rank <= MAX_RANK, "rank", f"1 to {MAX_RANK}", info.rank)
-    _require(math.isfinite(info.alpha) and info.alpha > 0, "alpha", "a positive number", info.alpha)
+    is_digest = _DIGEST.fullmatch(info.base_digest) is not None
+    require(is_digest, "manifest.adapter.base_digest", info.base_digest[:100], "64 hex digits")
+    require(1 <= info.rank <= MAX_RANK, "manifest.adapter.rank", info.rank, f"1 to {MAX_RANK}")
+    require(math.isfinite(info.alpha) and info.alpha > 0, "manifest.adapter.alpha", info.alpha, "a positive number")
     modules = info.target_modules
     are_modules = 1 <= len(modules) <= MAX_TARGET_MODULES and all(MODULE_NAME.fullmatch(module) for module in modules)
-    _require(are_modules, "target_modules", f"1 to {MAX_TARGET_MODULES} names of layers", modules)
+    names = f"1 to {MAX_TARGET_MODULES} names of layers"
+    require(are_modules, "manifest.adapter.target_modules", ", ".join(modules)[:100], names)
     return info
 
 
@@ -105,10 +107,3 @@ def adapter_layout(base: Mapping[str, tuple[int, ...]], adapter: AdapterInfo) ->
 def factor_name(layer: str, factor: Literal["A", "B"]) -> str:
     """The name of a layer's A or B."""
     return f"{_PREFIX}{layer}.lora_{factor}.weight"
-
-
-def _require(is_right: object, name: str, expected: str, value: object) -> None:
-    if not is_right:
-        raise InvalidFieldError(
-            f"adapter.{name}: {value!r:.100}, expected {expected}", field=f"manifest.adapter.{name}"
-        )

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.errors import require
 from penstock.v1 import types_pb2
-from services.broker.rules.limits import require
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; engines round a certain token to slightly more."""

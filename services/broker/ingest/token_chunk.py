@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, require
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.ingest.token_arrays import check_tokens, version_ranges
-from services.broker.rules.limits import require
 
 MAX_TEXT_BYTES = 8 * 1024 * 1024
 """Bound such that a sample with token ids and prompt fits one message to a reward worker."""

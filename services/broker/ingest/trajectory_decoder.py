@@ -14,14 +14,13 @@ from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, require
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed, group_slices
 from penstock.wire.sampling_rules import check_trainable
 from services.broker.ingest.token_arrays import check_floats, check_token_ids, check_tokens, version_ranges
 from services.broker.ingest.trajectory_columns import PutGroups
 from services.broker.ingest.validation import MAX_METADATA_BYTES, check_id
-from services.broker.rules.limits import require
 
 MAX_GROUPS = 1_024
 MAX_BYTES = 4 * 1024 * 1024

@@ -11,12 +11,12 @@ import re
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from penstock.errors import InvalidFieldError, PenstockError
+from penstock.errors import InvalidFieldError, PenstockError, require
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_array
 from penstock.wire.sampling_rules import check_trainable
-from services.broker.rules.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits, require
+from services.broker.rules.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits
 
 MAX_PROMPTS = 1_024
 MAX_CHUNKS = 4_096

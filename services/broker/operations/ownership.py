@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from penstock.errors import FencedError, InvalidFieldError, OtherInstanceError
+from penstock.errors import FencedError, InvalidFieldError, OtherInstanceError, require
 from penstock.v1 import broker_pb2
 from services.broker.ingest.validation import MAX_ID_CHARACTERS
 from services.broker.operations import delivery
 from services.broker.records_pb2 import RunRecord
-from services.broker.rules.limits import require
 from services.broker.state.run_state import RunState
 
 MAX_EPOCH = 2**48

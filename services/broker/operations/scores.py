@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.errors import require
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import drops
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import GroupRecord, SampleRecord
-from services.broker.rules.limits import require
 from services.broker.state.run_state import RunState
 
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, require
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.stall_limits import SilenceLimit, silence_limit
 from penstock.v1 import broker_pb2
@@ -100,12 +100,6 @@ class Limits:
             max_tokens=self.max_completion_tokens,
             speeds={} if tokens_per_second is None else {generator_id: tokens_per_second},
         )
-
-
-def require(is_good: bool, field: str, value: object, expected: str) -> None:
-    """Raise InvalidFieldError unless a field is good."""
-    if not is_good:
-        raise InvalidFieldError(f"{field}: {value!r}; must be {expected}", field=field)
 
 
 def _check_range(field: str, value: float, least: float, most: float, unit: str = "") -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.errors import require
 from penstock.staleness.policy import StalenessPolicy
 from penstock.staleness.registry import DEFAULT, POLICIES
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.policies import DISPATCH_POLICIES
-from services.broker.rules.limits import MAX_GROUP_SIZE, Limits, require
+from services.broker.rules.limits import MAX_GROUP_SIZE, Limits
 
 DEFAULT_RETAINED_STEPS = 64
 MAX_RETAINED_STEPS = 1_024

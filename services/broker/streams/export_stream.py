@@ -19,7 +19,7 @@ from functools import partial
 
 import structlog
 
-from penstock.errors import NotRetainedError
+from penstock.errors import NotRetainedError, require
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.assembly.group_loading import copy_of, load_records
@@ -27,7 +27,6 @@ from services.broker.assembly.large_groups import is_large, read_pieces, single_
 from services.broker.assembly.messages import batched, kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
 from services.broker.records_pb2 import GroupRecord
-from services.broker.rules.limits import require
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state import tallies
