@@ -213,15 +213,13 @@ async def call(
     method: Callable[..., Awaitable[_Response]], request: Any, *, peer: str, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> _Response:
     """One unary call with a deadline; raises the PenstockError the server raised. `peer` names it in messages."""
-    try:
+    async with translated_errors(peer):
         return await method(request, timeout=timeout_s)
-    except grpc.aio.AioRpcError as error:
-        raise await explained(error, peer=peer) from error
 
 
 @asynccontextmanager
 async def translated_errors(peer: str) -> AsyncIterator[None]:
-    """Inside, a stream's AioRpcError becomes the PenstockError the server raised."""
+    """Inside, a call's AioRpcError becomes the PenstockError the server raised."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

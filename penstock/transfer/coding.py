@@ -8,7 +8,7 @@ digests are always of the plain bytes, as is what is stored. `docs/weights.md` h
 
 from __future__ import annotations
 
-from typing import Protocol
+from io import BufferedIOBase
 
 import zstandard
 
@@ -20,13 +20,6 @@ MAX_STORED_BYTES = MAX_PLAIN_BYTES + 64 * 1024
 """An upper bound on zstd's output for incompressible input."""
 LEVEL = 1
 _LENGTH_BYTES = 4
-
-
-class Body(Protocol):
-    """The source: the body of an HTTP answer."""
-
-    def read(self, n: int, /) -> bytes:
-        """The next `n` bytes, fewer at the end."""
 
 
 def encode_frame(plain: bytes) -> bytes:
@@ -53,7 +46,7 @@ def decode_frame(stored: bytes) -> bytes:
     return plain
 
 
-def read_frame(body: Body) -> tuple[bytes, int]:
+def read_frame(body: BufferedIOBase) -> tuple[bytes, int]:
     """The plain bytes of the next frame, and the number of bytes received for them.
 
     Raises:
@@ -65,7 +58,7 @@ def read_frame(body: Body) -> tuple[bytes, int]:
     return decode_frame(_read_exactly(body, length)), _LENGTH_BYTES + length
 
 
-def _read_exactly(body: Body, num_bytes: int) -> bytes:
+def _read_exactly(body: BufferedIOBase, num_bytes: int) -> bytes:
     data = body.read(num_bytes)
     if len(data) < num_bytes:
         raise ServiceUnavailableError("the source broke off")

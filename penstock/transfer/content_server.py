@@ -15,6 +15,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -71,7 +72,7 @@ async def serving_contents(
         PortUnavailableError: `listen` cannot be listened on.
         ConfigError: It must not be listened on without TLS.
     """
-    handler = _ContentHandler(find, rate=rate, max_requests=max_requests, on_served=on_served)
+    handler = _ContentHandler(find=find, rate=rate, max_requests=max_requests, on_served=on_served)
     access = HttpAccess(security, site=site)
     app = web.Application(middlewares=[access.middleware])
     access.add(app, "GET", "/weights/{run_id}/{name}", handler.get, roles=[Role.ACCESS_ROLE_GENERATOR])
@@ -84,36 +85,34 @@ async def serving_contents(
         await runner.cleanup()
 
 
+@dataclass(kw_only=True)
 class _ContentHandler:
-    def __init__(
-        self, find: Find, *, rate: ByteRate | None, max_requests: int, on_served: Callable[[int], None]
-    ) -> None:
-        self._find = find
-        self._rate = rate
-        self._max_requests = max_requests
-        self._on_served = on_served
-        self._num_requests = 0
+    find: Find
+    rate: ByteRate | None
+    max_requests: int
+    on_served: Callable[[int], None]
+    num_requests: int = 0
 
     async def get(self, request: web.Request) -> web.StreamResponse:
-        if self._num_requests >= self._max_requests:
+        if self.num_requests >= self.max_requests:
             raise web.HTTPServiceUnavailable(text="too many requests at once\n", headers={"Retry-After": "1"})
-        found = self._find(request.match_info["run_id"], request.match_info["name"])
+        found = self.find(request.match_info["run_id"], request.match_info["name"])
         if found is None:
             raise _not_found()
         _limit_silence(request)
         if isinstance(found, PartialContent):
             return await self._stream(request, found.hold())
-        if self._rate is not None or _is_coded(request):
+        if self.rate is not None or _is_coded(request):
             return await self._stream_file(request, found)
-        return _CountedFile(found, self._on_served, self._counted)
+        return _CountedFile(found, self.on_served, self._counted)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        self._num_requests += 1
+        self.num_requests += 1
         try:
             yield
         finally:
-            self._num_requests -= 1
+            self.num_requests -= 1
 
     async def _stream_file(self, request: web.Request, path: Path) -> web.StreamResponse:
         try:
@@ -157,10 +156,10 @@ class _ContentHandler:
                 until = await content.available_until(offset)
             num_bytes = min(most_bytes, until - offset, asked.stop - offset)
             piece = await asyncio.to_thread(_read, content, offset, num_bytes, is_coded=is_coded)
-            if self._rate is not None:
-                await self._rate.take(len(piece))
+            if self.rate is not None:
+                await self.rate.take(len(piece))
             await response.write(piece)
-            self._on_served(len(piece))
+            self.on_served(len(piece))
             offset += num_bytes
 
 

@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.errors import DigestMismatchError, PenstockError, ServiceUnavailableError, UnknownVersionError
@@ -38,49 +39,36 @@ def span_bytes(missing_bytes: int, num_connections: int) -> int:
     return min(max(share_bytes, MIN_SPAN_BYTES), MAX_SPAN_BYTES)
 
 
+@dataclass(kw_only=True)
 class Fetching:
-    """One fetch; `run` it once.
+    """One fetch; `run` it once."""
 
-    Args:
-        connections: Where to read, and in which threads.
-        content: What has arrived, and where the rest goes.
-        sources: Where to fetch from.
-        rate: Cap on the rate of receipt.
-        on_fetched: Called with the number of bytes received and the kind of source; in any thread, one at a time.
-        on_refused: Called for each chunk whose digest is wrong.
-        is_compressed: Whether the origin is asked to compress what it sends.
-    """
-
-    def __init__(
-        self,
-        *,
-        connections: Connections,
-        content: PartialContent,
-        sources: Sources,
-        rate: ByteRate,
-        on_fetched: Callable[[SourceKind, int], None],
-        on_refused: Callable[[DigestMismatchError], None],
-        is_compressed: bool = False,
-    ) -> None:
-        self.fetched_bytes = dict.fromkeys(SourceKind, 0)
-        self.num_refused = 0
-        self._connections = connections
-        self._content = content
-        self._sources = sources
-        self._rate = rate
-        self._on_fetched = on_fetched
-        self._on_refused = on_refused
-        self._is_compressed = is_compressed
-        self._span_bytes = MIN_SPAN_BYTES
-        self._spans: deque[range] = deque()
-        self._landings: dict[int, Landing] = {}
-        """Requested chunks, by index: of an interrupted one only the rest is fetched."""
-        self._counting = threading.Lock()
+    connections: Connections
+    """Where to read, and in which threads."""
+    content: PartialContent
+    """What has arrived, and where the rest goes."""
+    sources: Sources
+    """Where to fetch from."""
+    rate: ByteRate
+    """Cap on the rate of receipt."""
+    on_fetched: Callable[[SourceKind, int], None]
+    """Called with the number of bytes received and the kind of source; in any thread, one at a time."""
+    on_refused: Callable[[DigestMismatchError], None]
+    """Called for each chunk whose digest is wrong."""
+    is_compressed: bool
+    """Whether the origin is asked to compress what it sends."""
+    fetched_bytes: dict[SourceKind, int] = field(default_factory=lambda: dict.fromkeys(SourceKind, 0), init=False)
+    num_refused: int = field(default=0, init=False)
+    _span_bytes: int = field(default=MIN_SPAN_BYTES, init=False)
+    _spans: deque[range] = field(default_factory=deque, init=False)
+    _landings: dict[int, Landing] = field(default_factory=dict, init=False)
+    """Requested chunks, by index: of an interrupted one only the rest is fetched."""
+    _counting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def run(self, *, num_connections: int) -> None:
         """Fetch what is missing. Raises PenstockError if no source is left, OSError if the disk refuses."""
-        self._span_bytes = span_bytes(self._content.missing_bytes, num_connections)
-        self._spans.extend(self._group(self._content.missing()))
+        self._span_bytes = span_bytes(self.content.missing_bytes, num_connections)
+        self._spans.extend(self._group(self.content.missing()))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(num_connections, len(self._spans))):
@@ -95,36 +83,36 @@ class Fetching:
     async def _work(self) -> None:
         while self._spans:
             span = self._spans.popleft()
-            source = await self._sources.current()
+            source = await self.sources.current()
             try:
                 await self._fetch_span(source, span)
             except (DigestMismatchError, ServiceUnavailableError, UnknownVersionError) as error:
                 if isinstance(error, DigestMismatchError):
                     self.num_refused += 1
-                    self._on_refused(error)
+                    self.on_refused(error)
                 self._spans.extendleft(reversed(self._group(span)))
-                await self._sources.note_failed(source, error)
+                await self.sources.note_failed(source, error)
 
     async def _fetch_span(self, source: Source, span: range) -> None:
-        headers = dict(self._connections.headers)
-        if self._is_compressed and source.kind is SourceKind.ORIGIN:
+        headers = dict(self.connections.headers)
+        if self.is_compressed and source.kind is SourceKind.ORIGIN:
             headers[CODING_HEADER] = ZSTD
-        connection = self._connections.take(source.url)
+        connection = self.connections.take(source.url)
         read = SpanRead(
-            connection,
+            connection=connection,
             url=source.url,
             headers=headers,
             silence_s=RELAY_SILENCE_S if source.kind is SourceKind.RELAY else ORIGIN_SILENCE_S,
-            rate=self._rate,
+            rate=self.rate,
             on_received=partial(self._note_received, source.kind),
         )
         loop = asyncio.get_running_loop()
-        landings = {index: self._landings.get(index) or self._content.landing(index) for index in span}
+        landings = {index: self._landings.get(index) or self.content.landing(index) for index in span}
         self._landings.update(landings)
-        job = self._connections.threads.submit(
+        job = self.connections.threads.submit(
             read.run,
             landings,
-            size_bytes=self._content.size_bytes,
+            size_bytes=self.content.size_bytes,
             on_chunk=lambda index: loop.call_soon_threadsafe(self._note_chunk, index),
         )
         try:
@@ -135,27 +123,27 @@ class Fetching:
             await asyncio.gather(asyncio.wrap_future(job), return_exceptions=True)
             connection.close()
             raise
-        self._connections.give_back(source.url, connection)
+        self.connections.give_back(source.url, connection)
 
     def _note_received(self, kind: SourceKind, num_bytes: int) -> None:
         with self._counting:
             self.fetched_bytes[kind] += num_bytes
-            self._content.note_received(num_bytes)
-            self._on_fetched(kind, num_bytes)
+            self.content.note_received(num_bytes)
+            self.on_fetched(kind, num_bytes)
 
     def _note_chunk(self, index: int) -> None:
         del self._landings[index]
-        self._content.keep(index)
-        self._sources.note_good()
+        self.content.keep(index)
+        self.sources.note_good()
 
     def _group(self, indices: Iterable[int]) -> list[range]:
         """The missing chunks, as runs of neighbours."""
         spans: list[range] = []
         last_bytes = 0
         for index in indices:
-            if self._content.has(index):
+            if self.content.has(index):
                 continue
-            size_bytes = self._content.chunk(index).size_bytes
+            size_bytes = self.content.chunk(index).size_bytes
             if spans and spans[-1].stop == index and last_bytes + size_bytes <= self._span_bytes:
                 spans[-1] = range(spans[-1].start, index + 1)
                 last_bytes += size_bytes

@@ -49,29 +49,24 @@ class Relay:
         max_bytes_per_second: float | None = None,
         on_served: Callable[[int], None] = lambda _num_bytes: None,
     ) -> None:
-        self._listen = listen
+        self._serving = serving_contents(
+            self._find,
+            listen=listen,
+            setting="relay_listen",
+            security=security,
+            site=site,
+            rate=None if max_bytes_per_second is None else ByteRate(max_bytes_per_second),
+            on_served=on_served,
+        )
         self._base_url = public_url
         self._peer = peer
         self._security = security
-        self._site = site
-        self._rate = ByteRate(max_bytes_per_second) if max_bytes_per_second is not None else None
-        self._on_served = on_served
         self._contents: OrderedDict[tuple[str, str], PartialContent] = OrderedDict()
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         """Listen. Raises PortUnavailableError."""
-        served_url = await self._resources.enter_async_context(
-            serving_contents(
-                self._find,
-                listen=self._listen,
-                setting="relay_listen",
-                security=self._security,
-                site=self._site,
-                rate=self._rate,
-                on_served=self._on_served,
-            )
-        )
+        served_url = await self._resources.enter_async_context(self._serving)
         host, port = urlsplit(served_url).hostname, urlsplit(served_url).port
         if host in _ANY_ADDRESS:
             own = None

@@ -13,6 +13,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -29,36 +30,24 @@ _HTTP_OK, _HTTP_PARTIAL, _HTTP_NOT_FOUND, _HTTP_GONE = 200, 206, 404, 410
 _Piece: TypeAlias = bytes | memoryview
 
 
+@dataclass(kw_only=True)
 class SpanRead:
-    """One GET; `run` it once, in a thread.
+    """One GET; `run` it once, in a thread."""
 
-    Args:
-        connection: Used exclusively; closed unless `run` returns.
-        url: Of the content.
-        headers: Sent with the request, beside the range.
-        silence_s: How long the source may stay silent.
-        rate: Cap on the rate of receipt.
-        on_received: Called with the number of bytes received, in the thread.
-    """
-
-    def __init__(
-        self,
-        connection: HTTPConnection,
-        *,
-        url: str,
-        headers: Mapping[str, str],
-        silence_s: float,
-        rate: ByteRate,
-        on_received: Callable[[int], None],
-    ) -> None:
-        self._connection = connection
-        self._url = url
-        self._headers = headers
-        self._silence_s = silence_s
-        self._rate = rate
-        self._on_received = on_received
-        self._stopped = threading.Event()
-        self._socket: socket.socket | None = None
+    connection: HTTPConnection
+    """Used exclusively; closed unless `run` returns."""
+    url: str
+    """Of the content."""
+    headers: Mapping[str, str]
+    """Sent with the request, beside the range."""
+    silence_s: float
+    """How long the source may stay silent."""
+    rate: ByteRate
+    """Cap on the rate of receipt."""
+    on_received: Callable[[int], None]
+    """Called with the number of bytes received, in the thread."""
+    _stopped: threading.Event = field(default_factory=threading.Event, init=False)
+    _socket: socket.socket | None = field(default=None, init=False)
 
     def run(self, landings: Mapping[int, Landing], *, size_bytes: int, on_chunk: Callable[[int], object]) -> None:
         """Bring neighbouring chunks into the file.
@@ -85,7 +74,7 @@ class SpanRead:
                 on_chunk(index)
             self._finish(response)
         except BaseException:
-            self._connection.close()
+            self.connection.close()
             raise
 
     def stop(self) -> None:
@@ -96,29 +85,29 @@ class SpanRead:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, begin: int, end: int, size_bytes: int) -> HTTPResponse:
-        parts = urlsplit(self._url)
+        parts = urlsplit(self.url)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
         with self._failing_as_unavailable():
-            if self._connection.sock is None:
-                self._connection.connect()
-            self._socket = self._connection.sock
+            if self.connection.sock is None:
+                self.connection.connect()
+            self._socket = self.connection.sock
             self._raise_if_stopped()
-            self._connection.sock.settimeout(self._silence_s)
-            self._connection.request("GET", path, headers={**self._headers, "Range": f"bytes={begin}-{end - 1}"})
-            response = self._connection.getresponse()
+            self.connection.sock.settimeout(self.silence_s)
+            self.connection.request("GET", path, headers={**self.headers, "Range": f"bytes={begin}-{end - 1}"})
+            response = self.connection.getresponse()
         self._check_answer(response, begin, end, size_bytes)
         return response
 
     def _check_answer(self, response: HTTPResponse, begin: int, end: int, size_bytes: int) -> None:
         if response.status in (_HTTP_NOT_FOUND, _HTTP_GONE):
-            raise UnknownVersionError(f"{self._url}: the content is not there (any more)")
+            raise UnknownVersionError(f"{self.url}: the content is not there (any more)")
         if response.status == _HTTP_OK and (begin, end) == (0, size_bytes):
             return
         if response.status != _HTTP_PARTIAL:
-            raise ServiceUnavailableError(f"{self._url}: answered HTTP {response.status} to a ranged GET")
+            raise ServiceUnavailableError(f"{self.url}: answered HTTP {response.status} to a ranged GET")
         content_range = response.headers.get("Content-Range", "")
         if not content_range.startswith(f"bytes {begin}-{end - 1}/"):
-            raise ServiceUnavailableError(f"{self._url}: sent range {content_range!r:.80}, asked for {begin}-{end - 1}")
+            raise ServiceUnavailableError(f"{self.url}: sent range {content_range!r:.80}, asked for {begin}-{end - 1}")
 
     def _land(self, body: _Body, landing: Landing) -> None:
         while landing.missing_bytes:
@@ -127,8 +116,8 @@ class SpanRead:
             # What is read after that may be left over in the kernel, and another thread may open the file.
             self._raise_if_stopped()
             landing.add(piece)
-            self._on_received(came_bytes)
-            self._stopped.wait(self._rate.delay_s(came_bytes))
+            self.on_received(came_bytes)
+            self._stopped.wait(self.rate.delay_s(came_bytes))
 
     def _finish(self, response: HTTPResponse) -> None:
         """Leave the connection ready for the next request, where the answer ends with the last chunk."""
@@ -137,7 +126,7 @@ class SpanRead:
             is_at_end = not response.will_close and not response.read1(1)
         response.close()
         if not is_at_end:
-            self._connection.close()
+            self.connection.close()
 
     def _raise_if_stopped(self) -> None:
         if self._stopped.is_set():
@@ -149,7 +138,7 @@ class SpanRead:
             yield
         except (OSError, HTTPException, ValueError) as error:
             # ValueError: an address or a header that cannot be sent, a number in an answer that is none.
-            raise ServiceUnavailableError(f"{self._url}: {type(error).__name__}: {error}") from error
+            raise ServiceUnavailableError(f"{self.url}: {type(error).__name__}: {error}") from error
 
 
 class _Body:
