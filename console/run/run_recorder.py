@@ -129,7 +129,7 @@ class RunRecorder:
                 broker,
                 run_id=self._run_id,
                 follow=follow,
-                from_version=version,
+                next_version=version,
                 history=history,
                 waits_for_run=follow,
             )

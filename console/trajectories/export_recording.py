@@ -64,7 +64,7 @@ async def _export(
             broker,
             run_id=target.run_id,
             follow=follow,
-            from_version=version or from_version,
+            next_version=version or from_version,
             history=history,
             patience_s=None if follow else PATIENCE_S,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import grpc
@@ -29,39 +30,28 @@ _log = get_logger()
 _Response = broker_pb2.ExportTrajectoriesResponse
 
 
+@dataclass
 class StepExport:
-    """The trained steps of one run.
+    """The trained steps of one run."""
 
-    Args:
-        broker: Connection to it.
-        run_id: Which run.
-        follow: Continue with each step as it is acknowledged, until the run is closed.
-        from_version: First step wanted; 0 means the oldest one retained.
-        history: The run's history counter for the steps that the caller already has; None if it has none.
-        waits_for_run: Whether to wait for a run that is not open yet.
-        patience_s: How long to wait for a broker that is away; None waits indefinitely.
-    """
+    broker: Connection
+    _: KW_ONLY
+    run_id: str
+    follow: bool
+    """Continue with each step as it is acknowledged, until the run is closed."""
+    next_version: int = 0
+    """First step not yet received whole, to begin with the first one wanted; 0 is the oldest one retained."""
+    history: int | None = None
+    """The run's history counter for the steps before `next_version`; None if the caller has none of them."""
+    waits_for_run: bool = False
+    """Whether to wait for a run that is not open yet."""
+    patience_s: float | None = None
+    """How long to wait for a broker that is away; None waits indefinitely."""
 
-    def __init__(
-        self,
-        broker: Connection,
-        *,
-        run_id: str,
-        follow: bool,
-        from_version: int = 0,
-        history: int | None = None,
-        waits_for_run: bool = False,
-        patience_s: float | None = None,
-    ) -> None:
-        self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
-        self._run_id, self._peer, self._follow = run_id, broker.peer, follow
-        self.next_version = from_version
-        """First step not yet received whole; 0 before anything was received."""
-        self.history = history
-        """The run's history counter for the received steps; None before anything was received."""
-        self._waits_for_run = waits_for_run
-        self._patience_s = patience_s
-        self.outage = Outage(broker.peer)
+    def __post_init__(self) -> None:
+        """Get ready to call."""
+        self._stub = broker_pb2_grpc.BrokerServiceStub(self.broker.channel)
+        self.outage = Outage(self.broker.peer)
         """Whether the broker is away; `on_notice` may be set."""
 
     async def responses(self) -> AsyncGenerator[_Response, None]:
@@ -78,35 +68,33 @@ class StepExport:
                 async for response in self._one_stream():
                     heard_s, delays = loop.time(), backoff_s()
                     self.outage.answered()
-                    self._note(response)
+                    self.history = response.history
+                    self.next_version = response.policy_version + (not response.HasField("group"))
                     yield response
                 return
             except PenstockError as error:
-                may_heal = error.is_retryable or (self._waits_for_run and isinstance(error, UnknownRunError))
-                is_over = self._patience_s is not None and loop.time() - heard_s > self._patience_s
+                may_heal = error.is_retryable or (self.waits_for_run and isinstance(error, UnknownRunError))
+                is_over = self.patience_s is not None and loop.time() - heard_s > self.patience_s
                 if not may_heal or is_over:
                     raise
-                _log.debug("export stream lost", peer=self._peer, error=str(error))
+                _log.debug("export stream lost", peer=self.broker.peer, error=str(error))
                 if error.is_retryable:
                     self.outage.failed(error)
             await asyncio.sleep(next(delays))
 
-    def _note(self, response: _Response) -> None:
-        self.history = response.history
-        self.next_version = response.policy_version + (not response.HasField("group"))
-
     async def _one_stream(self) -> AsyncIterator[_Response]:
         request = broker_pb2.ExportTrajectoriesRequest(
-            run_id=self._run_id,
+            run_id=self.run_id,
             from_policy_version=self.next_version,
-            follow=self._follow,
+            follow=self.follow,
             history=self.history,
             accepts_group_pieces=True,
         )
         call: Any = self._stub.ExportTrajectories(request)
+        peer = self.broker.peer
         assembly = Assembly(max_bytes=MAX_EXPORTED_BYTES)
         try:
-            while (response := await read(call, peer=self._peer, max_silence_s=SILENCE_LIMIT_S)) is not grpc.aio.EOF:
+            while (response := await read(call, peer=peer, max_silence_s=SILENCE_LIMIT_S)) is not grpc.aio.EOF:
                 if not response.HasField("piece"):
                     yield response
                 elif (whole := assembly.add(response.piece.data, is_last=response.piece.is_last)) is not None:
@@ -114,6 +102,6 @@ class StepExport:
                     response.group.MergeFromString(whole)
                     yield response
         except grpc.aio.AioRpcError as error:
-            raise await explained(error, peer=self._peer) from error
+            raise await explained(error, peer=peer) from error
         finally:
             call.cancel()

@@ -61,7 +61,7 @@ async def recording(broker: RunningBroker, path: Path, **options: Any) -> AsyncI
     version, history = resume_point(path, RUN)
     async with open_channel(target_of(broker)) as channel:
         export = StepExport(
-            Connection(channel), run_id=RUN, follow=True, from_version=version, history=history, **options
+            Connection(channel), run_id=RUN, follow=True, next_version=version, history=history, **options
         )
         writer = open_writer(path, is_followed=True)
         task = asyncio.create_task(record(export, writer, run_id=RUN, recording=found))
