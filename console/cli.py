@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands import cli_bench, cli_certs, cli_merge, cli_planning, cli_recording, cli_runs
+from console.subcommands import cli_bench, cli_certs, cli_planning, cli_recording, cli_runs
 from console.subcommands.cli_common import Broker, Json, RunArgument, RunDir, RunsDir, command
 
 app = typer.Typer(
@@ -269,10 +269,10 @@ def doctor() -> int:
     return doctor_command()
 
 
-for part in (cli_recording, cli_planning, cli_merge, cli_bench, cli_runs):
-    app.add_typer(part.app)
-app.add_typer(cli_certs.openai_app)
-app.add_typer(cli_certs.app)
+for part in (cli_recording.app, cli_planning.app, cli_recording.merge_app, cli_bench.app, cli_runs.app):
+    app.add_typer(part)
+for part in (cli_certs.openai_app, cli_certs.app):
+    app.add_typer(part)
 
 
 def main() -> None:

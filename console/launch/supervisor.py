@@ -106,8 +106,7 @@ class SupervisedProcess:
         self.state = ProcessState.STARTING
         self._on_change = on_change
         self._process: asyncio.subprocess.Process | None = None
-        self._is_stopping = False
-        self._stopped = asyncio.Event()
+        self._stopping = asyncio.Event()
         self._pauses = pauses
         self._budget = RestartBudget()
         self._ready_s = 0.0
@@ -117,9 +116,9 @@ class SupervisedProcess:
     async def run(self) -> None:
         """Start, watch and restart until `stop`. Raises ServiceFailedError when it is given up for good."""
         was_ever_ready = False
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             status = await self._run_once()
-            if self._is_stopping:
+            if self._stopping.is_set():
                 break
             up_s = time.monotonic() - self._ready_s if self.ready.is_set() else None
             was_ever_ready = was_ever_ready or self.ready.is_set()
@@ -135,17 +134,16 @@ class SupervisedProcess:
             if verdict.is_pause:
                 self._why = f"{self._how(status)}; next try {_clock_time(time.time() + verdict.delay_s)}"
                 self._set_state(ProcessState.PAUSED)
-                await set_within(self._stopped, verdict.delay_s)
+                await set_within(self._stopping, verdict.delay_s)
                 self._why = ""
-            self.num_restarts += not self._is_stopping
+            self.num_restarts += not self._stopping.is_set()
             self._set_state(ProcessState.RESTARTING)
             if not verdict.is_pause:
-                await set_within(self._stopped, verdict.delay_s)
+                await set_within(self._stopping, verdict.delay_s)
 
     async def stop(self) -> None:
         """Ask it to end, wait `stop_grace_s`, then kill its group. Idempotent."""
-        self._is_stopping = True
-        self._stopped.set()
+        self._stopping.set()
         process = self._process
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
@@ -159,8 +157,7 @@ class SupervisedProcess:
 
     def kill(self) -> None:
         """Kill the process and its group, at once."""
-        self._is_stopping = True
-        self._stopped.set()
+        self._stopping.set()
         self._kill_group()
 
     async def _run_once(self) -> int:
@@ -203,13 +200,10 @@ class SupervisedProcess:
         self._set_state(ProcessState.READY)
 
     def _kill_group(self) -> None:
-        if self._process is None:
-            return
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            # The group is empty (macOS reports this as EPERM).
-            return
+        # The group may be empty (macOS reports this as EPERM).
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._process is not None:
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _set_state(self, state: ProcessState) -> None:
         if state != self.state:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
+from itertools import chain
 from pathlib import Path
 
 import structlog
@@ -82,8 +83,8 @@ class NodeAgent:
         self._running: dict[str, Placement] = {}
         self._say_at_s = 0.0
         """When to log again, in the loop's time, that there is no plan."""
-        self._ports: dict[str, int] = {}
-        """First port of each running process."""
+        self._replicas: dict[str, list[Replica]] = {}
+        """Generators of each running process."""
         is_emulated = config.generator.engine.is_emulated
         # A plan over emulated GPUs uses their time.
         self._meter = Meter(time_scale=config.generator.emulated.time_scale if is_emulated else 1.0)
@@ -124,6 +125,9 @@ class NodeAgent:
                 else:
                     self._say_there_is_no_plan()
 
+    def _all_replicas(self) -> list[Replica]:
+        return list(chain.from_iterable(self._replicas.values()))
+
     def _say_there_is_no_plan(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._say_at_s:
@@ -145,36 +149,31 @@ class NodeAgent:
         asked_s = asyncio.get_running_loop().time()
         await self._services.stop(todo.stops)
         for name in todo.stops:
-            del self._running[name], self._ports[name]
+            del self._running[name], self._replicas[name]
         for one in todo.starts:
             self._start(one)
-            self._running[one.name] = one
-            for replica in self._replicas(one):
+            for replica in self._replicas[one.name]:
                 self._meter.begin(replica, asked_s)
 
     def _start(self, placement: Placement) -> None:
         config = self._config
         first = int(config.generator.listen.rpartition(":")[2])
         port = first + 2 * placement.gpus[0] if first else free_block(max(2, placement.num_replicas))
-        self._ports[placement.name] = port
         settings = generator_config(config, placement, port=port)
+        target = local_endpoint(settings.listen).target
         self._services.launch_service(
             "generator",
             settings,
             name=placement.name,
-            target=local_endpoint(settings.listen).target,
+            target=target,
             num_threads=settings.engine.num_threads,
             environment=_visible(placement) if not settings.engine.is_emulated else {},
         )
-
-    def _all_replicas(self) -> list[Replica]:
-        return [replica for placement in self._running.values() for replica in self._replicas(placement)]
-
-    def _replicas(self, placement: Placement) -> list[Replica]:
-        """The generators of a process that runs here."""
-        host = local_endpoint(self._config.generator.listen).target.rpartition(":")[0]
-        ports = range(self._ports[placement.name], self._ports[placement.name] + placement.num_replicas)
-        return [Replica(f"{host}:{port}", placement.tensor_parallel) for port in ports]
+        self._running[placement.name] = placement
+        host = target.rpartition(":")[0]
+        self._replicas[placement.name] = [
+            Replica(f"{host}:{port + index}", placement.tensor_parallel) for index in range(placement.num_replicas)
+        ]
 
 
 def machine(config: NodeConfig) -> pb.Node:

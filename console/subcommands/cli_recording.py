@@ -1,4 +1,4 @@
-"""Defines the commands that export, replay and rescore recordings. Imports nothing but typer until one runs."""
+"""Defines the commands on a run's recording and its adapter. Imports nothing but typer until one runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from console.subcommands.cli_common import Broker, Json, NewRecording, Recording, RunArgument, RunsDir, command
 
 app = typer.Typer()
+merge_app = typer.Typer()
 
 
 @command(app)
@@ -93,3 +94,28 @@ def rescore(
     from console.trajectories.rescore_recording import rescore_command
 
     return rescore_command(file, reward=reward, out=out, tokenizer=tokenizer, as_json=as_json)
+
+
+@command(merge_app)
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="checkpoints/step_N of a run with `lora`.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Hugging Face directory to write.")],
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="The base; default: the model that was trained on.")
+    ] = None,
+) -> int:
+    """Merge a trained LoRA adapter into its base: an ordinary Hugging Face directory. Exit status 1 if they do not fit.
+
+    Examples:
+      penstock merge runs/my-run/checkpoints/step_200 --out models/my-model-200
+    """
+    from services.trainer.model.backend import CheckpointMismatchError
+    from services.trainer.model.merging import merge_adapter
+
+    try:
+        base = merge_adapter(checkpoint, out=out, base=model)
+    except (CheckpointMismatchError, OSError, ValueError) as error:
+        typer.echo(f"penstock: {error}", err=True)
+        return 1
+    typer.echo(f"{out}: {base} with the adapter of {checkpoint}")
+    return 0
