@@ -23,7 +23,7 @@ from services.trainer.algorithms.registry import ALGORITHMS
 MAX_SAMPLES_PER_GROUP = 1024
 TrackerName = Literal["tensorboard", "wandb", "wandb_offline"]
 TRACKER_PACKAGES: dict[TrackerName, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb_offline": "wandb"}
-"""What each needs; none comes with Penstock (requirements/trackers.txt)."""
+"""The package that each tracker needs; none comes with Penstock (requirements/trackers.txt)."""
 
 UNTRAINABLE: Mapping[str, tuple[object, ...]] = {
     "top_p": (None, 1),
@@ -34,7 +34,7 @@ UNTRAINABLE: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
 }
-"""Ways to sample that training refuses, each with the values that change nothing."""
+"""Sampling options that training refuses, each with its neutral values."""
 Share = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -47,41 +47,41 @@ class TrainerConfig(MeasuredConfig):
     weights_listen: str = "127.0.0.1:7305"
     """Address of the HTTP server that hands out weights, host:port."""
     weights_url: str | None = Field(default=None, pattern=PUBLIC_ADDRESS)
-    """Where generators reach that server: host:port, which is https where this process has a certificate, or the
-    https:// address of a proxy; <weights_listen> when unset."""
+    """Where generators reach that server: host:port (https if this process has a certificate), or the https:// address
+    of a proxy; <weights_listen> when unset."""
     trusted_relay_hosts: Annotated[tuple[str, ...], AfterValidator(checked_trusted_hosts)] = ()
-    """Hosts that generators may name as relays though they call from another address and show no certificate that names
+    """Hosts that generators may name as relays although they call from another address and show no certificate for
     them, as behind NAT: a name, all names below one (.site.example), an address or a network (10.0.0.0/8)."""
     max_weights_bytes_per_second: float | None = Field(default=None, gt=0)
-    """Most bytes of weights that server sends a second, to all receivers together; no limit when unset."""
+    """Maximum bytes of weights that server sends per second, to all receivers together; no limit when unset."""
     weights_transport: Transport = Transport.HTTP
-    """Whether weights are broadcast to generators on this machine's own fast network that are configured likewise: gloo
+    """Whether weights are broadcast to generators with the same setting on this machine's own fast network: gloo
     between processors, nccl between GPUs. Neither is encrypted."""
     broadcast_listen: str | None = None
     """Address at which members of a broadcast find each other, host:port; unset: the host of `weights_listen`, any free
     port."""
     broadcast_gather_s: float = Field(default=2.0, gt=0, le=15)
-    """Longest wait of a broadcast for generators that are expected."""
+    """Maximum time that a broadcast waits for expected generators."""
     broadcast_stall_s: float = Field(default=10.0, gt=0, le=600)
-    """A broadcast without progress for this long is given up; missing parts are fetched over HTTP."""
+    """A broadcast without progress for this long is abandoned; missing parts are fetched over HTTP."""
     trusts_network: bool = False
-    """Let processes that torchrun started on several machines talk to each other, and weights be broadcast to other
-    machines, though torch.distributed neither encrypts nor authenticates and TLS protects everything else."""
+    """Let processes that torchrun started on several machines talk to each other, and broadcast weights to other
+    machines, although torch.distributed neither encrypts nor authenticates while TLS protects everything else."""
     state_dir: Path | None = Path("runs/.trainers")
-    """Folder in which the run under way is kept, so that a trainer that is started again on the same port goes on with
-    it by itself; with null, or a port that the system chooses, it waits for StartRun."""
+    """Folder in which the current run is kept, so that a trainer restarted on the same port continues it automatically;
+    with null, or a port chosen by the system, it waits for StartRun."""
     allowed_roots: Annotated[tuple[Path, ...], Field(min_length=1)] = (Path(),)
-    """Folders, or files, below which the run folders, models and data of StartRun must lie, links followed; when not
-    given, the folder in which the trainer is started."""
+    """Folders, or files, below which the run folders, models and data of StartRun must lie, with links resolved;
+    defaults to the folder in which the trainer is started."""
 
 
 class RunSettings(StrictModel):
-    """The run itself."""
+    """General settings of the run."""
 
     id: str = ""
-    """Names the run; made from the time when empty."""
+    """Names the run; derived from the time when empty."""
     dir: Path = Path("runs")
-    """Folder in which the run's own folder is made."""
+    """Folder in which the run's own folder is created."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of data order, sampling and training."""
     num_steps: int = Field(default=100, ge=1)
@@ -89,13 +89,13 @@ class RunSettings(StrictModel):
     num_eval_prompts: int = Field(default=256, ge=0, le=100_000)
     """Held-out prompts measured at start and end, once sampled and once greedy; 0 measures none."""
     eval_every_steps: int = Field(default=0, ge=0)
-    """Steps between further measurements, made while training goes on; 0 measures at start and end only."""
+    """Steps between further measurements, made while training continues; 0 measures at start and end only."""
     checkpoint_every_steps: int = Field(default=20, ge=1)
     """Steps between checkpoints; one is written at the end in any case."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are deleted."""
     patience_s: float | None = Field(default=None, ge=0)
-    """How long a broker or trainer that is away is waited for before the run fails; for ever when unset."""
+    """How long to wait for a broker or trainer that is away before the run fails; forever when unset."""
     trackers: tuple[TrackerName, ...] = ()
     """Where numbers go besides metrics.jsonl: tensorboard, wandb, wandb_offline; each needs its package."""
 
@@ -114,16 +114,16 @@ class ModelConfig(StrictModel):
     """Hugging Face directory of a causal language model and its tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Element type of matrix products in training, and of published weights; auto is bfloat16 on GPUs for a model of 16
-    bits, else float32. What is trained is float32 in any case."""
+    bits, else float32. Trained weights are float32 in any case."""
 
 
 class LoraSection(StrictModel):
-    """A LoRA adapter is trained, published and saved; the model itself stays as it is."""
+    """A LoRA adapter is trained, published and saved; the model itself does not change."""
 
     rank: int = Field(default=16, ge=1, le=MAX_RANK)
     """Rank of every adapted layer."""
     alpha: float = Field(default=32.0, gt=0)
-    """Scale: what the adapter adds is multiplied by alpha / rank."""
+    """Scale: the adapter's contribution is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -152,11 +152,11 @@ class DataConfig(StrictModel):
     """Prompts: JSONL or parquet with `prompt` (question, problem) and `answer` (label, ground_truth, solution)."""
 
     train: Path | None
-    """Training rows; null for a run whose groups others put: agents, a replay."""
+    """Training rows; null for a run whose groups come from others: agents, a replay."""
     eval: Path | None = None
     """Held-out rows; when unset, nothing is measured."""
     shuffle: bool = True
-    """Whether each pass over the data is in a new order."""
+    """Whether each pass over the data uses a new order."""
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Rows with longer prompts are skipped, counted and reported."""
 
@@ -188,17 +188,17 @@ class SamplePolicyConfig(StrictModel):
 
     stale: PolicyName = "wait"
     """Samples that would lag more than algorithm.max_staleness: wait holds them back, and the trainer waits for slow
-    ones; drop waits for none and starts them again; continue lets the trainer wait and starts again what is late."""
+    ones; drop waits for none and restarts them; continue lets the trainer wait and restarts late samples."""
     partial_groups: Literal["wait", "drop", "shrink"] = "shrink"
-    """Groups that lost a sample: wait for another one in its place, drop the group, or shrink it."""
+    """Groups that lost a sample: wait for a replacement, drop the group, or shrink it."""
     drops_zero_variance: bool = False
-    """Drop groups whose rewards are all equal, and train on others in their place (dynamic sampling, DAPO)."""
+    """Drop groups whose rewards are all equal, and train on other groups instead (dynamic sampling, DAPO)."""
     num_extra_samples: int = Field(default=0, ge=0, le=1022)
-    """Samples drawn beyond algorithm.group_size; the first to be scored make the group, the rest is aborted."""
+    """Samples drawn beyond algorithm.group_size; the first to be scored form the group, the others are aborted."""
     num_retained_steps: int = Field(default=64, ge=1, le=1024)
     """Steps whose samples are kept after training, for resuming and export."""
     dispatch: Literal["fifo", "least_loaded", "lpt", "streamrl", "auto"] = "auto"
-    """In which order, and to which generator, samples are handed out."""
+    """Which samples go to which generator, and in which order."""
 
 
 class OptimizerConfig(StrictModel):
@@ -207,9 +207,9 @@ class OptimizerConfig(StrictModel):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of the run of linear warm-up."""
+    """Steps of linear warm-up."""
     decay_steps: int = Field(default=0, ge=0)
-    """Steps of the run, from the first, over which the rate falls linearly to a tenth of its peak; 0 is constant."""
+    """Steps, from the first, over which the rate falls linearly to a tenth of its peak; 0 keeps it constant."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -230,29 +230,29 @@ class ComputeConfig(StrictModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
     processes: Annotated[int, Field(ge=1, le=1024)] | Annotated[tuple[Share, ...], Field(min_length=1)] = 1
-    """Processes over which model and optimiser are sharded (FSDP2), one a GPU, started on the trainer's machine or by
-    torchrun on many: how many; or, where devices are unlike, the tokens that each takes, in any unit: [1, 2]."""
+    """Number of processes over which model and optimiser are sharded (FSDP2), one per GPU, started on the trainer's
+    machine or by torchrun on many; or, if devices differ, the share of tokens of each process, in any unit: [1, 2]."""
     gradient_checkpointing: bool = False
-    """Keep less for the backward pass and compute it again: less memory, about a third more work."""
+    """Recompute activations in the backward pass: less memory, about a third more work."""
     max_silence_s: float | None = Field(default=None, gt=0)
-    """Without a new group for so long, the broker being there, the run fails. Unset: 1800 s, or three times what the
-    longest completion takes the slowest generator, where that is more."""
+    """The run fails if no new group arrives for this long while the broker is reachable. Unset: 1800 s, or three times
+    the duration of the longest completion on the slowest generator if that is longer."""
     max_evaluation_silence_s: float | None = Field(default=None, gt=0)
-    """The same of an evaluation's results; unset: 900 s or more."""
+    """The same for an evaluation's results; unset: 900 s or more."""
     max_lease_silence_s: float | None = Field(default=None, ge=1, le=604_800)
-    """A lease under which no token came for so long ends though its generator renews it; unset: 300 s or more."""
+    """A lease ends if no token arrives for this long, even if its generator renews it; unset: 300 s or more."""
     max_skips_in_a_row: int = Field(default=0, ge=0, le=1000)
-    """A step whose loss or gradient is not finite is begun again without the groups that may be at fault, which are
-    dropped, at most this often in a row; then the run stops. 0 stops it at once."""
+    """A step whose loss or gradient is not finite restarts without the groups that may be at fault, which are dropped,
+    at most this often in a row; then the run stops. 0 stops it at once."""
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of each process."""
+        """The share of each process."""
         return (1.0,) * self.processes if isinstance(self.processes, int) else self.processes
 
 
 class RunSections(StrictModel):
-    """The sections of a run that its trainer needs; a whole run's configuration has them, too."""
+    """The sections of a run that its trainer needs; the configuration of a whole run has them, too."""
 
     run: RunSettings = RunSettings()
     """The run itself."""
@@ -278,12 +278,12 @@ class TrainingConfig(RunSections):
     """Everything a trainer needs for one run: the document of StartRun."""
 
     broker: Targets = "127.0.0.1:7301"
-    """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
+    """The broker, host:port; in a list of brokers on one Redis the first that works is used."""
 
     @field_validator("broker")
     @classmethod
     def _are_hosts_and_ports(cls, value: str) -> str:
-        # It comes with StartRun, and gRPC would also call a socket of this machine, or ask a name server of its choice.
+        # Clients choose it, and gRPC would also call a socket of this machine or ask a name server of their choice.
         return checked_addresses(value)
 
     @model_validator(mode="after")

@@ -29,9 +29,9 @@ from services.trainer.service import SERVICE_NAME, TrainerService
 
 
 async def serve(config: TrainerConfig) -> None:
-    """Serve until SIGTERM or SIGINT; a run under way writes a checkpoint before the server ends.
+    """Serve until SIGTERM or SIGINT; the current run writes a checkpoint before the server ends.
 
-    It is kept in `state_dir` and resumed when a trainer is started there again.
+    The run is kept in `state_dir` and resumed when a trainer starts there again.
 
     Under torchrun the first process serves; the others do their parts of its runs until it ends.
 

@@ -54,9 +54,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         roots: Roots | None = None,
     ) -> None:
         self.stopping = asyncio.Event()
-        """Set when the server drains; replaced by the event of the server that is built."""
+        """Set when the server drains; replaced by the server's own event once that is built."""
         self.warnings: Callable[[], Sequence[str]] = lambda: ()
-        """The problems that need an operator; set by the server."""
+        """Returns the problems that need an operator; set by the server."""
         self._make_run = make_run
         self._weights_url = weights_url
         self._kept = kept or KeptRun()
@@ -64,12 +64,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._run: TrainingRun | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_delayed = False
-        """Whether the run under way has not begun, for it failed a moment ago."""
+        """Whether the current run waits before its next attempt, since it failed a moment ago."""
 
     async def StartRun(
         self, request: trainer_pb2.StartRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> trainer_pb2.StartRunResponse:
-        """Begin a run, or say where the one under way with that name writes."""
+        """Begin a run, or return the folder of the current one if it has that name."""
         if self.stopping.is_set():
             raise ServiceUnavailableError("the trainer is draining")
         if self._run is not None and not self._run.events.is_finished:
@@ -83,7 +83,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         spec = read_spec(request, self._roots)
         self._roots.make_run_dir(spec.run_dir)
         if self._is_delayed and self._run is not None and self._task is not None:
-            # What made it fail may have been put right: it is begun at once, as is asked for now.
+            # The cause of the failure may have been fixed: begin at once, as now requested.
             self._task.cancel()
             self._run.events.finish(
                 trainer_pb2.RUN_OUTCOME_FAILED, message="begun again by StartRun", summary_json="", retry_delay_s=0.0
@@ -101,11 +101,11 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
 
     @property
     def broker_outage(self) -> Outage | None:
-        """Whether the broker of the run under way is away; None without a run, or before its first call."""
+        """Whether the broker of the current run is away; None without a run, or before its first call."""
         return self._run.broker.outage if self._run is not None and not self._run.events.is_finished else None
 
     def resume_kept(self) -> None:
-        """Go on with the run that this trainer's last process left, if there is one and none is under way."""
+        """Continue the run that this trainer's last process left, if there is one and no other has begun."""
         kept = self._kept.read()
         if kept is None or self._run is not None:
             return
@@ -125,7 +125,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         self._task = asyncio.create_task(self._keep_running(self._run, delay_s))
 
     async def _keep_running(self, run: TrainingRun, delay_s: float) -> None:
-        """A run, and it again after each failure that another try may heal."""
+        """Run, and again after each failure that a retry may overcome."""
         while True:
             run.events.on_first_step = partial(self._kept.update, num_begins=0, problem="")
             run.retry_delay_s = partial(self._retry_delay_s, run)
@@ -150,7 +150,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         return self._kept.delay_s(1 if run.events.has_stepped else self._kept.present.num_begins)
 
     async def _delay(self, run: TrainingRun, delay_s: float) -> None:
-        """Wait before another try; a stop ends the wait."""
+        """Wait before a retry; a stop ends the wait."""
         kept = self._kept.present
         why = f": {kept.problem}" if kept.problem else " without a step"
         message = f"it ended {max(1, kept.num_begins - 1)} times{why}; tries again in {delay_s:g} s"
@@ -165,7 +165,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     async def WatchRun(
         self, request: trainer_pb2.WatchRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
-        """Events from the asked one on; while the server drains it stays until the run has ended."""
+        """Events from the requested one on; the stream stays open while the server drains, until the run has ended."""
         run = self._named(request.run_id)
         events = run.events.follow(from_sequence=request.from_sequence, incarnation=request.incarnation)
         async for event in events:
@@ -198,7 +198,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def stop(self, *, timeout_s: float) -> None:
-        """Let the run under way write a checkpoint, for a later process to resume, within `timeout_s` s."""
+        """Let the current run write a checkpoint within `timeout_s` s, for a later process to resume."""
         if self._run is None or self._task is None:
             return
         self._run.request_stop(is_drain=True)
@@ -213,7 +213,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _resumed(spec: RunSpec, kept: Kept) -> RunSpec:
-    """The run as this trainer resumes it by itself."""
+    """The run as this trainer resumes it automatically."""
     return replace(spec, resume=True, resumes=broker_pb2.RunOwner(owner_id=kept.owner_id, epoch=kept.epoch))
 
 
@@ -222,13 +222,13 @@ def _known_epoch(spec: RunSpec) -> int:
     try:
         instance = read_instance(spec.run_dir) if spec.resume else None
     except CheckpointFormatError:
-        # Restoring the run will say so.
+        # Restoring the run will report it.
         return 0
     return instance.epoch if instance is not None else 0
 
 
 def read_spec(request: trainer_pb2.StartRunRequest, roots: Roots) -> RunSpec:
-    """What StartRun asks for, checked as far as that takes no model; raises InvalidFieldError naming the key."""
+    """The run that StartRun requests, checked as far as possible without the model; raises InvalidFieldError."""
     check_run_id(request.run_id)
     if len(request.config_json) > MAX_CONFIG_BYTES:
         raise InvalidFieldError(f"config_json: longer than {MAX_CONFIG_BYTES} bytes", field="config_json")

@@ -30,7 +30,7 @@ class AlgorithmConfig(StrictModel):
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts (groups) in one step: the batch that makes one policy version."""
     num_minibatches: int = Field(default=1, ge=1, le=1024)
-    """Optimiser steps of a batch, each on whole groups of its own: with 1 gradients are computed while samples come,
+    """Optimiser steps per batch, each on different whole groups: with 1, gradients are computed while samples arrive,
     but no ratio is ever clipped under a correction."""
     max_staleness: int = Field(default=1, ge=0, le=1000)
     """Maximum number of policy versions that a sample may lag; 0 is on-policy."""
@@ -43,22 +43,22 @@ class AlgorithmConfig(StrictModel):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How that KL is estimated from sampled tokens (Schulman)."""
     reference_refresh_steps: int = Field(default=0, ge=0)
-    """Steps after which the current weights become the reference of the KL, each time; 0 keeps the initial model."""
+    """Interval in steps at which the current weights become the reference of the KL; 0 keeps the initial model."""
     num_replayed_groups: int = Field(default=0, ge=0, le=100_000)
-    """Of tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, of those that
-    policy.num_retained_steps keeps."""
+    """For tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, from the steps
+    that policy.num_retained_steps keeps."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    """For ppo: 1 takes advantages from rewards alone, 0 by the critic's next value alone."""
+    """For ppo: 1 computes advantages from rewards alone, 0 from the critic's next value alone."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
-    """For ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that where it
-    stays below 1e-5."""
+    """For ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that as long as
+    it stays below 1e-5."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """The reward falls linearly by up to 1 over this many last tokens of sampling.max_new_tokens (DAPO); 0 is off."""
     correction: Literal["none", "decoupled", "truncated", "masked"] = "truncated"
     """Correction for samples of older versions: none, importance weights (decoupled), weights cut at
     max_importance_weight (truncated), or tokens beyond it left out (masked)."""
     correction_level: Literal["token", "sequence"] = "token"
-    """Whether each token is corrected, or the completion as a whole."""
+    """Whether each token is corrected on its own, or the completion as a whole."""
     max_importance_weight: float = Field(default=2.0, ge=1)
     """Bound of truncated and masked."""
     allow_uncorrected: bool = False

@@ -1,7 +1,7 @@
-"""Checkpoints of a run beside its training: the state is copied in the compute thread, files are written in another.
+"""Checkpoints written while training continues: state is copied in the compute thread, files are written in another.
 
 - At most one is being written; the next one waits for it.
-- A checkpoint that cannot be written ends the run: `watch` raises as soon as that is known, `finish` at the latest.
+- A checkpoint that cannot be written ends the run: `watch` raises as soon as that is known, `finish` otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = structlog.get_logger()
 
 
 class Checkpoints:
-    """Those of one run.
+    """The checkpoints of one run.
 
     Args:
         root: Its checkpoint folder.
@@ -47,10 +47,10 @@ class Checkpoints:
         return await self._compute.run(checkpoint.load_latest, self.root, backend=backend)
 
     async def begin(self, backend: Backend, state: ResumeState) -> None:
-        """Copy what there is and begin to write it, unless that step has or is getting a checkpoint.
+        """Copy the state and begin to write it, unless that step has a checkpoint or one is being written.
 
         Raises:
-            OSError: The disk refused this one, or the one before.
+            OSError: The disk refused this checkpoint or the previous one.
         """
         if self._writing is not None and self._writing_step == state.num_steps:
             return

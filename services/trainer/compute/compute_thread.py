@@ -3,9 +3,9 @@
 Promises:
 
 - Calls run one after the other, in the order they were made; a backend never sees two at once.
-- Cancelling a caller does not leave its call running unnoticed: the caller ends only when the call has.
+- A cancelled caller leaves no call running unnoticed: it ends only when its call has.
 - A forward pass that has not begun when its `Interrupt` is set raises InterruptedComputeError instead: a stop waits for
-  at most one pack; but once the first of several optimiser steps of a batch was taken, for the others too.
+  at most one pack, and for the remaining optimiser steps of a batch once the first of several has been taken.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ComputeThread:
 
 
 class Interrupt:
-    """Calls forward passes off: `set` from any thread, `check` before each of them."""
+    """Stops forward passes from beginning: `set` from any thread, `check` before each pass."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -79,5 +79,5 @@ class Interrupt:
 
 
 def copied_weights(backend: Backend) -> dict[str, Tensor]:
-    """The trained weights, on the CPU, in memory of their own: the next step changes the backend's in place."""
+    """The trained weights, copied to the CPU: the next step changes the backend's in place."""
     return {name: tensor.cpu().clone().contiguous() for name, tensor in backend.state_tensors().items()}

@@ -1,12 +1,12 @@
 """Which folders of this machine a client may have the trainer read and write: those below its `allowed_roots`.
 
-Promises, of a run folder, a model or a file of data that StartRun names:
+Promises, for a run folder, a model or a data file that StartRun names:
 
-- It is refused by name unless it lies below a root, or is one, once links are followed and `..` is taken away.
-- Nothing outside the roots is looked at, created or deleted before that is known.
-- A run folder is looked at again when it has been made, with what lies in it: no link in it leads outside.
+- It is refused by name unless it is a root or lies below one, after links and `..` are resolved.
+- Nothing outside the roots is read, created or deleted before that check.
+- A run folder is checked again, with its content, after it is made: no link in it leads outside.
 
-Links within a model's folder are followed wherever they lead: hubs keep models like that, and no client can make one.
+Links within a model's folder are followed wherever they lead: hubs store models that way, and no client can make one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Roots:
         try:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:
-            # A NUL or half a surrogate pair, links in a circle.
+            # A NUL, half a surrogate pair, or links in a circle.
             raise InvalidFieldError(f"{field}: {_shown(path)} cannot be a path: {error}", field=field) from error
-        # The roots too are followed at each call: a folder may be moved, and a link put in its place.
+        # The roots are resolved at each call, too: a folder may be moved and replaced by a link.
         if not any(real.is_relative_to(root.resolve()) for root in self._roots):
             roots = ", ".join(map(str, self._roots))
             raise InvalidFieldError(
@@ -46,7 +46,7 @@ class Roots:
         """Make a run's folder if it does not exist.
 
         Raises:
-            InvalidFieldError: It is outside the roots, something in it is, or it cannot be a folder.
+            InvalidFieldError: It, or something in it, is outside the roots, or it cannot be a folder.
             ServiceUnavailableError: The disk is full.
         """
         self.require("run.dir", path)
@@ -63,7 +63,7 @@ class Roots:
 
 
 def require_file(field: str, path: Path) -> None:
-    """Raises InvalidFieldError unless `path` is a file that can be looked at."""
+    """Raises InvalidFieldError unless `path` is a file that can be accessed."""
     try:
         is_file = path.is_file()
     except OSError as error:

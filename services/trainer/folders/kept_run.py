@@ -2,9 +2,9 @@
 
 Promises:
 
-- What StartRun accepted is there until it is cleared, over any crash: the file is replaced as a whole and synced.
-- It holds what StartRun carried, which has no secrets, and how often the run was begun since its last step.
-- A run that ends without a step is begun again with growing delays, never in a hot loop.
+- What StartRun accepted survives any crash until it is cleared: the file is replaced as a whole and synced.
+- It holds the content of StartRun, which has no secrets, and how often the run has begun since its last step.
+- A run that ends without a step restarts with growing delays, never in a hot loop.
 - It names the owner under which this trainer last worked on the run, so that a resume does not take the run away from a
   trainer that has taken it over since.
 """
@@ -23,7 +23,7 @@ from penstock.process.durable_files import replace_file
 FORMAT_VERSION = 1
 FIRST_RETRY_S, MOST_RETRY_S = 10.0, 1800.0
 MAX_BYTES = 4 * 1024 * 1024
-"""Of a file that is read: more than StartRun takes."""
+"""Limit of a file that is read: more than StartRun accepts."""
 
 _log = structlog.get_logger()
 
@@ -37,21 +37,21 @@ class Kept:
     config_json: str
     """Its configuration, as accepted."""
     num_begins: int
-    """Times that it was begun since the last step it took."""
+    """Times that it has begun since its last step."""
     problem: str = ""
     """Why it ended last; empty when that is not known."""
     owner_id: str = ""
-    """Under which this trainer last took the run over, or was about to; empty before it first did."""
+    """Owner under which this trainer last took over the run, or was about to; empty before the first take-over."""
     epoch: int = 0
-    """The newest one known to this trainer when it last worked on the run."""
+    """The newest epoch known to this trainer when it last worked on the run."""
 
 
 class KeptRun:
     """The file of one trainer; without a path nothing is kept.
 
     Args:
-        path: The file; its folder is made when something is to be kept.
-        first_retry_s: Shortest delay before a run that failed is begun again.
+        path: The file; its folder is made when needed.
+        first_retry_s: Shortest delay before a failed run restarts.
     """
 
     def __init__(self, path: Path | None = None, *, first_retry_s: float = FIRST_RETRY_S) -> None:
@@ -83,12 +83,12 @@ class KeptRun:
 
     @property
     def present(self) -> Kept:
-        """The run last read or written and not cleared since; there must be one."""
+        """The run last read or written, which must not have been cleared since."""
         assert self._kept is not None
         return self._kept
 
     def update(self, **changes: Any) -> None:
-        """Keep the present run with other values of these fields."""
+        """Change these fields of the kept run."""
         self.write(replace(self.present, **changes))
 
     def write(self, kept: Kept) -> None:
@@ -119,7 +119,7 @@ class KeptRun:
 def kept_path(state_dir: Path | None, listen: str) -> Path | None:
     """The file of the trainer that listens there; None if nothing is to be kept.
 
-    A port that the system chooses is another one after a restart, so what such a trainer kept would never be found.
+    A port chosen by the system differs after a restart, so what such a trainer kept would never be found.
     """
     port = listen.rpartition(":")[2]
     return None if state_dir is None or port in ("", "0") else state_dir.expanduser() / f"trainer-{port}.json"

@@ -1,9 +1,9 @@
-"""Which run a folder holds: a name of its own beside the id that a person gave it.
+"""Which run a folder holds: an identity beside the id that a person chose.
 
 Promises:
-- A run's instance is on disk before the broker hears of it, so a trainer that dies before its first checkpoint and
-  starts again is recognised as the same run.
-- The folder also records the newest epoch under which a trainer of this folder took the run over.
+- A run's instance is on disk before the broker learns of it, so a trainer that dies before its first checkpoint and
+  restarts is recognised as the same run.
+- The folder also records the newest epoch under which one of its trainers took over the run.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class RunInstance:
     instance_id: str
     """Random; empty in a run from before there were instances."""
     epoch: int = 0
-    """The newest epoch known here; 0 before the first trainer took the run over."""
+    """The newest epoch known here; 0 before the first take-over."""
 
 
 def new_instance() -> RunInstance:
-    """A run that was never there before."""
+    """A new run."""
     return RunInstance(instance_id=secrets.token_hex(8))
 
 
 def new_owner_id() -> str:
-    """Names a trainer process' work on one run, readably: host, process, random part."""
+    """Names a trainer process' ownership of one run, readably: host, process, random part."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -57,5 +57,5 @@ def read_instance(run_dir: Path) -> RunInstance | None:
 
 
 def write_instance(run_dir: Path, instance: RunInstance) -> None:
-    """Replaces the folder's record; on return it is synced to disk. Raises OSError."""
+    """Replace the folder's record and sync it to disk. Raises OSError."""
     replace_file(run_dir / INSTANCE_FILE, json.dumps(asdict(instance)))

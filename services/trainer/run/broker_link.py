@@ -1,6 +1,6 @@
-"""A run's link to its broker: in whose name it calls, whether the broker is away, and calls that must not wait long.
+"""A run's link to its broker: its owner name, whether the broker is away, and calls that must not wait long.
 
-A broker that does not answer within BROKER_PATIENCE_S keeps no checkpoint and no summary from being written.
+A broker that does not answer within BROKER_PATIENCE_S never prevents a checkpoint or a summary from being written.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class BrokerLink:
         self.keep_owner: KeepOwner = lambda owner: None
         """Passed to each `RunContext`."""
         self.outage: Outage | None = None
-        """Whether the broker is away; None before it was first asked for anything."""
+        """Whether the broker is away; None before the first call."""
 
     def client(self) -> BrokerClient:
-        """A client that waits for the broker as long as the configuration says."""
+        """A client that waits for the broker as long as the configuration allows."""
         config = self._spec.config
         client = BrokerClient(
             config.broker, security=self._security, patience_s=config.run.patience_s, on_outage=self._note_outage
@@ -49,7 +49,7 @@ class BrokerLink:
         return client
 
     def context(self, client: BrokerClient, progress: Progress) -> RunContext:
-        """The run as that client calls for it."""
+        """The run's context for calls of that client."""
         client.owner = self.owner if self.owner.epoch else None
         return RunContext(
             spec=self._spec,
@@ -62,7 +62,7 @@ class BrokerLink:
         )
 
     async def check_not_replaced(self) -> None:
-        """Before a run that is resumed automatically touches its folder, which may be its new trainer's too.
+        """Check, before an automatic resume touches the run's folder, that it has no new trainer.
 
         Raises FencedError, and what `BrokerClient.get_run` does.
         """
@@ -83,7 +83,7 @@ class BrokerLink:
             )
 
     async def check_owner(self, progress: Progress) -> None:
-        """Raises FencedError where another trainer is known to have taken the run over."""
+        """Raises FencedError if another trainer is known to have taken over the run."""
         async with self._hasty_client() as client:
             try:
                 async with asyncio.timeout(BROKER_PATIENCE_S):
@@ -94,9 +94,9 @@ class BrokerLink:
                 _log.warning("not known whether this is still the run's trainer", error=str(error))
 
     async def final_audit(self, progress: Progress) -> broker_pb2.Audit | None:
-        """Report a step whose acknowledgement the stop cut short, then ask for the run's counters.
+        """Report a step whose acknowledgement the stop interrupted, then fetch the run's counters.
 
-        None when the broker does not answer soon, or does not know the run; the checkpoint has everything.
+        None if the broker does not answer soon or does not know the run; the checkpoint has everything.
         """
         async with self._hasty_client() as client:
             try:

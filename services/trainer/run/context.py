@@ -17,7 +17,7 @@ from services.trainer.folders.run_instance import RunInstance, write_instance
 from services.trainer.model.backend import Backend
 from services.trainer.reporting.progress import Progress
 
-# Generators and reward workers renew every few seconds; what a lost one held is with another after this long.
+# Generators and reward workers renew every few seconds; this long after one is lost, its work goes to another.
 LEASE_S = 15
 
 
@@ -26,7 +26,7 @@ KeepOwner = Callable[[broker_pb2.RunOwner], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is trained, and how prompts become its tokens."""
+    """The model to train, and the tokenizer for its prompts."""
 
     backend: Backend
     tokenizer: Tokenizer
@@ -41,24 +41,24 @@ class RunSpec:
     run_dir: Path
     resume: bool
     resumes: broker_pb2.RunOwner | None = None
-    """Where the trainer resumes by itself, the last owner it knows of: it takes the run over only if no other trainer
-    has since. None when the run was asked for."""
+    """On an automatic resume, the last owner that the trainer knows: it takes the run over only if no other trainer has
+    done so since. None when the run was requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """A run that is being worked on."""
+    """A run in progress, as its parts see it."""
 
     spec: RunSpec
     client: BrokerClient
     progress: Progress
     version_lock: asyncio.Lock
-    """Held while the run's version is changed or stated at the broker: stating an old one would rewind the run."""
+    """Held while the run's version is changed or reported to the broker: reporting an old one would rewind the run."""
     clock: Clock
     owner: broker_pb2.RunOwner = field(default_factory=broker_pb2.RunOwner)
     """The owner name under which this trainer calls the broker; its epoch is 0 until it has taken the run over."""
     keep_owner: KeepOwner = lambda owner: None
-    """Hears, before and after a take-over, of the name and newest epoch that its next process must know; may block."""
+    """Called before and after a take-over with the name and newest epoch that the next process must know; may block."""
 
     @property
     def config(self) -> TrainingConfig:
@@ -73,14 +73,14 @@ class RunContext:
     async def take_over(self) -> broker_pb2.OpenRunResponse:
         """Create the run or become its trainer: its previous trainer is fenced from now on.
 
-        The client's calls say from now on in whose name they are made. Call with `version_lock` held. Raises what
+        From now on the client's calls name this owner. Call with `version_lock` held. Raises what
         `BrokerClient.open_run` does, and OSError.
         """
         owner = self.owner
         self.client.owner = broker_pb2.RunOwner(
             instance_id=owner.instance_id, owner_id=owner.owner_id, epoch=self.progress.epoch
         )
-        # Before, so that a take-over whose answer is lost with this process is recognised as its own by the next one.
+        # Recorded first: if this process dies before the answer, the next one recognises the take-over as its own.
         known = self.spec.resumes.epoch if self.spec.resumes is not None else self.progress.epoch
         await asyncio.to_thread(self.keep_owner, broker_pb2.RunOwner(owner_id=owner.owner_id, epoch=known))
         response = await self.open_run(self.progress.policy_version, takes_over=True)
@@ -93,7 +93,7 @@ class RunContext:
         return response
 
     async def check_owner(self) -> None:
-        """Raises FencedError where another trainer has taken the run over, and what `BrokerClient.get_run` does."""
+        """Raises FencedError if another trainer has taken over the run, and what `BrokerClient.get_run` does."""
         self.check_view(await self.client.get_run(self.run_id))
 
     def check_view(self, view: broker_pb2.GetRunResponse) -> None:
@@ -113,7 +113,7 @@ class RunContext:
 
         Args:
             policy_version: The trainer's version.
-            takes_over: Create the run or become its trainer, and rewind it where it is further; raises what
+            takes_over: Create the run or become its trainer, and rewind it if it is ahead; raises what
                 `BrokerClient.open_run` does.
         """
         algorithm = self.config.algorithm

@@ -5,9 +5,9 @@ Promises:
 - Both kinds are measured on the same prompts, one completion each: sampled (as in training) and greedy.
 - Only generators that hold at least the measured version decode them. None of these samples is ever trained on.
 - A measurement is written to evaluations.jsonl before the broker may forget its groups, so that after a crash it is
-  either on disk or still to be had.
-- No endless wait: without any new result for as long as `trainer.max_evaluation_silence_s` says, or what is derived in
-  its place, the measurement fails and says what was waited for. Time in which the broker was away does not count.
+  either on disk or can still be collected.
+- No endless wait: without any new result for `trainer.max_evaluation_silence_s`, or the limit derived in its place, the
+  measurement fails and says what it waited for. Time in which the broker was away does not count.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Evaluator:
         """A measurement made during training."""
 
     async def forget_leftovers(self) -> None:
-        """Let the broker forget groups of measurements that are on record; for a run that goes on after a crash."""
+        """Let the broker forget groups of recorded measurements, when a run continues after a crash."""
         for line in self._record.read():
             ids = list(self._groups(int(line["policy_version"]), int(line["history"])))
             await self._client.drop_groups(self._run_id, ids, reason="evaluated")
 
     async def measure(self) -> None:
-        """Measure the present version while training is idle.
+        """Measure the current version while training is idle.
 
         Raises:
             DeadlineError: No new result for too long, see above.
@@ -86,7 +86,7 @@ class Evaluator:
         await self._measure(version, on_waiting=self._events.say_waiting)
 
     def begin_if_due(self) -> None:
-        """Begin to measure beside training every `run.eval_every_steps`; raises what the measurement before raised."""
+        """Start measuring beside training, every `run.eval_every_steps`; raises the previous measurement's error."""
         run, version = self._config.run, self._context.progress.policy_version
         if self._beside is not None and self._beside.done():
             self._beside.result()
@@ -98,7 +98,7 @@ class Evaluator:
             self._beside = asyncio.create_task(self._measure(version, on_waiting=lambda _reason: None))
 
     async def finish(self) -> None:
-        """Wait for the measurement that was begun; raises what it raised."""
+        """Wait for the measurement under way, if any; raises what it raised."""
         if self._beside is not None:
             await self._beside
 
@@ -189,7 +189,7 @@ class Evaluator:
         return scores
 
     async def _forget_strays(self, group_ids: Sequence[str]) -> None:
-        """Groups of an earlier measurement that was interrupted and is not wanted any more."""
+        """Drop groups of an earlier measurement that was interrupted and is no longer wanted."""
         if group_ids:
             await self._client.drop_groups(self._run_id, group_ids, reason="evaluated")
 

@@ -6,11 +6,11 @@
 Promises:
 
 - A group is trained on in exactly one step of the surviving history: one in the step log is never trained again.
-- The optimiser step and the progress that records it are one: a stop falls before or after both.
-- AckStep comes before the weights are published, because the broker refuses tokens of versions it has not heard of. A
-  crash in between is harmless: the broker decides what the version is, and the step log brings it the steps it missed.
-- A group of which no sample can be trained on is dropped at the broker with its reason, and another takes its place. So
-  are those that made a loss or gradient not finite, as far as the configuration allows it: the step then begins again
+- The optimiser step and the progress that records it are atomic: a stop falls before or after both.
+- AckStep precedes the publication of the weights, because the broker refuses tokens of versions it does not know. A
+  crash in between is harmless: the broker decides what the version is, and the step log tells it the steps it missed.
+- A group without a trainable sample is dropped at the broker with its reason, and another takes its place. The same
+  happens to groups that made a loss or gradient non-finite, as far as the configuration allows: the step then restarts
   with the others, from the same weights, and is exactly a step that those groups were never part of.
 """
 
@@ -55,8 +55,8 @@ LEAST_SILENCE_S = 1800.0
 """Without any new group for this long, or longer where completions are (`penstock.stall_limits`), the run fails."""
 POLL_S = 0.5
 RESTATE_S = 15.0
-"""Without a group for this long the broker is sent the last steps again: one whose Redis lost some holds back
-generators that are ahead of it, and no group would ever come that could show the loss."""
+"""Without a group for this long, the last steps are sent to the broker again: if its Redis lost some, it holds back
+generators that are ahead of it, and no group would ever arrive to reveal the loss."""
 
 _log = structlog.get_logger()
 Groups = dict[str, list[TrainingSample]]
@@ -64,11 +64,11 @@ Groups = dict[str, list[TrainingSample]]
 
 @dataclass(slots=True, kw_only=True)
 class _OpenStep:
-    """The step under way."""
+    """The current step."""
 
     step: TrainingStep
     num_skipped: int
-    """Times that it was begun before, from the same weights."""
+    """Earlier attempts at it, from the same weights."""
     groups: Groups = field(default_factory=dict)
     """The groups that it trains on; unusable samples are left out once checked."""
 
@@ -116,8 +116,8 @@ class StepLoop:
                 run_id=context.run_id,
                 consumer_id=CONSUMER_ID,
                 purpose=types_pb2.PURPOSE_TRAIN,
-                # The broker hands out no more than a step before that is acknowledged. Credit for the next one lets the
-                # commit of the acknowledgement begin it, without a round trip of the credit's own.
+                # The broker hands out at most one step until that is acknowledged. Credit for the next one lets the
+                # commit of the acknowledgement begin it, without a round trip for the credit.
                 max_held_groups=2 * groups_per_step,
                 max_groups=min(context.config.trainer.max_groups_per_microbatch, groups_per_step),
                 owner=context.client.owner,
@@ -129,7 +129,7 @@ class StepLoop:
 
         Raises:
             BackendError: A loss or gradient was not finite, and not for the first time; nothing changed.
-            DeadlineError: No new group for as long as `trainer.max_silence_s` says, or what is derived in its place.
+            DeadlineError: No new group for `trainer.max_silence_s`, or for the limit derived in its place.
             PenstockError: The broker refused something for good, or was away for too long.
         """
         num_skipped, kept = 0, await self._attempt({}, num_skipped=0)
@@ -146,7 +146,7 @@ class StepLoop:
             )
 
     async def _attempt(self, kept: Groups, *, num_skipped: int) -> Groups | None:
-        """A step that begins with the groups in `kept`; what another attempt is to begin with, None after the step."""
+        """Attempt a step that begins with the groups in `kept`; returns those of the next one, None after success."""
         config, version = self._context.config, self._context.progress.policy_version
         settings = step_settings(config, policy_version=version)
         step = TrainingStep(self._backend, settings, check=self._interrupt.check)
@@ -161,14 +161,14 @@ class StepLoop:
                 raise
             return await self._without_suspects(open_step.groups, error)
         finally:
-            # A step that did not finish must leave no gradients behind.
+            # An unfinished step must leave no gradients behind.
             await self._compute.run(open_step.step.abandon)
 
     async def _take(self, open_step: _OpenStep) -> None:
         """The optimiser step and its acknowledgement, and its line in the metrics.
 
-        A step that was cut short before the broker answered has its line; one that was refused because another trainer
-        has the run has none: the files are its successor's, and so is the step of that number.
+        A step that was interrupted before the broker answered gets its line; one that was refused because another
+        trainer has the run gets none: the files, and the step of that number, belong to the successor.
         """
         try:
             await uninterrupted(self._finish(open_step))
@@ -187,7 +187,7 @@ class StepLoop:
         """Add groups, first those in `kept`, until there are enough for a step."""
         num_wanted = self._context.config.algorithm.prompts_per_step
         if not open_step.num_skipped:
-            # Replayed groups may be at fault, and need not be trained on.
+            # A retry leaves out replayed groups: they may be at fault, and are not needed.
             await self._add_replayed(open_step.step)
         if kept:
             await self._add(open_step, kept)
@@ -211,7 +211,7 @@ class StepLoop:
         return {group_id: samples for group_id, samples in groups.items() if group_id not in suspects}
 
     async def _add_replayed(self, step: TrainingStep) -> None:
-        """Train on groups of earlier steps again, before the first fresh one has come; none if the buffer is empty."""
+        """Train again on groups of earlier steps, if there are any, before the first fresh one arrives."""
         if self._replay is not None:
             wanted = self._context.config.algorithm.num_replayed_groups
             version = self._context.progress.policy_version
@@ -220,7 +220,7 @@ class StepLoop:
             await self._compute.run(step.add_replayed, groups)
 
     async def _refresh_reference(self) -> None:
-        """Every `reference_refresh_steps` versions the present one becomes the reference."""
+        """Make the current weights the reference, every `reference_refresh_steps` versions."""
         every = self._context.config.algorithm.reference_refresh_steps
         if every and self._context.progress.policy_version % every == 0:
             await self._compute.run(self._backend.refresh_reference)
@@ -244,8 +244,8 @@ class StepLoop:
                 self._context.run_id, consumer_id=CONSUMER_ID, group_ids=group_ids, policy_version=version
             )
         except (VersionConflictError, LeaseLostError, UnknownSampleError) as error:
-            # A broker whose Redis lost its last moment is behind, by a version or only by the delivery of these groups;
-            # the step log, this step included, brings it up.
+            # A broker whose Redis lost its latest writes is behind, by a version or only by the delivery of these
+            # groups; the step log, which includes this step, brings it up to date.
             _log.warning("the broker is behind and is sent the last steps again", error=str(error))
             await self._context.open_run(version)
         self._context.progress.acked_version = version
@@ -285,7 +285,7 @@ class StepLoop:
             await self._context.open_run(self._context.progress.acked_version)
 
     async def _decoded(self, groups: Sequence[types_pb2.TrajectoryGroup]) -> Groups:
-        """Their samples; groups that cannot be read are dropped."""
+        """The samples of the groups; unreadable groups are dropped."""
         decoded: Groups = {}
         for group in groups:
             try:
@@ -296,7 +296,7 @@ class StepLoop:
         return decoded
 
     async def _add(self, open_step: _OpenStep, groups: Groups) -> None:
-        # Recorded before they are checked: on any error, the step knows its groups.
+        # Recorded before they are checked, so that the step knows its groups on any error.
         open_step.groups |= groups
         report = await self._compute.run(open_step.step.add_groups, list(groups.values()))
         reasons = _unusable_groups(groups, report)
@@ -330,7 +330,7 @@ class StepLoop:
 
 
 def _unusable_groups(decoded: Groups, report: MicrobatchReport) -> dict[str, str]:
-    """The groups without a single trained sample, with the commonest reason."""
+    """The groups without a single trainable sample, with the most common reason."""
     reasons: dict[str, Counter[str]] = {group_id: Counter() for group_id in decoded}
     for sample in report.skipped:
         if sample.group_id in reasons:

@@ -15,13 +15,13 @@ from services.trainer.run.prompt_feeder import PromptFeeder
 
 POLL_S = 1.0
 LOOK_BACK_S = 10.0
-"""Spans are asked for again for this long: a heartbeat may bring them late, and the meter recognises them."""
+"""Recent spans are requested again for this long: a heartbeat may bring them late, and the meter recognises repeats."""
 
 _log = structlog.get_logger()
 
 
 class RunMonitor:
-    """Feeds the overlap meter; a broker that is away costs nothing but detail."""
+    """Feeds the overlap meter; a broker that is away costs only detail."""
 
     def __init__(self, *, context: RunContext, meter: OverlapMeter, feeder: PromptFeeder | None) -> None:
         self._context = context
@@ -42,7 +42,7 @@ class RunMonitor:
             await asyncio.sleep(POLL_S)
 
     async def poll(self) -> None:
-        """Look once; raises PenstockError, FencedError among them."""
+        """Poll once; raises PenstockError, including FencedError."""
         since_s = None if self._last_poll_s is None else self._last_poll_s - LOOK_BACK_S
         view = await self._context.client.get_run(self._context.run_id, busy_since_s=since_s)
         at_s = self._context.clock.monotonic_s()

@@ -22,8 +22,8 @@ from services.trainer.run.context import Policy
 from services.trainer.step.step_settings import is_reference_early
 
 CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
-"""A critic learns by regression from a head of zeros and may go faster than a large policy at its 1e-6; what others use
-is 1e-5. A small policy's own rate is above that already: ten times the quick start's 4e-4 kept it from learning."""
+"""A critic learns by regression from a head of zeros and may go faster than a large policy at its 1e-6; 1e-5 is common.
+A small policy's own rate is above that already: ten times the quick start's 4e-4 kept it from learning."""
 
 
 def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) -> Policy:
@@ -31,13 +31,13 @@ def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) ->
 
     Args:
         config: Of the run.
-        torchrun: Brings the other processes where torchrun started them.
+        torchrun: The launch of the other processes, if torchrun started them.
 
     Raises:
         ConfigError: The directory holds no usable model or tokenizer.
         BackendError: The model cannot be trained on packed rows.
     """
-    # A service's log is read by people and programs; bars that redraw themselves spoil it.
+    # Progress bars that redraw themselves garble a service's log.
     disable_progress_bar()
     tokenizer = HuggingFaceTokenizer(config.model.path)
     try:

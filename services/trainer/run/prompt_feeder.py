@@ -3,8 +3,8 @@
 Promises:
 
 - A prompt is sent again until the broker has it; group names make that safe.
-- When the broker's queue is full the sender waits, asks with one prompt at a time whether there is room again, and the
-  data stays unread: memory does not grow.
+- When the broker's queue is full, the sender waits and probes for space with one prompt at a time, and the data stays
+  unread: memory does not grow.
 - At most `num_steps * groups_per_step` training groups are submitted, plus one for each group that was dropped, so that
   a finished run leaves nothing in flight.
 """
@@ -33,15 +33,15 @@ from services.trainer.run.context import RunContext
 
 SUBMIT_BATCH_GROUPS = 64
 CHECK_DROPPED_S = 0.2
-"""Drops come in bursts; after the first of one, so long is waited before they are counted and replaced together."""
+"""Drops come in bursts: this long after the first one, they are counted and replaced together."""
 CHECK_LOST_S = 15.0
-"""A Redis that came back without its last second has lost prompts that no drop reports: check periodically."""
+"""A Redis that came back without its last second has lost prompts without reporting drops: check periodically."""
 
 _log = structlog.get_logger()
 
 
 class PromptSubmitter:
-    """Hands prompts to the broker; calls take turns, so that a batch of evaluation prompts is not starved."""
+    """Submits prompts to the broker; calls take turns, so that a batch of evaluation prompts is not starved."""
 
     def __init__(self, client: BrokerClient, run_id: str) -> None:
         self._client = client
@@ -49,13 +49,13 @@ class PromptSubmitter:
         self._turn = asyncio.Lock()
 
     async def submit(self, prompts: Sequence[types_pb2.Prompt]) -> None:
-        """Returns once the broker has all of them; raises RefusedError where it refuses one for good."""
+        """Returns once the broker has all of them; raises RefusedError if it refuses one for good."""
         async with self._turn:
             await submit_all(partial(self._client.submit_prompts, self._run_id), prompts)
 
 
 class PromptFeeder:
-    """Submits training groups ahead of the trainer, as far as the broker's queue takes them."""
+    """Submits training groups ahead of the trainer, as far as the broker's queue has space."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class PromptFeeder:
         await self._submitter.submit([self._prompt(position) for position in positions])
 
     async def _count_dropped_groups(self) -> None:
-        """Groups are dropped at the broker, sample by sample; which whole groups are gone follows from what is left."""
+        """The broker drops groups sample by sample; how many whole groups are gone follows from what is left."""
         async with self._context.version_lock:
             response = await self._context.open_run(self._progress.acked_version)
             num_gone = self._stream.position - self._progress.num_trained_groups - response.num_groups_in_flight

@@ -1,10 +1,10 @@
-"""Follows the broker's retained groups of trained steps into the replay buffer, beside training.
+"""Copies the groups of trained steps that the broker retains into the replay buffer, while training continues.
 
 Promises:
-- After a restart the buffer holds again what the broker retains: nothing of it is the trainer's own.
-- A step draws when everything it may draw from has come, so that a step taken again draws the same.
+- After a restart the buffer holds what the broker retains: the trainer stores none of it.
+- A step draws once everything it may draw from has arrived, so that a repeated step draws the same.
 - A group that cannot be read is left out and logged; a feed that fell behind continues with what is still retained.
-- Replaying changes no book: a replayed group was trained and acknowledged once, and is neither leased nor
+- Replaying changes no counter: a replayed group was trained and acknowledged once, and is neither leased nor
   acknowledged again.
 """
 
@@ -24,7 +24,7 @@ from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.run.context import RunContext
 
 PATIENCE_S = 60.0
-"""So long a step waits for what it may draw from. It has come long before, but for the first step of a resumed run."""
+"""How long a step waits for the groups it may draw from. Only the first step of a resumed run has to wait."""
 
 _log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ class ReplayFeed:
         self._news = asyncio.Condition()
 
     async def run(self) -> None:
-        """Follow until the run is closed; raises PenstockError where the broker refuses or stays away."""
+        """Follow until the run is closed; raises PenstockError if the broker refuses or stays away."""
         while True:
             try:
                 await self._follow()
@@ -64,7 +64,7 @@ class ReplayFeed:
                     self._news.notify_all()
 
     async def draw(self, num_groups: int, *, policy_version: int) -> list[list[TrainingSample]]:
-        """Draw groups to train on again once all of those steps have come, waiting at most PATIENCE_S."""
+        """Draw groups to train on again once all steps before the version have arrived, waiting at most PATIENCE_S."""
         try:
             async with asyncio.timeout(PATIENCE_S), self._news:
                 await self._news.wait_for(lambda: self._whole_until >= policy_version - 1)
@@ -95,6 +95,6 @@ def replay_feed(context: RunContext) -> ReplayFeed | None:
     run, policy = context.config.run, context.config.policy
     if not context.config.algorithm.num_replayed_groups:
         return None
-    # What is retained beyond the window is what a run that goes back to its last checkpoint draws from once more.
+    # The steps retained beyond the window serve a run that returns to its last checkpoint and draws again.
     max_steps = max(1, policy.num_retained_steps - run.checkpoint_every_steps - 1)
     return ReplayFeed(context, ReplayBuffer(max_steps=max_steps, seed=run.seed))

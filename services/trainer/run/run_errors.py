@@ -1,4 +1,4 @@
-"""How an error ends a run: which are expected, which another try would only repeat, which spoil the weights."""
+"""How an error ends a run: which errors are expected, which a retry would only repeat, which spoil the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.trainer.step.step import EmptyStepError
 _FINAL_REASONS = frozenset(
     ("INVALID_FIELD", "RUN_CONFLICT", "RUN_CLOSED", "NOT_OFFERED", "BAD_TOKEN", "FENCED", "OTHER_INSTANCE")
 )
-"""Reasons of errors that end a run for good: another try would fail in the same way, or fight the run's new trainer."""
+"""Reasons of errors that end a run for good: a retry would fail in the same way, or fight the run's new trainer."""
 
 EXPECTED_ERRORS = (
     ConfigError,
@@ -26,12 +26,12 @@ EXPECTED_ERRORS = (
 
 
 def is_final(error: Exception) -> bool:
-    """Whether the same run would fail in the same way again, whatever happens meanwhile."""
+    """Whether the run would fail again in the same way."""
     if isinstance(error, PenstockError):
         return error.reason in _FINAL_REASONS
     return isinstance(error, (ConfigError, CheckpointFormatError))
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether the backend failed by itself: its weights may then be those between two optimiser steps of a batch."""
+    """Whether the backend itself failed: its weights may then be those between two optimiser steps of a batch."""
     return isinstance(error, BackendError) and not isinstance(error, InterruptedComputeError)

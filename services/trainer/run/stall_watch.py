@@ -1,4 +1,4 @@
-"""Notices that nothing came for too long, the broker being there."""
+"""Notices that nothing has arrived for too long although the broker is reachable."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from penstock.stall_limits import SilenceLimit, sample_speeds, silence_limit
 from services.trainer.run.context import RunContext
 
 LOOK_EVERY_S = 60.0
-"""How often the generators' speed is asked for, once the least limit is over."""
+"""Interval between queries of the generators' speed, once the least limit has passed."""
 LONG_CALL_S = 5.0
-"""A broker that took longer to answer was away."""
+"""A broker that takes longer to answer counts as having been away."""
 
 
 class StallWatch:
@@ -32,7 +32,7 @@ class StallWatch:
         self._look_at_s = 0.0
 
     async def exceeded(self) -> SilenceLimit | None:
-        """The limit, once it is over. Raises PenstockError where the broker refuses for good."""
+        """The limit, once it has passed. Raises PenstockError if the broker refuses for good."""
         now_s = self._clock.monotonic_s()
         quiet_s = now_s - self._since_s
         if quiet_s <= (self._least_s if self._configured_s is None else self._configured_s):

@@ -4,19 +4,19 @@
                                (anywhere: stop or error -> checkpoint -> summary)
 
 Order that matters: OpenRun before the first publication (it gives the run's history counter); the first publication
-before the first prompt (generators take no work without weights); a checkpoint before the last evaluation (whose crash
-then costs no training); leftovers dropped before CloseRun, so that a finished run has nothing in flight.
+before the first prompt (generators take no work without weights); a checkpoint before the last evaluation (so that a
+crash in it costs no training); leftovers dropped before CloseRun, so that a finished run has nothing in flight.
 
 Promises:
 
 - `run` never raises: how the run ended is its last event, and summary.json says the same.
-- A stop abandons the step under way (its groups go back, being unacknowledged), writes a checkpoint of the present
+- A stop abandons the current step (its groups are unacknowledged and go back), writes a checkpoint of the current
   version, and leaves the run open at the broker, to be resumed.
 - After an error that leaves the weights sound a checkpoint is written too; after a non-finite loss or gradient none
   is, and the last one stays as it was.
 - A run that completes leaves nothing in flight and is closed at the broker.
-- Once another trainer has taken the run over this one ends, and neither publishes nor writes a checkpoint or summary:
-  the folder may be the other's too.
+- Once another trainer has taken over the run, this one ends and neither publishes nor writes a checkpoint or summary:
+  the folder may belong to the other by then.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _log = structlog.get_logger()
 
 
 class TrainingRun:
-    """One run in this process. `run` is awaited once; `request_stop` may come at any time, any number of times."""
+    """One run in this process. `run` is awaited once; `request_stop` may be called at any time, repeatedly."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class TrainingRun:
         self.outcome: trainer_pb2.RunOutcome.ValueType = trainer_pb2.RUN_OUTCOME_UNSPECIFIED
         """How it ended; known when `run` has returned."""
         self.is_final = False
-        """Whether it failed in a way that another try would only repeat."""
+        """Whether it failed in a way that a retry would only repeat."""
         self.retry_delay_s: Callable[[], float] = lambda: 0.0
-        """Asked when it has failed: after how long it is begun again by itself; 0 for never."""
+        """Called after a failure: seconds until the run is restarted automatically; 0 for never."""
         self._meter = OverlapMeter()
         self._compute = ComputeThread(clock=self._clock, on_span=self._meter.add_trainer_span)
         self._checkpoints = Checkpoints(
@@ -105,7 +105,7 @@ class TrainingRun:
         self._metrics = JsonLines(spec.run_dir / "metrics.jsonl")
         self._evaluations = JsonLines(spec.run_dir / "evaluations.jsonl", prefix="eval/")
         self._opened: Backend | None = None
-        """To be closed."""
+        """Closed when the run ends."""
         self._backend: Backend | None = None
         """The same, once its weights are those of `_progress`."""
         self._progress = Progress()
@@ -113,13 +113,13 @@ class TrainingRun:
         self._is_fenced = False
         """Whether the run belongs to another trainer, or the id to another run."""
         self._is_restored = not spec.resume
-        """Whether it is known how far the run has come."""
+        """Whether the run's progress is known."""
         self._started_s = self._clock.monotonic_s()
 
     def request_stop(self, *, is_drain: bool = False) -> None:
         """End the run soon: within one forward pass, and the time a checkpoint takes.
 
-        With `is_drain` only this process ends, not the run; a stop that was asked for before or after counts more.
+        With `is_drain` only this process ends, not the run; a full stop, requested earlier or later, takes precedence.
         """
         self._is_drained = is_drain and (self._is_drained or not self._stop.is_set())
         self._stop.set()
@@ -158,7 +158,7 @@ class TrainingRun:
             _log.error("the run's last files could not be written", error=str(error))
             outcome, summary = trainer_pb2.RUN_OUTCOME_FAILED, ""
             reported = failure_message(self.spec.run_dir, error) if isinstance(error, OSError) else str(error)
-            # A full disk refuses one file after the other: it is named once.
+            # A full disk fails one write after another: report it once.
             message = reported if is_full(error) or not message else f"{message}; {reported}"
         finally:
             await self._close_backend()
@@ -184,7 +184,7 @@ class TrainingRun:
                 return trainer_pb2.RUN_OUTCOME_FAILED, message, is_sound
             _log.info("ended while stopping", error=str(error))
             is_completed = None
-        except Exception as error:  # The edge of the run: its end must be reported, whatever it was.
+        except Exception as error:  # The edge of the run: its end must be reported, whatever the cause.
             _log.error("run failed", exc_info=error)
             message = f"internal error: {type(error).__name__}: {error}; see the trainer's log"
             return trainer_pb2.RUN_OUTCOME_FAILED, message, False
@@ -243,7 +243,7 @@ class TrainingRun:
         )
 
     async def _name_run(self, known: RunInstance | None) -> None:
-        """Settle which run this is, in its folder first: the broker learns only what will be found again."""
+        """Record in the folder which run this is before the broker learns of it, so that a crash cannot lose it."""
         progress = self._progress
         if known is not None and known.instance_id == progress.instance_id:
             progress.epoch = max(progress.epoch, known.epoch)
@@ -295,7 +295,7 @@ class TrainingRun:
         await evaluator.measure()
         # Generators report their last spans a heartbeat late; by now they have.
         await monitor.poll()
-        # Also what agents put beyond the last step, which is not known here.
+        # This also drops what agents put beyond the last step, which is unknown here.
         await context.client.close_run(context.run_id, drop_reason="run_complete")
 
     async def _open(self, context: RunContext) -> broker_pb2.OpenRunResponse:
@@ -337,15 +337,15 @@ class TrainingRun:
         await evaluator.finish()
 
     async def _write_checkpoint(self) -> None:
-        """Begin a checkpoint of the present version, unless there is one; its files are written beside training.
+        """Begin a checkpoint of the current version, unless there is one; training continues while files are written.
 
         Raises:
-            FencedError: another trainer has taken the run over, and its folder perhaps.
-            OSError: also of the one before.
+            FencedError: Another trainer has taken over the run, and perhaps its folder.
+            OSError: This checkpoint or the previous one could not be written.
         """
         if self._backend is not None:
             await self.broker.check_owner(self._progress)
-            # The steps of a checkpoint do not come again, nor do their lines.
+            # Steps that a checkpoint covers are not repeated after a resume: their lines must be on disk.
             self._metrics.flush()
             self._evaluations.flush()
             overlap = self._meter.totals(self._clock.monotonic_s())
@@ -365,7 +365,7 @@ class TrainingRun:
             return ""
         path = self.spec.run_dir / "summary.json"
         if not self._is_restored:
-            # What the process before wrote is still true, but for how the run ended.
+            # What the previous process wrote still holds, except for how the run ended.
             return restate_end(path, outcome, message)
         facts = RunFacts(
             run_id=self.spec.run_id,
