@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 
 from services.scheduler.planning.plan_report import FeasiblePlan
@@ -52,15 +53,10 @@ def _placement(report: FeasiblePlan) -> list[str]:
         replicas = [each.tp for each in plan.gen if each.node == machine for _ in range(each.count)]
         blocks = [("generate", degree) for degree in replicas] + [("train", trains.get(machine, 0))]
         blocks.append(("idle", node.gpus - sum(gpus for _, gpus in blocks)))
-        text = f"{machine} ({node.gpu})"
-        row = [f'<text x="{_LEFT - 8}" y="12" class="end">{escape(text)}</text>']
-        x, gpu_width = float(_LEFT), min(_GPU, (_WIDTH - _LEFT - 12) / node.gpus)
-        for does, gpus in blocks:
-            if gpus > 0:
-                # A gap between blocks: one block is one replica, whatever its tensor-parallel degree.
-                row.append(_bar(x, gpus * gpu_width - 2, does, f"{does}, {gpus} GPUs"))
-                x += gpus * gpu_width
-        rows.append("".join(row))
+        gpu_width = min(_GPU, (_WIDTH - _LEFT - 12) / node.gpus)
+        # A gap between blocks: one block is one replica, whatever its tensor-parallel degree.
+        bars = [(gpus * gpu_width, does, f"{does}, {gpus} GPUs") for does, gpus in blocks]
+        rows.append(_row(f"{machine} ({node.gpu})", bars, gap=2))
     if (hidden := len(nodes) - _MAX_MACHINES) > 0:
         rows.append(f'<text x="{_LEFT}" y="12">and {hidden} more machines</text>')
     return rows
@@ -77,27 +73,25 @@ def _timeline(report: FeasiblePlan) -> list[str]:
             ("train", training.overhead_s, "fixed"),
         ],
     }
+    scale = (_WIDTH - _LEFT - 12) / step_s
     rows = []
     for stage, parts in spans.items():
-        row = [f'<text x="{_LEFT - 8}" y="12" class="end">{stage}</text>']
-        used_s = 0.0
         waits_s = max(0.0, step_s - sum(seconds for _, seconds, _ in parts))
-        for does, seconds, what in (*parts, ("wait", waits_s, "waits")):
-            if seconds > 0:
-                x, width = _x(used_s, step_s), _x(seconds, step_s) - _LEFT
-                row.append(_bar(x, max(0.5, width - 1), does, f"{what}, {seconds:.3g} s"))
-                used_s += seconds
-        rows.append("".join(row))
+        spent = (*parts, ("wait", waits_s, "waits"))
+        bars = [(seconds * scale, does, f"{what}, {seconds:.3g} s") for does, seconds, what in spent]
+        rows.append(_row(stage, bars, gap=1))
     rows.append(f'<text x="{_LEFT}" y="10">0 s</text><text x="{_WIDTH - 12}" y="10" class="end">{step_s:.4g} s</text>')
     return rows
 
 
-def _x(seconds: float, step_s: float) -> float:
-    return _LEFT + min(1.0, seconds / step_s) * (_WIDTH - _LEFT - 12)
-
-
-def _bar(x: float, width: float, does: str, tip: str) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="{_GPU}" rx="2" fill="{_COLORS[does]}">'
-        f"<title>{escape(tip)}</title></rect>"
-    )
+def _row(name: str, bars: Iterable[tuple[float, str, str]], *, gap: float) -> str:
+    """A row of bars, each with its width, role and tip; those without a width are left out."""
+    parts, x = [f'<text x="{_LEFT - 8}" y="12" class="end">{escape(name)}</text>'], float(_LEFT)
+    for width, does, tip in bars:
+        if width > 0:
+            parts.append(
+                f'<rect x="{x:.1f}" y="0" width="{max(0.5, width - gap):.1f}" height="{_GPU}" rx="2" '
+                f'fill="{_COLORS[does]}"><title>{escape(tip)}</title></rect>'
+            )
+            x += width
+    return "".join(parts)

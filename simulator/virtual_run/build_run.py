@@ -87,7 +87,10 @@ def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
     return Setup(
         generators=_filled(specs, (allowed + 1) * model.demand.samples_per_step),
         trainer=_trainer(model, score.training.compute_s, score.training.exposed_allreduce_s),
-        transfer_s=_transfers(model, homes, {spec.region for spec in specs}),
+        transfer_s={
+            region: model.network.transfer_s(homes, region, model.demand.weight_bytes)
+            for region in {spec.region for spec in specs}
+        },
         staleness=allowed,
     )
 
@@ -178,11 +181,3 @@ def _trainer(model: CostModel, compute_s: float, exposed_allreduce_s: float) -> 
         prompt_tokens=model.problem.workload.prompt_len,
         end_s=exposed_allreduce_s + model.problem.cost_model.train_overhead_s,
     )
-
-
-def _transfers(model: CostModel, homes: set[str], regions: set[str]) -> dict[str, float]:
-    found = {
-        region: 0.0 if region in homes else model.network.transfer_s(sorted(homes), region, model.demand.weight_bytes)
-        for region in regions
-    }
-    return {region: math.inf if seconds is None else seconds for region, seconds in found.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 
 from services.scheduler.problem.problem import Link
 
@@ -19,9 +20,9 @@ class Network:
         """Bandwidth in each direction; 0 if they are not connected."""
         return self._links.get(frozenset((one, other)), (0.0, 0.0))[0]
 
-    def transfer_s(self, sources: Iterable[str], target: str, num_bytes: float) -> float | None:
-        """Seconds to copy bytes to a region from the source with the fastest link; None if no source is linked."""
-        bytes_per_second, latency_s = max(
-            (self._links.get(frozenset((source, target)), (0.0, 0.0)) for source in sources), default=(0.0, 0.0)
-        )
-        return num_bytes / bytes_per_second + latency_s if bytes_per_second > 0 else None
+    def transfer_s(self, homes: Collection[str], region: str, num_bytes: float) -> float:
+        """Seconds to copy bytes to a region from the one of `homes` with the fastest link; infinite without links."""
+        if region in homes:
+            return 0.0
+        bytes_per_second, latency_s = max(self._links.get(frozenset((home, region)), (0.0, 0.0)) for home in homes)
+        return num_bytes / bytes_per_second + latency_s if bytes_per_second > 0 else math.inf

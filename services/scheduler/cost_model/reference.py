@@ -9,6 +9,7 @@ bounds the samples under way, and so the batches. Source: RM-1; docs/planning.md
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -179,8 +180,8 @@ class _Kind:
     node: NodeClass
     tp: int
     count: int
-    transfer_s: float | None
-    """Transfer time of new weights to them; None if they are unreachable."""
+    transfer_s: float
+    """Transfer time of new weights to them; infinite if they are unreachable."""
 
 
 class _Scoring:
@@ -193,25 +194,18 @@ class _Scoring:
         self._versions = model.problem.workload.staleness + 1.0
         """Policy versions within which a sample is usable."""
         # Machines of an entry are alike, and so are their replicas of one degree: they are computed together.
-        counts: dict[tuple[str, int], int] = {}
+        counts: Counter[tuple[str, int]] = Counter()
         for replicas in plan.gen:
-            key = (model.nodes[replicas.node].name, replicas.tp)
-            counts[key] = counts.get(key, 0) + replicas.count
+            counts[model.nodes[replicas.node].name, replicas.tp] += replicas.count
         entries = {node.name: node for node in model.problem.nodes}
-        self._kinds = [
-            _Kind(entries[name], tp, count, self._transfer_s(entries[name], homes))
-            for (name, tp), count in counts.items()
-        ]
+        self._kinds: list[_Kind] = []
+        for (name, tp), count in counts.items():
+            transfer_s = model.network.transfer_s(homes, entries[name].region, demand.weight_bytes)
+            self._kinds.append(_Kind(entries[name], tp, count, transfer_s))
         self._batches = [
-            (kind.count, model.largest_batch(kind.node, kind.tp)) for kind in self._kinds if kind.transfer_s is not None
+            (kind.count, model.largest_batch(kind.node, kind.tp)) for kind in self._kinds if kind.transfer_s < math.inf
         ]
         """Number of replicas that weights reach, and the largest batch of one."""
-
-    def _transfer_s(self, node: NodeClass, homes: frozenset[str]) -> float | None:
-        """Transfer time of new weights to a machine; None if it is unreachable."""
-        if node.region in homes:
-            return 0.0
-        return self._model.network.transfer_s(sorted(homes), node.region, self._model.demand.weight_bytes)
 
     def best(self) -> Score:
         """The best over the batch sizes worth trying: batches below the limit help only against the tail."""
@@ -267,8 +261,8 @@ class _Scoring:
                 paused += fresh * state.pause_s
         return made / (1 + paused / self._samples_per_step)
 
-    def _duty(self, transfer_s: float | None, throughput: float) -> float:
-        if transfer_s is None:
+    def _duty(self, transfer_s: float, throughput: float) -> float:
+        if math.isinf(transfer_s):
             return 0.0
         lag_versions = transfer_s * throughput / self._samples_per_step
         return max(0.0, min(1.0, (self._versions - lag_versions) / max(1.0, lag_versions)))

@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 # Axes: B prompts, T padded tokens.
@@ -182,12 +183,9 @@ def _batches(ids: Sequence[Sequence[int]], order: Sequence[int]) -> Iterator[lis
 
 def _outputs(ranker: Ranker, ids: Sequence[Sequence[int]]) -> torch.Tensor:
     """The head's output, float32[B]."""
-    longest = max(map(len, ids))
-    ids_BT = torch.full((len(ids), longest), ranker.model.config.pad_token_id)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, each in enumerate(ids):
-        ids_BT[row, : len(each)] = torch.tensor(each)
-        mask_BT[row, : len(each)] = 1
+    rows = [torch.tensor(each) for each in ids]
+    ids_BT = pad_sequence(rows, batch_first=True, padding_value=ranker.model.config.pad_token_id)
+    mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     output = ranker.model(input_ids=ids_BT.to(ranker.device), attention_mask=mask_BT.to(ranker.device))
     return output.logits[:, 0].float()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from penstock.config import MAX_CONFIG_BYTES, ConfigError
+from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.calibrated import with_constants
@@ -20,10 +20,6 @@ from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 def checked_problem(problem_json: str, solver: str, *, cost_model: str) -> tuple[Problem, str]:
     """The problem, with the constants of a cost model, and the solver's name. Raises InvalidFieldError."""
-    if len(problem_json) > MAX_CONFIG_BYTES:
-        raise InvalidFieldError(
-            f"problem_json: {len(problem_json)} characters, at most {MAX_CONFIG_BYTES} are read", field="problem_json"
-        )
     name = solver or AUTO
     if name not in SOLVERS:
         known = ", ".join(SOLVERS)

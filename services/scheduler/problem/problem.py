@@ -270,9 +270,8 @@ def read_problem(path: Path) -> Problem:
     if path.suffix != ".json":
         return validate(Problem, read_document(path), source=str(path))
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes; is this a planning problem?")
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     return parse_problem(text, source=str(path))
@@ -280,6 +279,8 @@ def read_problem(path: Path) -> Problem:
 
 def parse_problem(text: str, *, source: str) -> Problem:
     """The problem in a JSON text. Raises ConfigError with one line per problem found."""
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{source}: larger than {MAX_CONFIG_BYTES} characters; is this a planning problem?")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
