@@ -7,7 +7,6 @@ out of memory) is detected by the next one.
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from prometheus_client import Counter
 from pydantic import Field, NonNegativeInt, ValidationError
 
 from penstock.config import StrictModel
+from penstock.process.durable_files import replace_file
 
 _FILE = "failures.json"
 
@@ -77,11 +77,9 @@ class FailureCounts:
 
     def _write(self, *, is_running: bool) -> None:
         self._record = self._record.model_copy(update={"is_running": is_running})
-        beside = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(self._record.model_dump_json(), encoding="utf-8")
-            beside.replace(self._path)
+            replace_file(self._path, self._record.model_dump_json())
         except OSError as error:
             _log.warning("failures are not remembered", path=str(self._path), error=str(error))
 

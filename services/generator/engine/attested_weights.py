@@ -4,28 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttestedVersion:
-    """An attested version."""
-
-    policy_version: int
-    """The version."""
-    history: int
-    """The run's history counter it belongs to."""
-    digest: str
-    """Digest of the engine's weights, read back from its memory."""
-    instance_id: str = ""
-    """The instance of the run that it belongs to; empty if its trainer did not say."""
-    epoch: int = 0
-    """The epoch of the trainer that published it."""
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sort key: of two versions of one instance the newer is greater, whatever their numbers."""
-        return self.epoch, self.history, self.policy_version
+from penstock.v1 import weights_pb2
 
 
 class AttestedWeights:
@@ -37,13 +17,13 @@ class AttestedWeights:
 
     def __init__(self, *, on_change: Callable[[], None] = lambda: None) -> None:
         self._on_change = on_change
-        self._held: AttestedVersion | None = None
+        self._held: weights_pb2.WeightsManifest | None = None
         self._is_trusted = False
         self._changed = asyncio.Condition()
 
     @property
-    def current(self) -> AttestedVersion | None:
-        """The last attested version; None before the first."""
+    def current(self) -> weights_pb2.WeightsManifest | None:
+        """The manifest of the last attested version; None before the first."""
         return self._held
 
     @property
@@ -51,7 +31,7 @@ class AttestedWeights:
         """Whether the engine is known to hold an attested version."""
         return self._is_trusted
 
-    async def attest(self, held: AttestedVersion) -> None:
+    async def attest(self, held: weights_pb2.WeightsManifest) -> None:
         """The engine proved that it holds this version."""
         self._held = held
         self._is_trusted = True

@@ -31,7 +31,7 @@ from penstock.errors import DigestMismatchError, FencedError, PenstockError, Unk
 from penstock.model.adapter_layout import adapter_of
 from penstock.network.rpc import backoff_s
 from penstock.v1 import broker_pb2, weights_pb2
-from services.generator.engine.attested_weights import AttestedVersion, AttestedWeights
+from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine, UpdateMode, UpdateReport, WeightUpdate
 from services.generator.metrics import GeneratorMetrics
 from services.generator.weights.file_cache import Fetched, WeightFetcher
@@ -171,13 +171,13 @@ class WeightPuller:
         _log.warning("weights refused", error=str(error))
 
     def _is_behind(self) -> bool:
-        """Whether the announced version is one to install; see `AttestedVersion.order`."""
+        """Whether the announced version is one to install; see `_order`."""
         held, wanted = self._held.current, self._wanted
         if wanted is None or self._is_fenced(wanted):
             return False
         if held is None or not self._held.is_trusted or held.instance_id != wanted.instance_id:
             return True
-        return _named(wanted).order > held.order
+        return _order(wanted) > _order(held)
 
     def _is_fenced(self, manifest: weights_pb2.WeightsManifest) -> bool:
         owner = self._owner
@@ -191,12 +191,13 @@ class WeightPuller:
                 f"{self._owner.instance_id!r}: it is not installed"
             )
 
-    def _held_instead(self, manifest: weights_pb2.WeightsManifest) -> AttestedVersion | None:
+    def _held_instead(self, manifest: weights_pb2.WeightsManifest) -> weights_pb2.WeightsManifest | None:
         """The loaded weights, if they are the manifest's version or a newer one that arrived meanwhile."""
-        held, named = self._held.current, _named(manifest)
-        if held is None or not self._held.is_trusted or held.instance_id != named.instance_id:
+        held = self._held.current
+        if held is None or not self._held.is_trusted or held.instance_id != manifest.instance_id:
             return None
-        return held if held == named or held.order > named.order else None
+        is_same = held.digest == manifest.digest and _order(held) == _order(manifest)
+        return held if is_same or _order(held) > _order(manifest) else None
 
     def _holds_content(self, manifest: weights_pb2.WeightsManifest) -> bool:
         """Whether the engine holds these very weights under this number, regardless of the publisher."""
@@ -214,7 +215,7 @@ class WeightPuller:
             if held is not None:
                 return UpdateReport(policy_version=held.policy_version, digest=held.digest, pause_s=0.0)
             if self._holds_content(manifest):
-                await self._held.attest(_named(manifest))
+                await self._held.attest(manifest)
                 await self._report(manifest, pause_s=0.0, fetched=None)
                 return UpdateReport(policy_version=manifest.policy_version, digest=manifest.digest, pause_s=0.0)
             fetched = await self._fetcher.fetch(manifest)
@@ -249,7 +250,7 @@ class WeightPuller:
             await asyncio.to_thread(path.unlink, missing_ok=True)
             raise
         self._num_engine_mismatches = 0
-        await self._held.attest(_named(manifest))
+        await self._held.attest(manifest)
         self._count(report)
         return report
 
@@ -292,12 +293,6 @@ class WeightPuller:
         )
 
 
-def _named(manifest: weights_pb2.WeightsManifest) -> AttestedVersion:
-    """The version that a manifest describes, as it is loaded once attested."""
-    return AttestedVersion(
-        policy_version=manifest.policy_version,
-        history=manifest.history,
-        digest=manifest.digest,
-        instance_id=manifest.instance_id,
-        epoch=manifest.epoch,
-    )
+def _order(manifest: weights_pb2.WeightsManifest) -> tuple[int, int, int]:
+    """Sort key: of two versions of one instance the newer is greater, whatever their numbers."""
+    return manifest.epoch, manifest.history, manifest.policy_version

@@ -9,8 +9,8 @@ import numpy as np
 import openai
 import pytest
 
+from penstock.v1.weights_pb2 import WeightsManifest
 from penstock.wire.codec import decode_versions, float32_array, int32_array
-from services.generator.engine.attested_weights import AttestedVersion
 from tests.helpers.brokers.broker import Trainer
 from tests.helpers.generators.openai_endpoint import END, endpoint_bench, save_chat_model
 from tests.helpers.waiting import until
@@ -221,7 +221,7 @@ async def test_weights_that_change_between_turns_show_in_the_versions(model):
 async def test_sessions_of_weights_that_a_rewind_took_back_are_dropped(model):
     async with endpoint_bench(model) as bench:
         await ask(bench.client("s1", "task"), [user("go")])
-        await bench.held.attest(AttestedVersion(policy_version=0, history=1, digest="d"))
+        await bench.held.attest(WeightsManifest(policy_version=0, history=1, digest="d"))
         await ask(bench.client("s2", "task"), [user("go")])
         for session in ("s1", "s2"):
             await bench.reward(session, 1.0)
@@ -263,5 +263,5 @@ async def test_agents_that_are_ahead_of_the_trainer_wait_and_siblings_of_a_begun
         assert not ahead.done()
         group_id = group.prompt.group_id
         await Trainer.connect(bench.broker.channel, held=[group_id]).ack([group_id], 1)
-        await bench.held.attest(AttestedVersion(policy_version=1, history=0, digest="d"))
+        await bench.held.attest(WeightsManifest(policy_version=1, history=0, digest="d"))
         await ahead

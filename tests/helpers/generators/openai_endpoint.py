@@ -18,13 +18,14 @@ from tokenizers import AddedToken
 
 from penstock.clock import Clock, SystemClock
 from penstock.security import NO_SECURITY, Security
+from penstock.v1.weights_pb2 import WeightsManifest
 from quickstart.tiny_model import build_model, build_tokenizer, save_model
 from services.broker.storage.memory_store import MemoryStore
 from services.generator.config import GeneratorConfig, OpenAIConfig
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
 from services.generator.decoding.unleased import UnleasedSamples
-from services.generator.engine.attested_weights import AttestedVersion, AttestedWeights
+from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import EngineProfile, EngineStats, EngineStoppedError, FinishReason, TokenSpan
 from services.generator.engine.model_files import IdText, end_token_ids
 from services.generator.metrics import GeneratorMetrics
@@ -211,7 +212,7 @@ async def endpoint_bench(
         if is_run_open:
             await broker.open(policy=policy, **(LIMITS | (limits or {})))
         held, generator_metrics = AttestedWeights(), GeneratorMetrics(CollectorRegistry())
-        await held.attest(AttestedVersion(policy_version=0, history=0, digest="d"))
+        await held.attest(WeightsManifest(policy_version=0, history=0, digest="d"))
         ends = end_token_ids(model_path)
         parts = RolloutParts(
             engine=engine,

@@ -11,13 +11,14 @@ from penstock.clients.sample_stream import SampleStream
 from penstock.clock import ManualClock
 from penstock.errors import DeadlineError
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.v1.weights_pb2 import WeightsManifest
 from penstock.wire.codec import int32_array, int32_bytes
 from services.generator.decoding import sample_runner
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import drained
 from services.generator.decoding.sample_runner import RolloutParts, Rollouts
 from services.generator.decoding.token_rate import TokenRate
-from services.generator.engine.attested_weights import AttestedVersion, AttestedWeights
+from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import EngineStoppedError, FinishReason, RequestRefusedError
 from services.generator.engine.model_files import IdText
 from services.generator.metrics import GeneratorMetrics
@@ -80,7 +81,7 @@ class Bench:
         return drained(self.rollouts, engine=self.engine, rate=rate, max_wait_s=max_wait_s)
 
     async def hold(self, version=0):
-        await self.held.attest(AttestedVersion(policy_version=version, history=0, digest="d"))
+        await self.held.attest(WeightsManifest(policy_version=version, history=0, digest="d"))
 
     async def begin(self, lease_id="l", *, prefix=(), min_policy_version=0, max_new_tokens=8):
         self.rollouts.begin(
