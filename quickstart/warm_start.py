@@ -95,7 +95,6 @@ def warm_start(
     batches = _stream_batches(tokenizer, random.Random(seed), settings)
     optimizers = _build_optimizers(model, settings)
     base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    generator = torch.Generator().manual_seed(seed)
     result = WarmStartResult(num_steps=0, sampled_accuracy=0.0, greedy_accuracy=0.0, is_in_band=False)
     for step in range(1, settings.max_steps + 1):
         fraction = _rate_fraction(step, settings.num_decay_steps)
@@ -108,7 +107,7 @@ def warm_start(
         if step < settings.num_decay_steps and step != settings.max_steps:
             on_progress(f"warm start: step {step} of about {settings.num_decay_steps}, loss {loss:.3f}")
             continue
-        result = _measure(model, tokenizer, held_out, generator, num_steps=step, band=settings.band)
+        result = _measure(model, tokenizer, held_out, seed=seed, num_steps=step, band=settings.band)
         on_progress(
             f"warm start: step {step}, loss {loss:.3f}, held-out accuracy {result.sampled_accuracy:.3f} sampled, "
             f"{result.greedy_accuracy:.3f} greedy"
@@ -122,14 +121,14 @@ def _measure(
     model: Qwen2ForCausalLM,
     tokenizer: Qwen2Tokenizer,
     held_out: Sequence[Problem],
-    generator: torch.Generator,
     *,
+    seed: int,
     num_steps: int,
     band: AccuracyBand,
 ) -> WarmStartResult:
     model.eval()
-    sampled = measure_accuracy(model, tokenizer, held_out, generator=generator)
-    greedy = measure_accuracy(model, tokenizer, held_out, generator=None)
+    sampled = measure_accuracy(model, tokenizer, held_out, seed=seed)
+    greedy = measure_accuracy(model, tokenizer, held_out, seed=None)
     return WarmStartResult(
         num_steps=num_steps,
         sampled_accuracy=sampled,
