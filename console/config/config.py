@@ -261,7 +261,7 @@ class RunConfig(RunSections, NetworkConfig):
         return self
 
     @model_validator(mode="after")
-    def _somebody_decodes_the_evaluation(self) -> Self:
+    def _evaluation_has_generators(self) -> Self:
         if self.generator.count == 0 and self.starts_generators and self.data.eval is not None:
             raise ValueError(
                 "generator.count: 0 leaves nobody to decode the rows of data.eval, which is measured before and after "

@@ -55,10 +55,9 @@ class RunRecorder:
         self._max_bytes = max_bytes
         self._recording = Recording()
         self._problems: list[str] = []
-        self._told_missing: dict[int, int] = {}
         self._writer: RecordingWriter | None = None
         self._next: tuple[int, int | None] = (0, None)
-        self._has_told_outage = False
+        self._has_noted_outage = False
         self._is_over = False
         """Whether the recording has ended: the run was closed, or recording stopped."""
         self._task: asyncio.Task[None] | None = None
@@ -135,27 +134,22 @@ class RunRecorder:
             )
             export.outage.on_notice = self._note_outage
             try:
-                await record(
-                    export,
-                    writer,
-                    run_id=self._run_id,
-                    recording=self._recording,
-                    on_step=self._on_step,
-                )
+                recording = self._recording
+                await record(export, writer, run_id=self._run_id, recording=recording, on_step=self._on_step)
             finally:
                 self._next = (export.next_version, export.history)
 
     def _on_step(self, recording: Recording) -> None:
         self._has_settled.set()
-        for version in recording.missing.keys() - self._told_missing.keys():
-            self._told_missing[version] = recording.missing[version]
-            self._problem(missing_line(version, recording.missing[version]))
+        for version, num_samples in recording.missing.items():
+            self._problem(missing_line(version, num_samples))
 
     def _note_outage(self, text: str) -> None:
-        if text and not self._has_told_outage:
+        if text and not self._has_noted_outage:
             self._note(f"recording: {text}")
-        self._has_told_outage = bool(text)
+        self._has_noted_outage = bool(text)
 
     def _problem(self, text: str) -> None:
-        self._problems.append(text)
-        self._note(f"recording: {text}")
+        if text not in self._problems:
+            self._problems.append(text)
+            self._note(f"recording: {text}")

@@ -68,7 +68,7 @@ async def _export(
             history=history,
             patience_s=None if follow else PATIENCE_S,
         )
-        export.outage.on_notice = _tell
+        export.outage.on_notice = _show_outage
         writer = open_writer(out, is_followed=follow, max_bytes=max_bytes)
         is_kept = follow
         try:
@@ -78,7 +78,7 @@ async def _export(
             (writer.close if is_kept else writer.discard)()
 
 
-def _tell(outage: str) -> None:
+def _show_outage(outage: str) -> None:
     print(f"penstock: {outage or 'the broker is back'}", file=sys.stderr, flush=True)
 
 

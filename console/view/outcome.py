@@ -82,8 +82,8 @@ def closing_lines(folder: RunFolder, finished: trainer_pb2.RunFinished | None, *
     if finished is not None:
         outcome = trainer_pb2.RunOutcome.Name(finished.outcome).removeprefix("RUN_OUTCOME_").lower()
         # Why a run failed is the command's last line.
-        is_told_here = finished.message and finished.outcome != trainer_pb2.RUN_OUTCOME_FAILED
-        lines.append(f"{outcome}: {finished.message}" if is_told_here else outcome)
+        is_shown_here = finished.message and finished.outcome != trainer_pb2.RUN_OUTCOME_FAILED
+        lines.append(f"{outcome}: {finished.message}" if is_shown_here else outcome)
     if finished is not None and summary is not None:
         lines += summary_lines(summary)
     if has_report:

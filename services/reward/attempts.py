@@ -14,7 +14,7 @@ class Attempts:
 
     UNAVAILABLE comes from models that load, drain or are overloaded, and from proxies before them. It counts when calls
     of other batches succeeded meanwhile, and else once in UNAVAILABLE_COUNTS_EVERY_S: samples wait out an interruption
-    of minutes, while a sample that breaks the model each time does not hold up a run for ever.
+    of minutes, while a sample that breaks the model each time does not hold up a run forever.
     """
 
     def __init__(self, *, max_tries: int, num_successes: Callable[[], int], monotonic_s: Callable[[], float]) -> None:

@@ -1,6 +1,6 @@
 """Child process of the `math` reward: one JSON request a line in, one JSON answer a line out.
 
-Symbolic comparison can run for ever or fill the memory on a hostile expression, in C code that no signal interrupts. A
+Symbolic comparison can run forever or fill the memory on a hostile expression, in C code that no signal interrupts. A
 process of its own can be killed, and its memory is limited here.
 """
 
