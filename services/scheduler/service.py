@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,8 @@ from services.scheduler.cost_model.reference import RM1
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.planning.first_fit import SOLVER, first_fit
 from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
-from services.scheduler.planning.plan_wire import checked_problem, plan_problem
+from services.scheduler.planning.plan_wire import PlanTask, checked_task, plan_task
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.live_problem import Live, running_problem
 from services.scheduler.replanning.replanner import LOOK_EVERY_S, Replanner, document_of, running_plan
 from services.scheduler.solvers.interface import TimeLeft
@@ -56,7 +56,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._num_solving = 0
         self._left: set[str] = set()
         self._cost_model = cost_model
-        self._replanner = Replanner(heartbeat_interval_s=heartbeat_interval_s, cost_model=cost_model)
+        self._replanner = Replanner(heartbeat_interval_s=heartbeat_interval_s)
 
     async def RegisterNode(self, request: pb.RegisterNodeRequest, context: Context) -> pb.RegisterNodeResponse:
         """Add or replace a machine."""
@@ -85,17 +85,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Plan a run: over the machines of its problem, or by first fit over the live ones."""
         _check_plan_request(request)
         if request.problem_json:
-            problem, solver = checked_problem(request.problem_json, request.solver, cost_model=self._cost_model)
+            task = checked_task(request, cost_model=self._cost_model)
             running = running_plan(request.running_plan) if request.HasField("running_plan") else None
-            plan = await self._solved(problem, solver, request, running)
-            self._replanner.follow(
-                problem,
-                solver,
-                plan,
-                keeps_trainers=request.keeps_trainers,
-                running=running,
-                now_s=self._clock.monotonic_s(),
-            )
+            plan = await self._solved(task, request, running)
+            self._replanner.follow(task, plan, running=running, now_s=self._clock.monotonic_s())
         else:
             self._replanner.forget(request.run_id)
             plan = first_fit(self._views(), run_id=request.run_id, num_generators=request.num_generators)
@@ -168,31 +161,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._plan_changed.set()
         self._plan_changed = asyncio.Event()
 
-    async def _solved(
-        self, problem: Problem, solver: str, request: pb.CreatePlanRequest, running: PlanDocument | None
-    ) -> pb.Plan:
+    async def _solved(self, task: PlanTask, request: pb.CreatePlanRequest, running: PlanDocument | None) -> pb.Plan:
         if self._num_solving >= MAX_SOLVING:
             raise QueueFullError(f"{MAX_SOLVING} problems are being solved; ask again later", queue="plans")
         budget_s = request.budget.ToNanoseconds() / 1e9 if request.HasField("budget") else DEFAULT_BUDGET_S
         time_left = self._budget(budget_s)
-        live = Live(problem, {})
+        live = Live(task.problem, {})
         start = None
         if running is not None:
-            live = running_problem(problem, running, self._views(), left=frozenset(self._left))
+            live = running_problem(task.problem, running, self._views(), left=frozenset(self._left))
             start = live.from_real(running)
         elif (in_force := self._plans.get(request.run_id)) is not None and in_force.solver != SOLVER:
             start = document_of(in_force)
         self._num_solving += 1
         solving = asyncio.create_task(
             asyncio.to_thread(
-                plan_problem,
-                live.problem or problem,
-                cost_model=self._cost_model,
-                run_id=request.run_id,
-                solver=solver,
+                plan_task,
+                replace(task, problem=live.problem or task.problem),
                 time_left=time_left,
-                starts=() if start is None else (start,),
-                running=start if running is not None and request.keeps_trainers else None,
+                start=start,
+                is_running=running is not None,
             )
         )
         # The thread runs until its time is over even when the caller has left, and counts as solving until then.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError
@@ -14,47 +15,60 @@ from services.scheduler.planning.plan_report import FeasiblePlan
 from services.scheduler.planning.solve import make_plan
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, parse_problem
-from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, TimeLeft
+from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft
 from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 
-def checked_problem(problem_json: str, solver: str, *, cost_model: str) -> tuple[Problem, str]:
-    """The problem, with the constants of a cost model, and the solver's name. Raises InvalidFieldError."""
-    name = solver or AUTO
-    if name not in SOLVERS:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTask:
+    """What is to be planned for a run."""
+
+    run_id: str
+    problem: Problem
+    """With the constants of the cost model; slow machines have their own."""
+    cost_model: str
+    solver: str
+    keeps_trainers: bool
+    """Whether trainers of a running plan stay, which they do until one of their machines is gone."""
+
+
+def checked_task(request: pb.CreatePlanRequest, *, cost_model: str) -> PlanTask:
+    """The task of a request with a problem, by the named cost model. Raises InvalidFieldError."""
+    solver = request.solver or AUTO
+    if solver not in SOLVERS:
         known = ", ".join(SOLVERS)
         raise InvalidFieldError(f"solver: {solver!r} does not solve a problem_json; use one of {known}", field="solver")
     try:
-        return with_constants(parse_problem(problem_json, source="problem_json"), cost_model), name
+        problem = with_constants(parse_problem(request.problem_json, source="problem_json"), cost_model)
     except ConfigError as error:
         raise InvalidFieldError("; ".join(str(error).splitlines()[:8]), field="problem_json") from error
+    return PlanTask(
+        run_id=request.run_id,
+        problem=problem,
+        cost_model=cost_model,
+        solver=solver,
+        keeps_trainers=request.keeps_trainers,
+    )
 
 
-def plan_problem(
-    problem: Problem,
-    *,
-    cost_model: str,
-    run_id: str,
-    solver: str,
-    time_left: TimeLeft,
-    starts: Plans = (),
-    running: PlanDocument | None = None,
-) -> pb.Plan:
-    """A plan over the problem's own machines, its generators and its training pool; arguments as in make_plan.
+def plan_task(task: PlanTask, *, time_left: TimeLeft, start: PlanDocument | None, is_running: bool) -> pb.Plan:
+    """A plan over the problem's own machines, its generators and its training pool.
 
-    The problem already carries the constants of `cost_model`: slow machines have their own.
+    The search begins with the plan `start`; with `is_running` its trainers stay, if they do so at all.
 
     Raises InvalidFieldError if the solver cannot treat a problem of this size, InfeasiblePlanError if no plan can run.
     """
+    running = start if is_running and task.keeps_trainers else None
+    starts = () if start is None else (start,)
     try:
-        model = CostModel(problem, name=cost_model)
-        report = make_plan(model, solver, time_left=time_left, starts=starts, running=running)
+        model = CostModel(task.problem, name=task.cost_model)
+        report = make_plan(model, task.solver, time_left=time_left, starts=starts, running=running)
     except ProblemTooLargeError as error:
         raise InvalidFieldError(f"solver: {error}", field="solver") from error
     if not isinstance(report, FeasiblePlan):
         reason = report.reason or "time ran out before one was found"
-        raise InfeasiblePlanError(f"no plan can run: {reason}", problem=problem.id)
-    return _as_message(report, run_id)
+        raise InfeasiblePlanError(f"no plan can run: {reason}", problem=task.problem.id)
+    return _as_message(report, task.run_id)
 
 
 def _as_message(report: FeasiblePlan, run_id: str) -> pb.Plan:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from penstock.errors import InvalidFieldError, PenstockError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.plan_wire import plan_problem
+from services.scheduler.planning.plan_wire import PlanTask, plan_task
 from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare, node_classes
 from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came
@@ -40,11 +40,8 @@ _log = structlog.get_logger()
 class _Run:
     """The inputs of a run's plan."""
 
-    problem: Problem
-    solver: str
+    task: PlanTask
     plan: pb.Plan
-    keeps_trainers: bool
-    """Whether trainers stay, which they do until one of their machines is gone."""
     begun_s: float
     """When the run was first planned."""
     awaited: frozenset[str]
@@ -62,43 +59,27 @@ class _Run:
         """Observed mean length over the stated one, in tenths."""
         if self.num_lengths < MIN_LENGTHS:
             return 1.0
-        return max(0.1, round(self.mean_tokens / demand_of(self.problem).completion_tokens, 1))
+        return max(0.1, round(self.mean_tokens / demand_of(self.task.problem).completion_tokens, 1))
 
 
 class Replanner:
-    """Keeps the plan of each run current; see the module.
+    """Keeps the plan of each run current; see the module. `heartbeat_interval_s` is how often machines report."""
 
-    Args:
-        heartbeat_interval_s: How often machines report.
-        cost_model: Name of the model whose constants the problems carry.
-    """
-
-    def __init__(self, *, heartbeat_interval_s: float, cost_model: str) -> None:
-        self._cost_model = cost_model
+    def __init__(self, *, heartbeat_interval_s: float) -> None:
         self._runs: dict[str, _Run] = {}
         self._cool_down_s = COOL_DOWN_INTERVALS * heartbeat_interval_s
         self._grace_s = GRACE_INTERVALS * heartbeat_interval_s
 
-    def follow(
-        self,
-        problem: Problem,
-        solver: str,
-        plan: pb.Plan,
-        *,
-        keeps_trainers: bool,
-        running: PlanDocument | None = None,
-        now_s: float,
-    ) -> None:
+    def follow(self, task: PlanTask, plan: pb.Plan, *, running: PlanDocument | None, now_s: float) -> None:
         """Follow a run whose plan was solved for; its former plan is forgotten.
 
         A `running` plan was in force before this scheduler knew it: only its machines are awaited, and those that
         joined since are used at once.
         """
-        awaited = frozenset(node_classes(problem)) if running is None else machines_of(running)
+        awaited = frozenset(node_classes(task.problem)) if running is None else machines_of(running)
         revised_s = now_s if running is None else now_s - self._cool_down_s
-        run = _Run(problem, solver, plan, keeps_trainers, now_s, awaited, revised_s)
-        run.looked_at = problem if running is None else None
-        self._runs[plan.run_id] = run
+        looked_at = task.problem if running is None else None
+        self._runs[task.run_id] = _Run(task, plan, now_s, awaited, revised_s, looked_at=looked_at)
 
     def forget(self, run_id: str) -> None:
         """Stop following a run."""
@@ -116,9 +97,9 @@ class Replanner:
     ) -> list[pb.Plan]:
         """The revised plans that take effect now, without revision number and time."""
         revised = []
-        for run_id, run in list(self._runs.items()):
+        for run in list(self._runs.values()):
             live = live_problem(
-                run.problem,
+                run.task.problem,
                 views,
                 left=left,
                 missing=self._never_came(run, views, now_s),
@@ -128,37 +109,33 @@ class Replanner:
             run.slow = live.slow
             if live.problem is None or live.problem == run.looked_at:
                 continue
-            plan = await self._look(run_id, run, live, live.problem, now_s=now_s, time_left=make_budget())
+            plan = await self._look(run, live, live.problem, now_s=now_s, time_left=make_budget())
             if plan is not None:
                 revised.append(plan)
         return revised
 
     def _never_came(self, run: _Run, views: Sequence[pb.NodeView], now_s: float) -> frozenset[str]:
-        missing = never_came(run.problem, document_of(run.plan), views)
+        missing = never_came(run.task.problem, document_of(run.plan), views)
         return missing - run.awaited if now_s - run.begun_s <= self._grace_s else missing
 
     async def _look(
-        self, run_id: str, run: _Run, live: Live, problem: Problem, *, now_s: float, time_left: TimeLeft
+        self, run: _Run, live: Live, problem: Problem, *, now_s: float, time_left: TimeLeft
     ) -> pb.Plan | None:
-        in_force = document_of(run.plan)
+        run_id, in_force = run.task.run_id, document_of(run.plan)
         kept = live.from_real(in_force)
         model = CostModel(problem)
         kept_rate = model.score(kept).samples_per_second
         gone = machines_of(in_force) - set(live.node_ids.values())
         is_pool_there = not gone & {share.node for share in in_force.train}
-        running = kept if run.keeps_trainers and is_pool_there else None
         if kept_rate > 0 and not gone and now_s - run.revised_s < self._cool_down_s:
             return None
         try:
             found = await asyncio.to_thread(
-                plan_problem,
-                problem,
-                cost_model=self._cost_model,
-                run_id=run_id,
-                solver=run.solver,
+                plan_task,
+                replace(run.task, problem=problem),
                 time_left=time_left,
-                starts=(kept,),
-                running=running,
+                start=kept,
+                is_running=is_pool_there,
             )
         except PenstockError as error:
             # Until something changes: solving the same problem again would waste a core.

@@ -297,11 +297,11 @@ async def test_a_plan_that_is_asked_for_again_begins_with_the_one_in_force(fleet
     before = (await fleet.ask("GetPlan", pb.GetPlanRequest(run_id="r"))).plan
     begins = []
 
-    def note(problem, *, run_id, starts, **_):
-        begins.extend(starts)
-        return pb.Plan(run_id=run_id)
+    def note(task, *, start, **_):
+        begins.append(start)
+        return pb.Plan(run_id=task.run_id)
 
-    monkeypatch.setattr(scheduler_service, "plan_problem", note)
+    monkeypatch.setattr(scheduler_service, "plan_task", note)
     await fleet.ask("CreatePlan", pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02"))))
 
     assert begins == [document_of(before)]

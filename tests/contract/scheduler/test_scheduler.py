@@ -151,12 +151,12 @@ async def test_a_problem_that_no_plan_solves_is_answered_with_the_reason():
 async def test_more_problems_at_once_than_cores_are_set_aside_for_are_refused(monkeypatch):
     begun, may_end = threading.Semaphore(0), threading.Event()
 
-    def plan_slowly(problem, *, run_id, **_):
+    def plan_slowly(task, **_):
         begun.release()
         assert may_end.wait(timeout=30)
-        return pb.Plan(run_id=run_id)
+        return pb.Plan(run_id=task.run_id)
 
-    monkeypatch.setattr(scheduler_service, "plan_problem", plan_slowly)
+    monkeypatch.setattr(scheduler_service, "plan_task", plan_slowly)
     async with channel_to(scheduler()) as channel:
         asked = [asyncio.create_task(ask(channel, "CreatePlan", problem_request("tiny_02"))) for _ in range(2)]
         for _ in asked:

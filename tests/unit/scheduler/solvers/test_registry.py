@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from console.cli import app
+from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.plan_wire import checked_problem
+from services.scheduler.planning.plan_wire import checked_task
 from services.scheduler.planning.solve import solve
 from services.scheduler.solvers.interface import Solution
 from services.scheduler.solvers.portfolio import AutoSolver
@@ -51,7 +52,9 @@ def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
     assert (answer["rm1_plan"], answer["solver"]) == (HALVES.model_dump(mode="json"), "toy")
     refused = CliRunner().invoke(app, ["plan", "nowhere.json", "--solver", "oracle"])
     assert "there is: auto, partition, streamrl, exhaustive, multilevel, milp, toy" in refused.output
-    assert checked_problem(json.dumps(document("tiny_02")), "toy", cost_model="rm1") == (problem("tiny_02"), "toy")
+    asked = pb.CreatePlanRequest(problem_json=json.dumps(document("tiny_02")), solver="toy")
+    task = checked_task(asked, cost_model="rm1")
+    assert (task.problem, task.solver) == (problem("tiny_02"), "toy")
 
 
 def test_auto_asks_the_solvers_that_have_a_share():
