@@ -14,7 +14,6 @@ class PutGroup:
     group_id: str
     fault: str
     """Why it is malformed, in which case no later field is set; empty if it is valid."""
-    num_prompt_tokens: int
     sample_tokens: Sequence[int]
     """Completion tokens."""
     min_versions: Sequence[int]
@@ -60,7 +59,6 @@ class PutGroups:
             yield PutGroup(
                 group_id=self.group_ids[position],
                 fault=self.faults[position],
-                num_prompt_tokens=self.num_prompt_tokens[position],
                 sample_tokens=self.sample_tokens[start:end],
                 min_versions=self.min_versions[start:end],
                 max_versions=self.max_versions[start:end],
@@ -72,7 +70,6 @@ class PutGroups:
         return PutGroup(
             group_id="",
             fault="",
-            num_prompt_tokens=max(self.num_prompt_tokens),
             sample_tokens=[max(self.sample_tokens)] * max(self.num_samples),
             min_versions=[min(self.min_versions)],
             max_versions=[max(self.max_versions)],

@@ -80,7 +80,8 @@ class RunReplica:
         """When the caretaker last read the audit counters."""
         self.observed_s = -math.inf
         """When it last set the metrics of the run's queues and stalls."""
-        self._state: RunState | None = None
+        self.copy: RunState | None = None
+        """The current copy, for hints only: it may be behind the store. None if not loaded."""
         self._mark: Mark | None = None
         self._is_doubtful = False
         """Whether the store may have a commit that the copy lacks."""
@@ -141,20 +142,15 @@ class RunReplica:
 
     def wake(self) -> None:
         """Set listeners' events."""
-        is_ended = self._state is None or self._state.run.is_closed
+        is_ended = self.copy is None or self.copy.run.is_closed
         for event, only_end in self._listeners.items():
             if is_ended or not only_end:
                 event.set()
 
     @property
-    def copy(self) -> RunState | None:
-        """The current copy, for hints only: it may be behind the store. None if not loaded."""
-        return self._state
-
-    @property
     def is_closed(self) -> bool:
         """Whether the run is closed according to the copy, a hint too; False if not loaded."""
-        return self._state is not None and self._state.run.is_closed
+        return self.copy is not None and self.copy.run.is_closed
 
     # -- transactions --------------------------------------------------------------------------------------------------
 
@@ -198,14 +194,14 @@ class RunReplica:
 
     async def keep_time(self) -> None:
         """Advance the run's clock in the store, and read it."""
-        gap_s = MAX_GAP_S if self._state is None else max_gap_s(self._state.limits)
+        gap_s = MAX_GAP_S if self.copy is None else max_gap_s(self.copy.limits)
         self.clock.take(await self.store.tick(self.run_id, gap_s))
 
     async def poll(self) -> None:
         """Apply changes of other processes; drops the copy of a deleted run."""
-        if self._state is not None:
+        if self.copy is not None:
             try:
-                await self.transact(_nothing)
+                await self.transact(lambda _state: None)
             except UnknownRunError:
                 self.wake()
 
@@ -320,10 +316,10 @@ class RunReplica:
 
     async def _load(self, *, may_create: bool) -> RunState:
         """The copy, brought up to date if it was in doubt; an empty one if the run does not exist."""
-        if self._state is not None and self._is_doubtful:
-            await self._refresh(self._state)
-        if self._state is not None and self._mark is not None:
-            return self._state
+        if self.copy is not None and self._is_doubtful:
+            await self._refresh(self.copy)
+        if self.copy is not None and self._mark is not None:
+            return self.copy
         state = RunState()
         with self._deadlines.paused():
             snapshot = await self.store.load(self.run_id, None)
@@ -336,7 +332,7 @@ class RunReplica:
             self._forget()
             await self.keep_time()
             return state
-        self._state, self._mark = state, snapshot.mark
+        self.copy, self._mark = state, snapshot.mark
         self.wake()
         return state
 
@@ -357,7 +353,7 @@ class RunReplica:
             return False
         state.settle()
         state.known_retired.clear()
-        self._state = state
+        self.copy = state
         if not only_grew:
             # Growth is by far the most frequent change, and nothing waits for it.
             self.wake()
@@ -391,12 +387,12 @@ class RunReplica:
 
     def _go_back(self) -> None:
         """Return to the last known commit; the store will show whether there was another one."""
-        if self._state is not None:
-            self._state.rollback()
+        if self.copy is not None:
+            self.copy.rollback()
             self._is_doubtful = True
 
     def _forget(self) -> None:
-        self._state, self._mark, self._is_doubtful = None, None, False
+        self.copy, self._mark, self._is_doubtful = None, None, False
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -419,10 +415,6 @@ async def _take_over(state: RunState, snapshot: Snapshot) -> None:
     """Bring the copy to a snapshot; other tasks run between slices."""
     for _ in state.take_over(snapshot):
         await asyncio.sleep(0)
-
-
-def _nothing(_state: RunState) -> None:
-    """A no-op that only ensures that the copy is up to date."""
 
 
 def _answer(batch: Sequence[_Request]) -> None:

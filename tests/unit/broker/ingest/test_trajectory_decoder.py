@@ -26,7 +26,7 @@ def test_facts_of_a_request_are_read() -> None:
     assert packed == pack_groups(made)
     found = read_put(packed)
     one, two = found
-    assert (one.group_id, one.fault, one.num_prompt_tokens) == ("a", "", 3)
+    assert (one.group_id, one.fault, found.num_prompt_tokens[0]) == ("a", "", 3)
     assert (one.sample_tokens, one.min_versions, one.max_versions) == ([5, 5], [0, 2], [0, 9])
     assert (two.sample_tokens, two.min_versions, two.rewards) == ([3], [3], [0.0])
     assert found.slices == group_slices(packed)
