@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from services.broker.dispatch.calibration import Outlook
 from services.broker.dispatch.latency import Load
-from services.broker.dispatch.situation import Prompt, Situation
+from services.broker.dispatch.situation import Prompt, Situation, Work
 
 MAX_ROUNDS = 8
 """A longer queue is cut to this many fillings of the fleet: its end is too far away to plan for."""
@@ -42,13 +42,33 @@ class Item(NamedTuple):
     """When it was last moved."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class QueuedPrompt:
     """The queued samples of a prompt."""
 
-    waiting: Sequence[Item]
+    waiting: list[Item]
+    """Taken from the end; all have the same forecast."""
     step: int = 0
     is_begun: bool = False
+
+    @property
+    def predicted(self) -> float:
+        """Forecast of each sample; 0 if unknown."""
+        return self.waiting[-1].predicted
+
+    @property
+    def work(self) -> Work:
+        """The prompt's work as a policy sees it."""
+        return Work(
+            num_samples=len(self.waiting),
+            context_tokens=0.0,
+            length_tokens=self.predicted,
+            remaining_tokens=self.waiting[-1].expected,
+        )
+
+    def copy(self) -> QueuedPrompt:
+        """A copy, to take samples from."""
+        return QueuedPrompt(waiting=self.waiting.copy(), step=self.step, is_begun=self.is_begun)
 
 
 def scaled_down(situation: Situation) -> Situation:
@@ -105,7 +125,7 @@ class Draws:
             for generator, num_done in prompt.running:
                 under_way.append((generator, self._item(prompt, median, rng.random(), num_done)))
             if prompt.num_queued:
-                waiting = [self._item(prompt, median, next(own)) for _ in range(prompt.num_queued)]
+                waiting = [self._item(prompt, median, next(own)) for _ in range(prompt.num_queued)][::-1]
                 queued.append(QueuedPrompt(waiting=waiting, step=prompt.step, is_begun=prompt.is_begun))
         return Draw(queued, under_way)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 BUCKETS_PER_DOUBLING = 8
@@ -15,7 +16,7 @@ class LengthCounts:
     """Counts by length, updated in constant time; sums take as many steps as it has buckets."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts: Counter[int] = Counter()
         self.num_samples = 0
 
     def add(self, num_tokens: float, count: int = 1) -> None:
@@ -42,10 +43,8 @@ class LengthCounts:
     def merged(self, other: LengthCounts) -> LengthCounts:
         """The sum of both."""
         both = LengthCounts()
-        for counts in (self, other):
-            for bucket, count in counts._counts.items():
-                both._counts[bucket] = both._counts.get(bucket, 0) + count
-            both.num_samples += counts.num_samples
+        both._counts = self._counts + other._counts
+        both.num_samples = self.num_samples + other.num_samples
         return both
 
     def parted(self, threshold: float) -> tuple[LengthCounts, LengthCounts]:

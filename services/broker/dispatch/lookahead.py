@@ -8,44 +8,19 @@ and `review` as it does for real generators; idle generators steal work by the s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.batching.batched_engine import SAME_TIME_S, BatchedEngine, Running
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.length_draws import Draw, Item
 from services.broker.dispatch.length_histogram import LengthCounts, remaining_tokens
-from services.broker.dispatch.situation import DispatchPolicy, Order, Situation, Work
+from services.broker.dispatch.situation import DispatchPolicy, Order, Situation
 from services.broker.dispatch.stealing_rule import MAX_MOVES, MIN_STAY_S, MOVE_COST_S, is_worth_moving, late_generators
 
 MAX_TICKS = 64
 """Ticks of a look-ahead, at which the policy is reviewed and idle generators look for work to steal."""
 MAX_LOAD_AGE = 0.25
 """Fraction of the tick interval: the largest age of a load's lengths, and the delay of a generator that got no work."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """The queued samples of a prompt."""
-
-    waiting: list[Item]
-    """Taken from the end; all have the same forecast."""
-    step: int
-    is_begun: bool
-
-    @property
-    def predicted(self) -> float:
-        """Forecast of each sample; 0 if unknown."""
-        return self.waiting[-1].predicted
-
-    @property
-    def work(self) -> Work:
-        """The prompt's work as a policy sees it."""
-        return Work(
-            num_samples=len(self.waiting),
-            context_tokens=0.0,
-            length_tokens=self.predicted,
-            remaining_tokens=self.waiting[-1].expected,
-        )
 
 
 class _Generator(BatchedEngine[Item]):
@@ -131,7 +106,7 @@ class _Run:
         self._situation = situation
         self._num_ended, self._sum_ends_s = 0, 0.0
         self._now_s = 0.0
-        self._queue = [_Group(list(reversed(prompt.waiting)), prompt.step, prompt.is_begun) for prompt in draw.queued]
+        self._queue = [prompt.copy() for prompt in draw.queued]
         self._put_in_order()
         self._lengths, self._under_way = LengthCounts(), LengthCounts()
         for group in self._queue:

@@ -142,16 +142,16 @@ def _check_names(request: _Request) -> None:
     check_id("put_id", request.put_id)
 
 
-async def _wait_until(replica: RunReplica, is_so: Callable[[], bool], hold_s: float) -> bool:
-    """Wait for something that changes of the run bring about, `hold_s` at most; returns whether they did."""
-    if is_so():
+async def _wait_until(replica: RunReplica, condition: Callable[[], bool], hold_s: float) -> bool:
+    """Wait up to `hold_s` for a condition that a change of the run can fulfil; returns whether it holds."""
+    if condition():
         return True
     with replica.listening() as wake, suppress(TimeoutError):
         async with asyncio.timeout(hold_s):
-            while not is_so():
+            while not condition():
                 await wake.wait()
                 wake.clear()
-    return is_so()
+    return condition()
 
 
 def _is_full(replica: RunReplica, num_groups: int, size_bytes: int) -> bool:

@@ -119,7 +119,10 @@ def test_a_look_ahead_at_the_true_lengths_is_the_simulation(policy: str, monkeyp
     draw = Draw(
         [
             QueuedPrompt(
-                waiting=[Item(predicted=forecast or 0.0, expected=forecast or 0.0, tokens=length) for length in lengths]
+                waiting=[
+                    Item(predicted=forecast or 0.0, expected=forecast or 0.0, tokens=length)
+                    for length in reversed(lengths)
+                ]
             )
             for forecast, lengths in zip(scenario.forecasts, scenario.lengths, strict=True)
         ]
