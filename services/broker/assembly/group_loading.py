@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from functools import partial
 
 import structlog
@@ -62,8 +61,3 @@ async def give_up(replica: RunReplica, record: GroupRecord) -> None:
     """Drop the groups of a put whose payload the store has lost."""
     _log.error("payload is lost", run_id=replica.run_id, payload_id=record.put.payload_id)
     await replica.transact(partial(drops.drop_groups, group_ids=list(record.put.group_ids), reason=drops.PAYLOAD_LOST))
-
-
-def copy_of(record: GroupRecord) -> GroupRecord:
-    """A copy that later transactions do not change."""
-    return deepcopy(record)

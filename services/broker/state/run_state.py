@@ -204,9 +204,7 @@ class RunState:
         """Replace a step's tally, or remove it with None."""
         self._is_turned = True
         name = tally_name(version)
-        if name not in self._undo:
-            old = self.tallies.get(version)
-            self._undo[name] = None if old is None else old.SerializeToString()
+        self._undo.setdefault(name, self._serialized(name))
         if tally is None:
             self.tallies.pop(version, None)
         else:

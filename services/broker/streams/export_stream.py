@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,7 @@ import structlog
 from penstock.errors import NotRetainedError, require
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.assembly.group_loading import copy_of, load_records
+from services.broker.assembly.group_loading import load_records
 from services.broker.assembly.large_groups import is_large, read_pieces, single_groups
 from services.broker.assembly.messages import batched, kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
@@ -73,13 +74,6 @@ class Plan:
         return bool(self.names or self.num_lost)
 
 
-def cursor_of(request: broker_pb2.ExportTrajectoriesRequest) -> Cursor:
-    """The position at which a request begins. Raises InvalidFieldError."""
-    version = request.from_policy_version
-    require(version >= 0, "from_policy_version", version, "at least 0")
-    return Cursor(next_version=version, history=request.history if request.HasField("history") else None)
-
-
 def plan(state: RunState, cursor: Cursor) -> Plan:
     """The next step. Raises NotRetainedError if it was trained but is no longer retained."""
     run = state.run
@@ -119,7 +113,11 @@ def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
 
 async def export(run_registry: RunRegistry, request: broker_pb2.ExportTrajectoriesRequest) -> AsyncIterator[_Response]:
     """All responses of an ExportTrajectories call."""
-    replica, cursor = run_registry.replica(request.run_id), cursor_of(request)
+    require(request.from_policy_version >= 0, "from_policy_version", request.from_policy_version, "at least 0")
+    cursor = Cursor(
+        next_version=request.from_policy_version, history=request.history if request.HasField("history") else None
+    )
+    replica = run_registry.replica(request.run_id)
     must_verify, spoke_s = True, 0.0
     with replica.listening() as wake:
         while True:
@@ -165,7 +163,7 @@ def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]
     if state.run.history != planned.history or _names(state, planned.version) != planned.names:
         return []
     records = (state.groups[name] for name in planned.names[start : start + MAX_BATCH_RECORDS])
-    return [copy_of(record) for record in next(batched(records, _num_tokens, MAX_BATCH_TOKENS), [])]
+    return [deepcopy(record) for record in next(batched(records, _num_tokens, MAX_BATCH_TOKENS), [])]
 
 
 def _num_tokens(record: GroupRecord) -> float:

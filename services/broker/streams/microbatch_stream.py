@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from copy import deepcopy
 from dataclasses import dataclass
 
 from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.assembly.group_loading import copy_of
 from services.broker.assembly.large_groups import portions
 from services.broker.assembly.microbatch_reader import load_frames
 from services.broker.ingest.validation import MAX_GROUP_IDS, check_count, check_id
@@ -46,11 +46,7 @@ class _Delivery:
 
     @property
     def num_groups(self) -> int:
-        return _num_groups(self.chosen)
-
-
-def _num_groups(records: Sequence[GroupRecord]) -> int:
-    return sum(map(num_groups, records))
+        return sum(map(num_groups, self.chosen))
 
 
 class MicrobatchStream:
@@ -144,7 +140,7 @@ class MicrobatchStream:
                 )
                 if not names:
                     break
-                found.microbatches.append([part for name in names for part in portions(copy_of(state.groups[name]))])
+                found.microbatches.append([part for name in names for part in portions(deepcopy(state.groups[name]))])
             return found
 
         return operation
