@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 from redis.exceptions import (
     AuthenticationError,
@@ -35,52 +36,45 @@ MAX_DELAY_S = 2.0
 class RedisFault(StrEnum):
     """Why Redis did not execute a request."""
 
-    UNREACHABLE = "unreachable"
-    TIMEOUT = "timeout"
-    LOADING = "loading"
-    READ_ONLY = "read_only"
-    OUT_OF_MEMORY = "out_of_memory"
-    NOT_PERSISTED = "not_persisted"
-    CLUSTER_DOWN = "cluster_down"
-    TOO_FEW_REPLICAS = "too_few_replicas"
-    NO_ACCESS = "no_access"
-    REFUSED = "refused"
+    advice: str
+    """The remedy."""
 
-    @property
-    def advice(self) -> str:
-        """The remedy."""
-        return _ADVICE[self]
+    def __new__(cls, value: str, advice: str) -> Self:
+        """A kind of fault, with its remedy."""
+        fault = str.__new__(cls, value)
+        fault._value_, fault.advice = value, advice
+        return fault
+
+    UNREACHABLE = "unreachable", "start it, or correct redis_url; the broker goes on by itself when it is back"
+    TIMEOUT = "timeout", "it hangs or is overloaded: look for slow commands and a full disk"
+    LOADING = "loading", "it reads its data after a restart; the broker goes on by itself"
+    READ_ONLY = "read_only", "it is a replica: name the master, or use a redis+sentinel:// URL that follows it"
+    OUT_OF_MEMORY = "out_of_memory", "raise its maxmemory or let consumers catch up; what was accepted is kept"
+    NOT_PERSISTED = (
+        "not_persisted",
+        "it cannot write to its disk: make room or mend the disk; what was accepted is kept",
+    )
+    CLUSTER_DOWN = "cluster_down", "some slots of the Cluster have no master: bring its nodes back"
+    TOO_FEW_REPLICAS = "too_few_replicas", "bring replicas back, or ask for fewer with redis_wait_replicas"
+    NO_ACCESS = "no_access", "correct user and password in redis_url, and the user's rights"
+    REFUSED = "refused", "see the broker's log"
 
     @property
     def is_brief(self) -> bool:
         """Whether it often passes within a second or two, so that retrying within the call is worthwhile."""
-        return self in _BRIEF
+        return self in (RedisFault.UNREACHABLE, RedisFault.LOADING, RedisFault.READ_ONLY, RedisFault.CLUSTER_DOWN)
 
     @property
     def concerns_writes_only(self) -> bool:
         """Whether reads still work."""
-        return self in _OF_WRITES
+        return self in (
+            RedisFault.READ_ONLY,
+            RedisFault.OUT_OF_MEMORY,
+            RedisFault.NOT_PERSISTED,
+            RedisFault.TOO_FEW_REPLICAS,
+        )
 
 
-_OF_WRITES = (
-    RedisFault.READ_ONLY,
-    RedisFault.OUT_OF_MEMORY,
-    RedisFault.NOT_PERSISTED,
-    RedisFault.TOO_FEW_REPLICAS,
-)
-_BRIEF = (RedisFault.UNREACHABLE, RedisFault.LOADING, RedisFault.READ_ONLY, RedisFault.CLUSTER_DOWN)
-_ADVICE = {
-    RedisFault.UNREACHABLE: "start it, or correct redis_url; the broker goes on by itself when it is back",
-    RedisFault.TIMEOUT: "it hangs or is overloaded: look for slow commands and a full disk",
-    RedisFault.LOADING: "it reads its data after a restart; the broker goes on by itself",
-    RedisFault.READ_ONLY: "it is a replica: name the master, or use a redis+sentinel:// URL that follows it",
-    RedisFault.OUT_OF_MEMORY: "raise its maxmemory or let consumers catch up; what was accepted is kept",
-    RedisFault.NOT_PERSISTED: "it cannot write to its disk: make room or mend the disk; what was accepted is kept",
-    RedisFault.CLUSTER_DOWN: "some slots of the Cluster have no master: bring its nodes back",
-    RedisFault.TOO_FEW_REPLICAS: "bring replicas back, or ask for fewer with redis_wait_replicas",
-    RedisFault.NO_ACCESS: "correct user and password in redis_url, and the user's rights",
-    RedisFault.REFUSED: "see the broker's log",
-}
 _BY_CLASS: tuple[tuple[type[Exception], RedisFault], ...] = (
     # The first match counts: some of these are subclasses of others.
     (BusyLoadingError, RedisFault.LOADING),
