@@ -126,7 +126,7 @@ class _Judge:
         elif self._must_be_in_time and (ahead := self._admission.num_started + num_before) >= (
             self._admission.max_started(oldest)
         ):
-            text = f"{ahead} groups go before it: it would be too stale in its turn"
+            text = f"{ahead} groups go before it: it would be too stale by its turn"
         else:
             return None
         return StaleError(f"group {group.group_id!r}: {text}")

@@ -211,7 +211,7 @@ def acknowledge(
 def _check_held(state: RunState, name: str, members: Sequence[str], consumer_id: str) -> None:
     record = state.groups[name]
     if name not in state.index.delivered[types_pb2.PURPOSE_TRAIN] or record.consumer_id != consumer_id:
-        raise LeaseLostError(f"group {members[0]!r} is not in the hands of {consumer_id!r}", group_id=members[0])
+        raise LeaseLostError(f"group {members[0]!r} is not delivered to {consumer_id!r}", group_id=members[0])
     if state.index.versions.get(name, state.run.policy_version) >= oldest_due(state):
         return
     for group_id in batches.older_than(record, oldest_due(state)):

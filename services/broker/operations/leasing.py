@@ -24,8 +24,8 @@ MAX_GROUPS_SCANNED = 512
 """How far down the queue a generator looks for work that fits it."""
 LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done with it sooner"
 ABANDONED_WEIGHTS = (
-    "the generator holds weights of before the run's last rewind, or of another run of this id: it waits until it has "
-    "pulled others"
+    "the generator holds weights from before the run's last rewind, or of another run with this id: it waits until it "
+    "has pulled current ones"
 )
 NO_ROOM = "by what dispatch knows of the generator, its KV cache has no room for one more"
 NOTHING_QUEUED = "the queue of prompts is empty: nothing was submitted that is not already out"

@@ -102,7 +102,7 @@ class Forecaster:
             # Sent while another failed: one hitch hit several runs and should not lengthen the back-off.
             return
         if not self._num_failures:
-            _log.warning("scheduler away: dispatch goes on without forecasts", target=self._target, error=str(error))
+            _log.warning("scheduler away: dispatch continues without forecasts", target=self._target, error=str(error))
         backoff_s = min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2**self._num_failures)
         self._num_failures += 1
         self._failed_s = self._clock.monotonic_s()

@@ -97,7 +97,7 @@ def _no_generator(state: RunState, present: Present, now_s: float) -> Iterator[C
     last_s = max((_beat_s(view) for view in present.generators), default=None)
     text = f"no generator is connected; {counted(len(state.queue), 'group', 'waits', 'wait')} for one"
     if last_s is not None:
-        text += f", the last one was heard of {now_s - last_s:.0f} s ago"
+        text += f", the last one was heard from {now_s - last_s:.0f} s ago"
     since_s = max(last_s or 0.0, _first_submit_s(state))
     yield Cause(waiter="groups", owner=GENERATORS, text=text, since_s=since_s)
 
@@ -129,7 +129,7 @@ def _silent_generators(state: RunState, present: Present, now_s: float) -> list[
         more = f" and {len(held) - 1} more are" if len(held) > 1 else " is"
         text = (
             f"{name_of(key)}{more} leased by {generator_id}, silent {_for(since_s, now_s)}, "
-            f"lease ends {_due(sample.lease_expire_s, now_s)}, then another goes on from token {sample.num_tokens}"
+            f"lease ends {_due(sample.lease_expire_s, now_s)}, then another continues from token {sample.num_tokens}"
         )
         waiter, owner = counted(len(held), "sample"), f"generator {generator_id}"
         found.append(Cause(waiter=waiter, owner=owner, text=text, since_s=since_s, deadline_s=sample.lease_expire_s))

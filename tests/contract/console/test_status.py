@@ -86,7 +86,7 @@ async def test_a_generator_that_goes_silent_is_reported_of_until_its_lease_ends(
     wait = await first_wait(broker)
     assert f"{wait.waiter} waits for {wait.owner}: {wait.reason}" == (
         "trainer waits for generator gen-2: 3 of 3 groups are missing; sample g17/0 and 1 more are leased by gen-2, "
-        "silent for 41 s, lease ends in 19 s, then another goes on from token 2"
+        "silent for 41 s, lease ends in 19 s, then another continues from token 2"
     )
     assert wait.since_time.seconds == 1_000_000
     assert wait.deadline_time.seconds == 1_000_060

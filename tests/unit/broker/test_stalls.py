@@ -64,7 +64,7 @@ def test_without_a_generator_the_queue_says_so() -> None:
     submit(state, "a")
     text = "2 of 2 groups are missing; no generator is connected; 1 group waits for one"
     assert lines(state, nobody()) == [f"trainer > generators: {text}"]
-    assert "the last one was heard of 20 s ago" in lines(state, present(view(heard_s=NOW_S - 20)))[0]
+    assert "the last one was heard from 20 s ago" in lines(state, present(view(heard_s=NOW_S - 20)))[0]
     [wait] = waits(state, nobody(), NOW_S)
     assert wait.since_time == timestamp(1.0)
 
@@ -77,7 +77,7 @@ def test_a_silent_generator_is_named_with_its_sample_and_what_comes_next() -> No
     who = present(view(heard_s=24.0), view("gen-2"))
     assert lines(state, who, 34.0)[0] == (
         "trainer > generator gen-1: 2 of 2 groups are missing; sample a/0 and 1 more are leased by gen-1, "
-        "silent for 10 s, lease ends in 16 s, then another goes on from token 0"
+        "silent for 10 s, lease ends in 16 s, then another continues from token 0"
     )
     [wait, *_] = waits(state, who, 34.0)
     assert (wait.since_time, wait.deadline_time) == (timestamp(24.0), timestamp(50.0))

@@ -33,6 +33,10 @@ MAX_DELAY_S = 2.0
 """Longest time until a broker notices that Redis is back."""
 
 
+class TooFewReplicasError(RedisError):
+    """A change is on the master but not on as many replicas as requested."""
+
+
 class RedisFault(StrEnum):
     """Why Redis did not execute a request."""
 
@@ -45,14 +49,14 @@ class RedisFault(StrEnum):
         fault._value_, fault.advice = value, advice
         return fault
 
-    UNREACHABLE = "unreachable", "start it, or correct redis_url; the broker goes on by itself when it is back"
+    UNREACHABLE = "unreachable", "start it, or correct redis_url; the broker resumes by itself when it is back"
     TIMEOUT = "timeout", "it hangs or is overloaded: look for slow commands and a full disk"
-    LOADING = "loading", "it reads its data after a restart; the broker goes on by itself"
+    LOADING = "loading", "it reads its data after a restart; the broker resumes by itself"
     READ_ONLY = "read_only", "it is a replica: name the master, or use a redis+sentinel:// URL that follows it"
     OUT_OF_MEMORY = "out_of_memory", "raise its maxmemory or let consumers catch up; what was accepted is kept"
     NOT_PERSISTED = (
         "not_persisted",
-        "it cannot write to its disk: make room or mend the disk; what was accepted is kept",
+        "it cannot write to its disk: free space or repair the disk; what was accepted is kept",
     )
     CLUSTER_DOWN = "cluster_down", "some slots of the Cluster have no master: bring its nodes back"
     TOO_FEW_REPLICAS = "too_few_replicas", "bring replicas back, or ask for fewer with redis_wait_replicas"
@@ -77,6 +81,7 @@ class RedisFault(StrEnum):
 
 _BY_CLASS: tuple[tuple[type[Exception], RedisFault], ...] = (
     # The first match counts: some of these are subclasses of others.
+    (TooFewReplicasError, RedisFault.TOO_FEW_REPLICAS),
     (BusyLoadingError, RedisFault.LOADING),
     (AuthenticationError, RedisFault.NO_ACCESS),
     (NoPermissionError, RedisFault.NO_ACCESS),
@@ -103,14 +108,8 @@ _BY_CODE = {
 }
 
 
-class TooFewReplicasError(RedisError):
-    """A change is on the master but not on as many replicas as requested."""
-
-
 def classify(error: Exception) -> RedisFault:
     """The kind of an error of redis-py."""
-    if isinstance(error, TooFewReplicasError):
-        return RedisFault.TOO_FEW_REPLICAS
     for kind, fault in _BY_CLASS:
         if isinstance(error, kind):
             return fault
