@@ -19,8 +19,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -31,8 +30,6 @@ from quickstart.tiny_model import build_model, build_tokenizer, save_model
 from quickstart.warm_start import WarmStartResult, WarmStartSettings, warm_start
 
 _MARKER_NAME = "prepared.json"
-# A second thread gains a third on an idle machine and loses a factor of ten if it must share its core.
-_NUM_THREADS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +90,9 @@ def _build(folder: Path, *, seed: int, settings: PrepareSettings, on_progress: C
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=seed)
     on_progress(f"warm start: a model of {model.num_parameters():,} parameters")
-    with _threads(_NUM_THREADS):
-        result = warm_start(
-            model, tokenizer, held_out, seed=seed, settings=settings.warm_start, on_progress=on_progress
-        )
+    # A second thread gains a third on an idle machine and loses a factor of ten if it must share its core.
+    torch.set_num_threads(1)
+    result = warm_start(model, tokenizer, held_out, seed=seed, settings=settings.warm_start, on_progress=on_progress)
     save_model(model, tokenizer, folder / "model")
     on_progress(_summarize(result, time.monotonic() - started_s))
     (folder / _MARKER_NAME).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
@@ -126,13 +122,3 @@ def _digest(settings: PrepareSettings) -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-@contextmanager
-def _threads(num_threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -72,11 +72,6 @@ def build_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
 
 def save_model(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, directory: Path) -> None:
     """Write weights, config, generation config and tokenizer into one directory."""
-    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
-    try:
-        model.save_pretrained(directory)
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -35,7 +35,7 @@ from services.generator.emulation.config import EmulatedConfig
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
 from services.generator.engines.base_config import ServedModel
 from services.generator.engines.emulated.config import EmulatedEngineConfig
-from services.generator.engines.emulated.emulated_engine import script_of
+from services.generator.engines.emulated.emulated_engine import write_script
 from services.generator.engines.emulated.from_config import build_spec
 
 POLL_S = 0.05
@@ -202,7 +202,9 @@ class _Step:
         for index, (prompt, chunks) in enumerate(zip(self._workload.prompts(range(count)), stored, strict=True)):
             parts = [int32_array(types_pb2.TokenChunk.FromString(chunk).token_ids, "token_ids") for chunk in chunks]
             tokens = np.concatenate([np.empty(0, np.int32), *parts])
-            num_wrong += not np.array_equal(tokens, script_of(spec, _request(index, prompt))[: len(tokens)])
+            num_wrong += not np.array_equal(
+                tokens, write_script(spec, _request(index, prompt)).token_ids[: len(tokens)]
+            )
         return num_wrong
 
 

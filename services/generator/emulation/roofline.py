@@ -34,8 +34,6 @@ class Roofline:
 
     def __post_init__(self) -> None:
         """Refuses a model that does not fit."""
-        if self.num_gpus < 1 or self.slowdown <= 0:
-            raise ValueError("num_gpus must be at least 1, slowdown positive")
         if self.kv_capacity_tokens < 1:
             needed, offered = self.model.weight_bytes / 1e9, self._usable_bytes / 1e9
             raise ValueError(f"the model's {needed:.0f} GB of weights leave no KV room in {offered:.0f} GB; add GPUs")

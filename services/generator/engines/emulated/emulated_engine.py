@@ -231,7 +231,7 @@ class EmulatedEngine:
 
     def _accept(self, request: GenerateRequest) -> _Sample:
         self._catch_up()
-        sample = self._samples[request.request_id] = _write_script(self._spec, request)
+        sample = self._samples[request.request_id] = write_script(self._spec, request)
         self._batch.add(sample.in_batch)
         self._has_work.set()
         return sample
@@ -293,13 +293,8 @@ class EmulatedEngine:
             self._batch.discard(sample.in_batch)
 
 
-def script_of(spec: EmulatedSpec, request: GenerateRequest) -> npt.NDArray[np.int32]:
+def write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
     """All tokens of a sample from the first, the same on any emulated engine of this seed and these lengths."""
-    return _write_script(spec, request).token_ids
-
-
-def _write_script(spec: EmulatedSpec, request: GenerateRequest) -> _Sample:
-    """The whole completion of a sample from its first token, regardless of its prefix."""
     sampling = request.sampling
     own = request.request_id if sampling.seed is None else str(sampling.seed)
     key = hashlib.sha256(f"{spec.seed}:{own}:".encode() + np.asarray(request.prompt_token_ids, "<i4").tobytes())

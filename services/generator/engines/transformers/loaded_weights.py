@@ -25,7 +25,22 @@ def install_weights(model: Any, path: Path, *, on_tensor: Callable[[], None] = l
 
     `on_tensor` is called for every tensor, once when it is copied and once when it is read back.
     """
-    held: dict[str, torch.Tensor] = model.state_dict()
+    return _copy_in(path, model.state_dict(), on_tensor)
+
+
+def install_adapter(
+    model: Any, path: Path, adapter: AdapterInfo, *, on_tensor: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Loads a safetensors file's adapter beside the base; as `install_weights`.
+
+    Raises:
+        ValueError: PEFT cannot adapt these layers.
+    """
+    _make_room(model, adapter)
+    return _copy_in(path, _adapter_tensors(model), on_tensor)
+
+
+def _copy_in(path: Path, held: dict[str, torch.Tensor], on_tensor: Callable[[], None]) -> list[str]:
     mismatched: set[str] = set()
     written: set[int] = set()
     with torch.inference_mode():
@@ -39,26 +54,6 @@ def install_weights(model: Any, path: Path, *, on_tensor: Callable[[], None] = l
                 mismatched.add(name)
     # A tied tensor is written under the name that it shares memory with.
     return sorted(mismatched | {name for name, tensor in held.items() if tensor.data_ptr() not in written})
-
-
-def install_adapter(model: Any, path: Path, adapter: AdapterInfo) -> list[str]:
-    """Loads a safetensors file's adapter beside the base; returns the names of tensors that do not match afterwards.
-
-    Raises:
-        ValueError: PEFT cannot adapt these layers.
-    """
-    _make_room(model, adapter)
-    held = _adapter_tensors(model)
-    mismatched: set[str] = set()
-    written: set[str] = set()
-    with torch.inference_mode():
-        for name, tensor in _tensors(path):
-            held[name].copy_(tensor)
-            written.add(name)
-        for name, tensor in _tensors(path):
-            if not torch.equal(held[name], tensor.to(held[name])):
-                mismatched.add(name)
-    return sorted(mismatched | (held.keys() - written))
 
 
 def mismatched_base(model: Any, model_path: Path) -> list[str]:

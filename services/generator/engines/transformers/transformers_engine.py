@@ -311,4 +311,4 @@ def _layout(model: Any) -> dict[str, tuple[int, ...]]:
 def _install(model: Any, update: WeightUpdate, *, on_tensor: Callable[[], None]) -> list[str]:
     if update.adapter is None:
         return install_weights(model, update.path, on_tensor=on_tensor)
-    return install_adapter(model, update.path, update.adapter)
+    return install_adapter(model, update.path, update.adapter, on_tensor=on_tensor)

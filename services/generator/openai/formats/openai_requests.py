@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from penstock.config import StrictModel
 from penstock.security.session_keys import MAX_VALID_S, SESSION_ID, TASK, Opens
 from services.generator.openai.formats.api_errors import ApiError, invalid
 
@@ -201,10 +202,8 @@ class CompletionRequest(SamplingRequest):
         return ids
 
 
-class RewardRequest(BaseModel):
+class RewardRequest(StrictModel):
     """Body of /v1/sessions/{id}/reward."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     reward: float | None = None
     """The score; when unset, the endpoint's reward service is asked."""
@@ -216,10 +215,8 @@ class RewardRequest(BaseModel):
     """For the reward service: other data that it reads."""
 
 
-class SessionKeyRequest(BaseModel):
+class SessionKeyRequest(StrictModel):
     """Body of /v1/session_keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     session: str = Field(pattern=f"^{SESSION_ID.pattern}$")
     """The key opens the session with this id; with "*" at its end, all sessions with the prefix before it."""
