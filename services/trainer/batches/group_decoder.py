@@ -13,7 +13,7 @@ from services.trainer.batches.training_sample import TrainingSample
 
 
 def training_samples(group: types_pb2.TrajectoryGroup) -> list[TrainingSample]:
-    """The samples of a group, in its order; raises InvalidFieldError naming the field that cannot be read."""
+    """The samples of a group, in order; raises InvalidFieldError naming the unreadable field."""
     prompt = int32_array(group.prompt.token_ids, "prompt.token_ids")
     check_trainable(group.prompt.sampling, field="prompt.sampling")
     temperature = temperature_of(group.prompt.sampling)

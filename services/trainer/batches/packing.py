@@ -8,7 +8,7 @@ Invariants:
 - Every trajectory lies whole in exactly one pack; packing never cuts, drops or reorders tokens.
 - A pack holds at most `max_pack_tokens` tokens, unless it is a single longer trajectory.
 - Same trajectories in the same order, same packs: packing is deterministic.
-- Of trajectories that arrive bit by bit less than one pack waits for others.
+- Of trajectories that arrive one by one, less than one pack's worth waits for others.
 
 Axes: T tokens of a row, S segments, N loss tokens (those the policy sampled).
 """
@@ -23,7 +23,7 @@ import numpy.typing as npt
 _Item = TypeVar("_Item")
 
 FULL_ENOUGH = 0.9
-"""Part of the token budget from which a pack waits for nothing more."""
+"""Share of the token budget at which a pack stops waiting for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,19 +42,19 @@ class Trajectory:
     advantages: npt.NDArray[np.float32]
     """float32[T]; unread where the mask is false."""
     values: npt.NDArray[np.float32] | None = None
-    """float32[T], a critic's value of each token's state; likewise. None without a critic."""
+    """float32[T], a critic's value of each token's state; unread likewise. None without a critic."""
     returns: npt.NDArray[np.float32] | None = None
     """float32[T], the critic's targets; likewise."""
     proximal_logprobs: npt.NDArray[np.float32] | None = None
-    """float32[T], nats, of each token under the weights before the batch's first optimiser step; likewise. None where
-    those are the weights that are being trained."""
+    """float32[T], nats, of each token under the weights before the batch's first optimiser step; likewise. None if
+    those are the weights being trained."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
-    """float32[T], nats, of each token under the reference; likewise. None where the backend finds them itself, or where
-    the loss has no term of them."""
+    """float32[T], nats, of each token under the reference; likewise. None if the backend computes them itself, or if
+    the loss does not use them."""
     temperature: float = 1.0
     """Sampling temperature of the loss tokens, > 0: log-probs are of logits / temperature."""
     group_id: str = ""
-    """Id of the sample group; read only to name the group whose numbers are not finite."""
+    """Id of the sample group; read only to name a group whose numbers are not finite."""
 
     def __post_init__(self) -> None:
         """Refuses arrays that do not line up.
@@ -72,7 +72,7 @@ class Trajectory:
             raise ValueError("the first token of a trajectory has no predecessor and cannot be a loss token")
 
     def spread(self, of_loss_tokens: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
-        """Loss tokens' numbers at their places, float32[T], zeros elsewhere."""
+        """Numbers of the loss tokens at their positions, float32[T], zeros elsewhere."""
         result = np.zeros(self.token_ids.shape, dtype=np.float32)
         result[self.loss_mask] = of_loss_tokens
         return result
@@ -101,7 +101,7 @@ class Pack:
     members: tuple[int, ...]
     """[S], which of the trajectories that were packed together each segment is."""
     values: npt.NDArray[np.float32] | None = None
-    """float32[N], as in `Trajectory`; None where any of them has none."""
+    """float32[N], as in `Trajectory`; None if any trajectory has none."""
     returns: npt.NDArray[np.float32] | None = None
     """float32[N], likewise."""
     proximal_logprobs: npt.NDArray[np.float32] | None = None
@@ -122,7 +122,7 @@ class Pack:
         return int(self.target_ids.size)
 
     def by_member(self, of_loss_tokens: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """Numbers of the row's loss tokens, float32[N], as those of each trajectory, with its place in `members`."""
+        """Splits numbers of the row's loss tokens, float32[N], by trajectory; yields each with its member index."""
         bounds = np.searchsorted(self.target_segments, np.arange(len(self.members) + 1))
         for segment, member in enumerate(self.members):
             yield member, of_loss_tokens[bounds[segment] : bounds[segment + 1]]
@@ -149,15 +149,15 @@ def pack_trajectories(trajectories: Sequence[Trajectory], *, max_pack_tokens: in
 
 
 def full_enough(items: Sequence[_Item], *, lengths: Sequence[int], capacity: int) -> tuple[list[_Item], list[_Item]]:
-    """Those to pack now and those that wait: what would be the emptiest pack waits if less than FULL_ENOUGH full.
+    """Items to pack now and items that wait: the emptiest pack waits if it is less than FULL_ENOUGH full.
 
-    A forward pass costs much that does not depend on its tokens, so nearly empty ones are worth waiting for others. The
-    rest is packed however full: no later arrival is sure to fit better.
+    Much of the cost of a forward pass does not depend on its tokens, so a nearly empty one should wait for more. All
+    other packs go ahead, however full: no later arrival is certain to fit better.
 
     Args:
-        items: what waited and what arrived, any number.
-        lengths: tokens of each.
-        capacity: tokens of a pack, or of a round of packs.
+        items: Waiting and new items, any number.
+        lengths: Tokens of each.
+        capacity: Tokens of a pack, or of a round of packs.
 
     Raises:
         ValueError: `capacity` is not positive.

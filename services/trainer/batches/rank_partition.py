@@ -1,13 +1,13 @@
-"""Dealing trajectories to processes that train together: rounds of one pack for each.
+"""Distributes trajectories over processes that train together: in rounds of one pack for each.
 
-In a round every process makes one forward and one backward pass, and waits for the slowest. So the packs of a round
-have tokens in proportion to the processes' shares, and the longest trajectories go to the strongest.
+In a round every process makes one pass, and waits for the slowest. So the packs of a round have tokens in proportion to
+the processes' shares, and the longest trajectories go to the strongest process.
 
 Invariants:
 - Every trajectory lies whole in exactly one pack of one round.
-- The strongest process' packs hold at most `max_pack_tokens`, another's as much less as its share is smaller; a longer
+- Packs of the strongest process hold at most `max_pack_tokens`, those of another proportionally less; a longer
   trajectory is alone in a pack of the strongest.
-- Same trajectories in the same order, same rounds.
+- The same trajectories in the same order give the same rounds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def partition(
     Args:
         trajectories: Any number, of any lengths.
         max_pack_tokens: Tokens of a pack of the process with the largest share.
-        shares: Of each process, above 0; only their ratios matter.
+        shares: Relative capacity of each process, above 0; only the ratios matter.
 
     Returns:
-        Rounds of `len(shares)` packs; None where a process has nothing to do.
+        Rounds of `len(shares)` packs; None for a process that has nothing to do.
 
     Source: longest processing time first on machines of unequal speeds (Gonzalez, Ibarra and Sahni 1977); unequal
     shares by tokens as in AReaL-Hex and HetRL.
@@ -37,7 +37,7 @@ def partition(
     if len(shares) == 1:
         return [(pack,) for pack in pack_trajectories(trajectories, max_pack_tokens=max_pack_tokens)]
     lengths = [int(trajectory.token_ids.size) for trajectory in trajectories]
-    # One that is longer than a pack takes a pack, not more: with all of its tokens, fewer rounds than these could do.
+    # A trajectory longer than a pack takes one pack: counting all of its tokens could exceed the fewest rounds.
     num_tokens = sum(min(length, max_pack_tokens) for length in lengths)
     per_round = tokens_of_a_round(max_pack_tokens, shares=shares)
     for num_rounds in range(math.ceil(num_tokens / per_round), len(lengths) + 1):
@@ -50,20 +50,20 @@ def partition(
 
 
 def tokens_of_a_round(max_pack_tokens: int, *, shares: Sequence[float]) -> int:
-    """Most tokens that all processes together take in a round, at least 1."""
+    """Maximum tokens that all processes together take in a round, at least 1."""
     return max(1, int(max_pack_tokens * sum(shares) / max(shares)))
 
 
 def place(
     lengths: Sequence[int], *, num_rounds: int, max_pack_tokens: int, shares: Sequence[float]
 ) -> list[list[int]] | None:
-    """Indices into `lengths` for every process of every round, round by round; None where they do not fit."""
+    """Indices into `lengths` for every process of every round, round by round; None if they do not fit."""
     speeds = [share / max(shares) for share in shares] * num_rounds
     bins: list[list[int]] = [[] for _ in speeds]
     loads = [0] * len(speeds)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
-        # One that no process has room for is alone in its pack; all others fit into the strongest's.
+        # An item longer than any pack is alone in its pack; all others fit into a pack of the strongest.
         room = max(max_pack_tokens, length)
         roomy = [b for b, load in enumerate(loads) if load + length <= room * speeds[b]]
         if not roomy:

@@ -1,11 +1,11 @@
-"""Trained groups that may be trained on again: those of the newest steps, and which of them are drawn.
+"""Keeps the groups of the newest steps, to draw those that are trained on again.
 
 Invariants:
 - A step from version v draws from the `max_steps` steps before the newest, those that produced v - max_steps to v - 1:
-  that bounds how old a replayed sample can be, and what the newest one trained on need not have come yet.
-- A draw names no group twice, and follows from those steps, the seed and the version: a step that is taken again draws
-  the same, after a crash too.
-- Steps that a rewind made void are forgotten when their replacements come.
+  that bounds the age of a replayed sample, and the groups of the newest step need not have arrived yet.
+- A draw names no group twice and is determined by those steps, the seed and the version: a repeated step draws the
+  same, even after a crash.
+- Steps undone by a rewind are forgotten when their replacements arrive.
 
 Takes no clock and no socket.
 """
@@ -33,11 +33,11 @@ class _Held:
 
 
 class ReplayBuffer:
-    """Groups by name.
+    """The groups of one run, by name.
 
     Args:
         max_steps: Steps whose groups can be drawn.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(self, *, max_steps: int, seed: int) -> None:
@@ -55,22 +55,22 @@ class ReplayBuffer:
         if scored:
             reward = float(np.mean([sample.reward for sample in scored]))
             self._groups[group_id] = _Held(policy_version, scored, reward)
-        # One more than a draw reaches back to: the next one may not have been made yet.
+        # One step more than a draw reaches back: the next draw may still be due.
         self._keep(lambda held: held.version >= policy_version - self._max_steps)
 
     def forget_from(self, policy_version: int) -> None:
-        """Steps that produced this version or a later one did not happen: the run was rewound."""
+        """Forget the steps that produced this version or a later one: the run was rewound."""
         self._keep(lambda held: held.version < policy_version)
 
     def forget(self, group_ids: Sequence[str]) -> None:
-        """These groups must not be drawn again."""
+        """Do not draw these groups again."""
         self._groups = {name: held for name, held in self._groups.items() if name not in group_ids}
 
     def draw(self, num_groups: int, *, policy_version: int) -> list[list[TrainingSample]]:
         """At most `num_groups` groups for the step from `policy_version`: half of them recent ones, half good ones.
 
-        The first half is drawn evenly from the newest half of those steps, the others by `exp((r - mean) / std)` of
-        their mean rewards, from all that are left.
+        The first half is drawn uniformly from the newest half of those steps, the others from all remaining groups with
+        weights `exp((r - mean) / std)` of their mean rewards.
 
         Source: TBA (arXiv 2503.18929), which draws from its buffer either by recency or by reward. Difference: whole
         groups, and both in each batch.

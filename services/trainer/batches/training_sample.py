@@ -33,7 +33,7 @@ class TrainingSample:
     loss_mask: npt.NDArray[np.bool_] | None = None
     """bool[C], true for trained tokens; None for all."""
     advantages: npt.NDArray[np.float32] | None = None
-    """float32[C], when the sender of the sample computed them; None computes them from the group's rewards."""
+    """float32[C], if the sender of the sample computed them; None computes them from the group's rewards."""
 
 
 def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:
@@ -57,7 +57,7 @@ def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:
 
 
 def trajectory_of(sample: TrainingSample, advantage: float) -> Trajectory:
-    """The training view of a well-formed sample: `advantage` on every completion token unless it brings advantages."""
+    """The training view of a well-formed sample: `advantage` on every completion token unless it has its own."""
     num_prompt, num_completion = sample.prompt_token_ids.size, sample.completion_token_ids.size
     nothing = np.zeros(num_prompt, dtype=np.float32)
     mask = np.ones(num_completion, dtype=np.bool_) if sample.loss_mask is None else sample.loss_mask

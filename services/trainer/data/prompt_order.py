@@ -2,10 +2,10 @@
 
 Promises:
 
-- The prompt at a position depends on the rows, the run's seed and the position alone, so a resumed run that starts at
-  the position its checkpoint holds submits the very groups an uninterrupted run would have.
+- The prompt at a position depends only on the rows, the run's seed and the position, so a resumed run that starts at
+  its checkpoint's position submits exactly the groups of an uninterrupted run.
 - Group names are unique in a run: `t<position>` for training; `e<version>s<i>` (sampled) and `e<version>g<i>` (greedy)
-  for evaluation, with `h<history>` in front once the run has been rewound, since a broker takes each name once.
+  for evaluation, prefixed with `h<history>` once the run has been rewound, since a broker accepts each name once.
 - No prompt is longer than `max_prompt_tokens`; longer rows are left out and counted, never cut.
 """
 
@@ -93,7 +93,7 @@ def _encoded(rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Sequence[int
 class PromptStream:
     """Endless training prompts: pass after pass over the rows, each pass in its own order when shuffled.
 
-    `position` counts prompts taken since the run began; set it to go on where a checkpoint stopped.
+    `position` counts prompts taken since the run began; set it to continue where a checkpoint stopped.
     """
 
     def __init__(self, prompts: Sequence[EncodedPrompt], *, seed: int, shuffle: bool, position: int = 0) -> None:
@@ -150,7 +150,7 @@ def build_prompt(
     sampling: types_pb2.SamplingParams,
     purpose: types_pb2.Purpose.ValueType,
 ) -> types_pb2.Prompt:
-    """The message that a broker queues."""
+    """Builds the message for the broker's queue."""
     prompt = types_pb2.Prompt(
         group_id=group_id,
         token_ids=int32_bytes(encoded.token_ids),

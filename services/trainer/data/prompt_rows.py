@@ -1,8 +1,8 @@
 """Data rows as users write them: JSONL or parquet, checked line by line. Light: no tokenizer, no torch.
 
 A row has a prompt (`prompt`, `question` or `problem`; text, or chat messages) and an answer (`answer`, `label`,
-`ground_truth` or `solution`). Every other column is metadata and travels unread to the reward model. A row that cannot
-be used ends the reading with a DataError that names the file and the row; nothing is skipped silently.
+`ground_truth` or `solution`). Every other column is metadata and passed on unread to the reward model. An unusable row
+raises a DataError that names the file and the row; nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Row:
     """One prompt with its reference answer."""
 
     prompt: str | tuple[Message, ...]
-    """Plain text, or chat turns of which the last is not the assistant's."""
+    """Plain text, or chat turns; the last one is not the assistant's."""
     answer: str
     """Reference answer."""
     metadata_json: str
@@ -119,7 +119,7 @@ def _only_key(where: str, record: Mapping[str, Any], names: tuple[str, ...], wha
     present = [name for name in names if record.get(name) is not None]
     if not present:
         raise DataError(f"{where}: no {what}; give one of the columns {', '.join(names)}")
-    # A row may well have both a short answer and a long solution: the first name in our order is the one meant.
+    # A row may have both a short answer and a long solution: the first name in our order takes precedence.
     return present[0]
 
 

@@ -1,4 +1,4 @@
-"""Loads a run's prompts: training and held-out rows of the files that its configuration names."""
+"""Loads a run's prompts: training and held-out rows of the configured files."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _NONE = PromptSet(prompts=(), num_skipped=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrompts:
-    """Both kinds."""
+    """Training and held-out prompts."""
 
     train: tuple[EncodedPrompt, ...]
-    """Submitted by the run; empty where others put its groups."""
+    """Submitted by the run; empty if its groups come from others."""
     held_out: tuple[EncodedPrompt, ...]
-    """Measured; may be empty."""
+    """Used for measurements; may be empty."""
     num_skipped: int
     """Rows left out because their prompt is too long."""
 
 
 def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_length: int) -> RunPrompts:
-    """Read and tokenise what a run needs, for a model of that context.
+    """Read and tokenise a run's prompts, for a model with that context.
 
     Raises:
         ConfigError: A file cannot be used, or completions leave no space for a prompt.

@@ -16,14 +16,14 @@ class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face directory."""
 
     def __init__(self, model_path: Path) -> None:
-        """Load it from the model's directory; raises ConfigError where there is none."""
+        """Load it from the model's directory; raises ConfigError if there is none."""
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: {model_path}: no usable tokenizer: {error}") from error
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text; what the tokenizer itself puts in front (a begin-of-text token) is kept."""
+        """Token ids of each text, including a begin-of-text token if the tokenizer adds one."""
         if not texts:
             return []
         encoded = self._tokenizer(list(texts), return_attention_mask=False)

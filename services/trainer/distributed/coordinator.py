@@ -29,7 +29,7 @@ def lead(
     Args:
         config: Of the run.
         build: Makes one process' part.
-        torchrun: The launch by torchrun, if it started the others; None starts them here.
+        torchrun: The launch by torchrun if it started the other processes; None starts them here.
         on_lost: See `ShardedBackend`.
 
     Raises:
@@ -50,7 +50,7 @@ def lead(
 
 
 def build_part(config: TrainingConfig, group: RankGroup, build: Build) -> Backend:
-    """One process' part; what is wrong with the model's files is an error that all processes share."""
+    """One process' part; a problem with the model's files is an error in all processes alike."""
     try:
         return build(config, group)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Launches the processes of one trainer: from its first one on this machine, or by torchrun on many.
+"""Launches the processes of one trainer: from the first one on this machine, or by torchrun on many.
 
-Alone (no torchrun), process 0 starts the others when a run asks for them, and they end with the run, or with it. Under
-torchrun every process runs `penstock serve trainer`: process 0 serves, the others wait for its runs. Either way a
-process that is lost ends process 0 too, so that its supervisor starts all of them again.
+Without torchrun, process 0 starts the others when a run needs them, and they end with the run or with process 0. Under
+torchrun every process runs `penstock serve trainer`: process 0 serves, the others wait for its runs. Either way, a lost
+process ends process 0 too, so that its supervisor restarts all of them.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 STORE_VARIABLE = "PENSTOCK_RANK_STORE"
 DEVICE_KEY = "device"
-"""In a run's store: trainer.device."""
+"""Key of trainer.device in a run's store."""
 RANK_LOST_STATUS = 70
 END_TIMEOUT_S = 30.0
 WAIT_TIMEOUT = timedelta(hours=1)
-"""Of one wait for the next run, after which it is made again: torchrun's death ends it at once."""
+"""Duration of one wait for the next run, which is then repeated; the death of torchrun ends it at once."""
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A process under torchrun, from the variables that it sets."""
+    """A process under torchrun, according to the variables that torchrun sets."""
 
     rank: int
     num_ranks: int
     local_rank: int
     num_local_ranks: int
-    """Of its machine."""
+    """Processes on its machine."""
 
     @property
     def spans_machines(self) -> bool:
@@ -69,7 +69,7 @@ class Place:
 
 
 def end_process(reason: str) -> None:
-    """Nothing can be done together any more, not even a checkpoint: end at once, to be started again."""
+    """End at once, to be restarted: the processes can do nothing together any more, not even write a checkpoint."""
     _log.critical("this trainer ends", reason=reason)
     os._exit(RANK_LOST_STATUS)
 
@@ -82,13 +82,13 @@ class TorchrunRuns:
         self._store: Store | None = None
 
     def begin(self) -> Store:
-        """In the coordinator: where the processes meet for a run that begins."""
+        """In the coordinator: where the processes meet for a new run."""
         store, name = self._next()
         store.set(name, "begins")
         return _below(name, store)
 
     def wait(self) -> Store | None:
-        """In the others: where they meet for the next run, once it begins; None when the coordinator ends instead."""
+        """In the others: where they meet for the next run, once it begins; None if the coordinator ends instead."""
         import torch.distributed as dist
 
         store, name = self._next()
@@ -98,7 +98,7 @@ class TorchrunRuns:
                 return _below(name, store) if store.get(name) == b"begins" else None
 
     def end(self) -> None:
-        """In the coordinator: end the others, since no more runs follow."""
+        """In the coordinator: end the others; no more runs follow."""
         store, name = self._next()
         store.set(name, "ends")
 
@@ -127,7 +127,7 @@ class StartedRanks:
     _is_closing: threading.Event = field(default_factory=threading.Event, init=False)
 
     def start(self) -> Store:
-        """Starts them; returns where they meet: a file that only this user reads."""
+        """Starts them; returns where they meet: a file that only this user can read."""
         import torch.distributed as dist
 
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-ranks-")
@@ -144,7 +144,7 @@ class StartedRanks:
         return dist.FileStore(path, self.num_ranks)
 
     def close(self) -> None:
-        """Waits until they have ended, as they do when the group is left; kills what does not."""
+        """Waits until they have ended, as they do once the group is closed; kills those that do not."""
         self._is_closing.set()
         if not self._processes:
             return
@@ -169,12 +169,12 @@ def _below(name: str, store: Store) -> Store:
 
 
 def stay_on_loopback() -> None:
-    """For processes of one machine: gloo has no authentication, and reads where to listen from this variable only."""
+    """For processes of one machine: gloo has no authentication, and only this variable says where it listens."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
 def check_trust(place: Place | None, security: Security, *, trusts_network: bool) -> None:
-    """Refuses processes on several machines where everything else is protected; raises ConfigError."""
+    """Refuses processes on several machines if everything else is protected; raises ConfigError."""
     if place is not None and place.spans_machines and security.has_credentials and not trusts_network:
         raise ConfigError(
             f"trusts_network: torchrun started {place.num_ranks} processes on several machines, between which weights "
@@ -184,7 +184,7 @@ def check_trust(place: Place | None, security: Security, *, trusts_network: bool
 
 
 def check_size(place: Place | None, num_processes: int) -> None:
-    """Refuses a run that asks for another number of processes than torchrun started; raises ConfigError."""
+    """Refuses a run that needs another number of processes than torchrun started; raises ConfigError."""
     if place is not None and place.num_ranks != num_processes:
         raise ConfigError(
             f"trainer.processes: {num_processes}, but torchrun started this trainer with {place.num_ranks} "
@@ -193,7 +193,7 @@ def check_size(place: Place | None, num_processes: int) -> None:
 
 
 def _child_environment() -> dict[str, str]:
-    """This process' own, and where this program is."""
+    """This process' environment, extended by the location of this program."""
     root = str(Path(services.__path__[0]).resolve().parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path}

@@ -1,7 +1,7 @@
 """The processes of one trainer: their group, the model sharded over it (FSDP2), and messages between them.
 
-Collectives of the model run in a group of their own (NCCL between GPUs, gloo between CPUs), messages and checkpoints in
-gloo groups beside it, so that none waits for another. Messages are safetensors: nothing is unpickled.
+The model's collectives (NCCL between GPUs, gloo between CPUs), messages and checkpoints (gloo) each run in a group of
+their own, so that none waits for another. Messages are safetensors: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from services.trainer.model.backend import BackendError
 from services.trainer.model.ranks import Ranks
 
 COMPUTE_TIMEOUT = timedelta(minutes=10)
-"""Longest wait of one process for another in a forward or backward pass, and for all to be there."""
+"""Maximum wait of one process for another in a forward or backward pass, and for all to join."""
 IDLE_TIMEOUT = timedelta(hours=12)
-"""Longest wait for the next message. A coordinator that dies closes its connections, which is noticed at once."""
+"""Maximum wait for the next message. A dying coordinator closes its connections, which is noticed at once."""
 MAX_MESSAGE_BYTES = 2**30
 _CALL = "call"
 
@@ -38,9 +38,9 @@ class RankGroup(Ranks):
 
     Args:
         store: Where the processes find each other.
-        rank: Of this one.
-        num_ranks: All of them.
-        local_rank: Which of this machine's GPUs is its own.
+        rank: The rank of this process.
+        num_ranks: The number of processes.
+        local_rank: The index of its GPU on this machine.
         device: trainer.device of the run.
     """
 
@@ -59,15 +59,15 @@ class RankGroup(Ranks):
         return self._device
 
     def shard(self, network: nn.Module) -> None:
-        """Shards by FSDP2: a unit for each layer that the model's authors name as one, and one for the rest."""
+        """Shards by FSDP2: one unit for each layer declared by the model's authors, and one for the rest."""
         names = set(getattr(network, "_no_split_modules", None) or ())
         for module in [module for module in network.modules() if type(module).__name__ in names]:
             fully_shard(module, mesh=self._mesh)
-        # Gathered weights must not outlive a forward pass: one without gradients would leave them stale.
+        # Gathered weights must not outlive a forward pass: after one without gradients they would become stale.
         fully_shard(network, mesh=self._mesh, reshard_after_forward=True)
         for module in network.modules():
             if isinstance(module, FSDPModule):
-                # Losses are sums, and so are gradients; gloo has no other way to scale them.
+                # Losses are sums, and so are gradients; gloo cannot scale them otherwise.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
@@ -105,7 +105,7 @@ class RankGroup(Ranks):
         """The next message of another process.
 
         Raises:
-            BackendError: It is none.
+            BackendError: It is not a message.
         """
         size = torch.tensor(0)
         dist.recv(size, sender, group=self._messages)
@@ -115,7 +115,7 @@ class RankGroup(Ranks):
         dist.recv(content, sender, group=self._messages)
         arrays = safetensors.numpy.load(content.numpy().tobytes())
         call: dict[str, Any] = json.loads(arrays.pop(_CALL).tobytes())
-        # Copied: what safetensors returns cannot be written to, which PyTorch warns of.
+        # Copied: the arrays of safetensors are read-only, and PyTorch warns about those.
         return call, {name: array.copy() for name, array in arrays.items()}
 
     def close(self) -> None:

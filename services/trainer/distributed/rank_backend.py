@@ -1,10 +1,10 @@
 """One process' part of the backend: a Hugging Face causal LM with AdamW, whole, or a shard of it (`Ranks`).
 
 Invariants:
-- One process and many run the same code; alone, what concerns the others does nothing.
-- Dropout is off, so log-probs are those of the policy that was published; only an adapter's own can be asked for.
-- Weights and optimiser moments are float32, and so are they in a checkpoint's `resume/`, which is exactly what was
-  trained; forward passes, and what is published and exported, have the type that the settings say (`precision`).
+- One process and many run the same code; with one, calls that concern the others do nothing.
+- Dropout is off, so log-probs are those of the published policy; only an adapter's dropout can be enabled.
+- Weights and optimiser moments are float32, also in a checkpoint's `resume/`, which is exactly what was trained;
+  forward passes, published and exported weights have the type of the settings (`precision`).
 - Nothing is read from the network and nothing is unpickled: weights and optimiser state are safetensors.
 """
 
@@ -64,8 +64,8 @@ class RankBackend:
         """Loads the model; with `ranks` in all processes at once.
 
         Raises:
-            UnsupportedModelError: packed rows would not train the model on its own function.
-            OSError: the directory does not hold a model.
+            UnsupportedModelError: Packed rows would not train the model on its own function.
+            OSError: The directory does not hold a model.
         """
         torch.set_num_threads(model.num_threads)
         torch.manual_seed(seed)
@@ -80,7 +80,7 @@ class RankBackend:
         for network in self._trained.networks:
             self._ranks.shard(network)
         if self._ranks.rank > 0:
-            # The same numbers made the same weights; from here on, each process draws its own.
+            # The same seed gave all processes the same initial weights; from here on, each draws its own numbers.
             torch.manual_seed(seed + self._ranks.rank)
         self._model = self._trained.network
         named = self._model.named_parameters()
@@ -119,7 +119,7 @@ class RankBackend:
         is_idle = given is None or given.num_loss_tokens == 0
         if is_idle and self._ranks.num_ranks == 1:
             return LossTotals()
-        # The others' passes need this process' shards: without work of its own it makes them with a gradient of zero.
+        # The other processes' passes need this one's shards: without work of its own it passes on a zero gradient.
         pack = self._idle_pack if given is None or is_idle else given
         with self._trained.training():
             logprobs = self._logprobs(self._model, pack)
@@ -202,7 +202,7 @@ class RankBackend:
         self._writer.shutdown(wait=True)
 
     def save(self, directory: Path) -> Future[None]:
-        """Copies this process' part; a thread of its own writes it."""
+        """Copies this process' part, which a separate thread writes."""
         export = _copied(self.state_tensors())
         resume = _copied(self._state.collect(num_batches=self._num_batches))
         return self._writer.submit(self._write, directory, export, resume)
@@ -214,7 +214,7 @@ class RankBackend:
         self.discard_gradients()
 
     def _write(self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor]) -> None:
-        # First what all processes write: a disk that refuses one of them is then known to all.
+        # First the part that all processes write, so that all of them learn if a disk refuses one.
         write_resume(resume, directory, group=self._ranks.checkpoint_group)
         if self._ranks.rank > 0:
             return
@@ -238,7 +238,7 @@ class RankBackend:
         )
 
     def _reference_of_loss(self, pack: Pack) -> Tensor | None:
-        """What comes with the pack, or a pass of the reference: by the settings, so that all processes do the same."""
+        """The pack's own, or a pass of the reference; decided by the settings, so that all processes do the same."""
         if self._settings.loss_reads_reference:
             return self._reference_logprobs(pack)
         return None if pack.reference_logprobs is None else self._tensor(pack.reference_logprobs)
@@ -258,7 +258,7 @@ class RankBackend:
         logits_nv = logits_1nv[0].float()
         if pack.temperatures is not None:
             logits_nv = logits_nv / self._tensor(pack.temperatures)[:, None]
-        # cross_entropy is the fused log-softmax and gather; the sign is all that differs.
+        # cross_entropy is log-softmax and gather in one kernel; only the sign differs.
         return -cross_entropy(logits_nv, self._tensor(pack.target_ids), reduction="none")
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
@@ -274,12 +274,12 @@ class RankBackend:
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In CPU memory of their own: the next step changes the originals in place."""
+    """Copies in CPU memory: the next step changes the originals in place."""
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def _idle_trajectory(vocab_size: int) -> Trajectory:
-    """What a process without work of its own passes through all models, a critic too."""
+    """The input that a process without work of its own passes through all models, including a critic."""
     nothing = np.zeros(IDLE_TOKENS, dtype=np.float32)
     return Trajectory(
         token_ids=(np.arange(IDLE_TOKENS, dtype=np.int32) * 7 + 3) % np.int32(vocab_size),

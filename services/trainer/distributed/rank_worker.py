@@ -1,9 +1,9 @@
-"""A process that trains beside the coordinator (process 0): makes the calls it is sent, until one says to close.
+"""A process that trains beside the coordinator (process 0) and makes the calls it receives, up to `close`.
 
     build --> any of the calls of a Backend --> close
 
-An error that is the same in all processes (BackendError) is answered; after any other this process is out of step with
-the others, so it ends, and the coordinator with it.
+An error that is the same in all processes (BackendError) is sent back; after any other error this process is out of
+step with the others, so it ends, and the coordinator with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
     """Serves one run.
 
     Args:
-        group: Joined.
+        group: The joined group.
         build: Makes this process' part of the backend from a run's configuration as JSON.
 
     Raises:
@@ -87,7 +87,7 @@ def _done(
 
 
 def encoded(pack: Pack | None) -> Arrays:
-    """A pack as arrays, by the names of its fields; empty for none."""
+    """A pack as arrays, by the names of its fields; empty for None."""
     if pack is None:
         return {}
     parts = {field.name: getattr(pack, field.name) for field in dataclasses.fields(pack)}
@@ -95,7 +95,7 @@ def encoded(pack: Pack | None) -> Arrays:
 
 
 def decoded(arrays: Arrays) -> Pack | None:
-    """The pack of `encoded`."""
+    """The pack that `encoded` turned into these arrays."""
     if not arrays:
         return None
     lists: dict[str, Any] = {name: tuple(arrays[name].tolist()) for name in ("segment_lengths", "members")}
@@ -103,6 +103,6 @@ def decoded(arrays: Arrays) -> Pack | None:
 
 
 def ignore_signals() -> None:
-    """A stop signals all processes of a trainer; the coordinator needs the others for its last checkpoint."""
+    """Ignore stop signals, which all processes receive: the coordinator needs the others for its last checkpoint."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,9 @@
 """The backend of a run whose model is sharded over several processes: process 0 makes the others repeat its calls.
 
 - Every call is made in all processes, in the same order: sent, done here, answered by all.
-- A process that ends or fails otherwise than with a BackendError breaks the group for good: no call can be made any
-  more, not even to say so. `on_lost` is called then; in a trainer it ends the process, whose restart resumes the run.
+- A process that ends, or fails with anything but a BackendError, breaks the group for good: no further call is
+  possible, not even to report it. Then `on_lost` is called; in a trainer it ends the process, whose restart resumes
+  the run.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class ShardedBackend:
     """A `Backend` whose every call is made in all processes.
 
     Args:
-        group: Joined; the others run `rank_worker.follow`.
+        group: The joined group; the others run `rank_worker.follow`.
         build: Makes this process' part.
-        config_json: From which the others make theirs.
-        shares: How much each process can take.
-        on_lost: Called with the reason why the group broke.
-        on_close: Called when the group was left.
+        config_json: The configuration from which the others make theirs.
+        shares: Relative capacity of each process.
+        on_lost: Called with the reason when the group has broken.
+        on_close: Called when the group has been closed.
 
     Raises:
         BackendError: A process cannot hold its part.
@@ -96,13 +97,13 @@ class ShardedBackend:
         self._call(self._local.refresh_reference)
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
-        """Every process steps its part; the numbers are of the whole."""
+        """Every process steps its part; the numbers are those of the whole."""
         if divisor < 1:
             raise ValueError(f"a step needs at least one token or sample, not {divisor}")
         return self._call(self._local.optimizer_step, divisor=divisor, is_last=is_last)[0]
 
     def discard_gradients(self) -> None:
-        """Every process forgets its part."""
+        """Every process discards its part."""
         self._call(self._local.discard_gradients)
 
     def state_tensors(self) -> dict[str, Tensor]:

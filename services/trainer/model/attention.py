@@ -1,11 +1,11 @@
 """Attention over packed rows, plugged into `transformers` models by name.
 
-A row holds several whole segments. Each is attended to on its own by a causal fused kernel, which costs nothing for
-the tokens of other segments and builds no [T, T] mask.
+A row holds several whole segments. A causal fused kernel attends to each one separately, which costs nothing for the
+tokens of other segments and builds no [T, T] mask.
 
 The mask is the model's own: `transformers` builds it as a function of positions (causal, sliding window, chunks), and
-that function is evaluated at the positions of each segment. Whatever else a model asks of its attention is computed
-exactly (sinks) or refused by name; nothing is passed over.
+that function is evaluated at the positions of each segment. Any other feature of a model's attention is computed
+exactly (sinks) or refused by name; none is ignored.
 
 Measured (2.0 M-parameter Qwen2, float32, one core, 256 sequences of 61 tokens on average): 112 samples/s; right-padded
 attention over length-sorted packs 106-109; right-padded batches sorted by length 78-107; a block-diagonal
@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from services.trainer.batches.packing import Pack
 
 PACKED_ATTENTION = "penstock_packed"
-"""Name to give as `attn_implementation`; forward calls then need what `packed_inputs` makes."""
+"""Value of `attn_implementation`; forward calls then need the output of `packed_inputs`."""
 _WITHOUT_EFFECT = frozenset(
     (
         "position_ids",
@@ -39,26 +39,26 @@ _WITHOUT_EFFECT = frozenset(
         "return_dict",
     )
 )
-"""What models hand on to their attention and no attention function reads: positions are in query and key already."""
+"""Arguments that models pass to their attention and no attention function reads: query and key contain positions."""
 
 
 class PackedAttentionError(ValueError):
-    """A model asks its attention for what packed attention cannot compute exactly."""
+    """A model needs a kind of attention that packed attention cannot compute exactly."""
 
 
 def register_packed_attention() -> None:
-    """Makes `PACKED_ATTENTION` known to `transformers` in this process; calling it again changes nothing."""
+    """Registers `PACKED_ATTENTION` with `transformers` in this process; idempotent."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     AttentionMaskInterface.register(PACKED_ATTENTION, _packed_mask)
 
 
 def packed_inputs(pack: Pack, device: torch.device) -> dict[str, Any]:
-    """What a model with `PACKED_ATTENTION` is called with."""
+    """The arguments for calling a model with `PACKED_ATTENTION`."""
     token_ids = torch.from_numpy(pack.token_ids).to(device)[None]
     return {
         "input_ids": token_ids,
         "position_ids": torch.from_numpy(pack.position_ids).to(device)[None],
-        # Nothing is padding. Left out, `transformers` would look for packed rows itself, and mask by row position.
+        # Nothing is padding. Without this mask, `transformers` would detect packed rows and mask by row position.
         "attention_mask": torch.ones_like(token_ids),
         "segment_lengths": pack.segment_lengths,
         "use_cache": False,
@@ -70,13 +70,13 @@ class PackedMask:
 
     def __init__(self, allows: Callable[..., Tensor], *, local_size: int | None, device: torch.device) -> None:
         self.local_size = local_size
-        """Window or chunk, tokens; up to this length a segment is masked causally and no more. None: any length."""
+        """Window or chunk, tokens; up to this length a segment's mask is merely causal. None: at any length."""
         self._allows = allows
         self._device = device
         self._known: dict[int, Tensor] = {}
 
     def of(self, length: int) -> Tensor | None:
-        """bool[length, length], true where a query (first axis) reads a key; None where that is plainly causal."""
+        """bool[length, length], true where a query (first axis) reads a key; None if that is simply causal."""
         if self.local_size is None or length <= self.local_size:
             return None
         if length not in self._known:
@@ -121,7 +121,7 @@ def packed_attention(  # noqa: PLR0913 - the signature is the one that transform
         ([1, T, num_heads, head_dim], None): output, and no attention weights.
 
     Raises:
-        PackedAttentionError: the model asks for what cannot be computed exactly, by name.
+        PackedAttentionError: The model needs a feature that cannot be computed exactly; it is named.
     """
     if segment_lengths is None:
         raise PackedAttentionError("it does not hand segment_lengths to its attention")
@@ -158,7 +158,7 @@ def _attend(
     query = pad(torch.cat([query, logits], dim=-1), (0, 0, 1, 0))
     key = pad(key, (0, 1, 1, 0))
     key[:, :, 0, -1] = 1.0
-    # The fused kernels want values as wide as keys.
+    # The fused kernels need values as wide as keys.
     num_features = value.shape[-1]
     value = pad(value, (0, max(0, key.shape[-1] - num_features), 1, 0))
     if mask is not None:
@@ -176,9 +176,9 @@ def _packed_mask(
     allow_is_causal_skip: bool = True,
     **_: object,
 ) -> PackedMask:
-    """A mask in the signature that `transformers` calls; raises PackedAttentionError where a model adds its own to it.
+    """A mask in the signature that `transformers` calls; raises PackedAttentionError if a model extends the mask.
 
-    `allow_is_causal_skip` is how `transformers` says that a mask is not merely causal, windowed or chunked.
+    `allow_is_causal_skip` is false where a mask is not merely causal, windowed or chunked.
     """
     if not allow_is_causal_skip or q_length != kv_length:
         raise PackedAttentionError("its attention mask is more than causal, windowed or chunked")

@@ -47,19 +47,19 @@ class CheckpointMismatchError(BackendError):
 
 
 class PartialStepError(BackendError):
-    """The weights are those between two optimiser steps of a batch: no version, and training cannot go on from them."""
+    """The weights are those between two optimiser steps of a batch: no version, and no point to continue from."""
 
 
 class NonFiniteError(BackendError):
     """A number is NaN or infinite.
 
     Args:
-        message: Which.
-        group_ids: Of the sample groups that may be at fault, where the raising code knows them.
+        message: Names the number.
+        group_ids: Sample groups that may be at fault, if the raising code knows them.
     """
 
     reason: ClassVar[str]
-    """Reason that the broker's counters and the metrics record."""
+    """Reason recorded by the broker's counters and the metrics."""
 
     def __init__(self, message: str, group_ids: Iterable[str] = ()) -> None:
         self.group_ids = tuple(dict.fromkeys(group_ids))
@@ -117,9 +117,9 @@ class StepMetrics:
     grad_norm: float
     """L2 norm of the whole gradient, divided as the algorithm divides it, before clipping."""
     learning_rate: float
-    """The rate the step was taken with."""
+    """The learning rate of the step."""
     num_batches: int
-    """Batches whose last step was taken since the initial model, this one's included."""
+    """Batches completed since the initial model, including this one."""
 
 
 class Backend(Protocol):
@@ -144,11 +144,11 @@ class Backend(Protocol):
 
     @property
     def adapter(self) -> AdapterInfo | None:
-        """How `state_tensors` are applied where they are a LoRA adapter; None where they are all weights."""
+        """How `state_tensors` are applied if they are a LoRA adapter; None if they are all weights."""
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """How much each of the processes that train together can take, in any unit; one number for one process."""
+        """Relative capacity of each process, in any unit; one number for one process."""
 
     def forward_backward(self, *packs: Pack | None) -> LossTotals:
         """Adds the gradient of the summed loss of one pack for each process, in the order of `shares`.
@@ -168,7 +168,7 @@ class Backend(Protocol):
         """Makes the current weights the reference, if one is kept.
 
         Raises:
-            UnsupportedModelError: It cannot be another than the initial model.
+            UnsupportedModelError: The reference can only be the initial model.
         """
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
@@ -197,11 +197,11 @@ class Backend(Protocol):
         """
 
     def save(self, directory: Path) -> Future[None]:
-        """Copies everything now and writes it beside whatever comes next; the future ends when it is written.
+        """Copies everything now and writes it in the background; the future ends when it is written.
 
-        That is a Hugging Face model directory of safetensors, configuration and tokenizer (of an adapter the directory
-        that PEFT reads), and in its `resume/` folder what training needs to continue: weights, optimiser, random state
-        and step count, which another number of processes can load. The future raises OSError where the disk refuses.
+        The result is a Hugging Face model directory of safetensors, configuration and tokenizer (for an adapter, the
+        directory that PEFT reads), with a `resume/` folder from which training continues: weights, optimiser, random
+        state and step count, loadable by any number of processes. The future raises OSError if the disk refuses.
 
         Args:
             directory: Exists and is empty; every process of the trainer sees it.

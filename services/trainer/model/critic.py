@@ -1,10 +1,10 @@
 """Implements PPO's critic: a network of the policy's architecture whose head estimates a state's value.
 
 Invariants:
-- It begins as the policy did, with a head of zeros: every state is worth nothing until it has learned.
-- It learns from the packs that the policy learns from, and steps when the policy steps; its gradient is always the mean
-  over the step's tokens, whatever the policy's is averaged over.
-- Where several processes train together it is sharded as the policy is, and every process makes every call.
+- It begins as a copy of the policy with a head of zeros: every state has value 0 until it has learned.
+- It learns from the same packs as the policy and steps when the policy steps; its gradient is always the mean over the
+  step's tokens, however the policy's is averaged.
+- If several processes train together, it is sharded like the policy, and every process makes every call.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Critic:
         dtype: Element type in which the network computes; its weights, and the head, are float32.
         device: Its device.
         ranks: The processes over which it is sharded.
-        learning_rate: Its peak rate; it falls and warms up as the policy's does.
-        optimizer: The policy's other settings.
+        learning_rate: Its peak rate, with the policy's warm-up and decay.
+        optimizer: The policy's optimiser settings.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Critic:
         learning_rate: float,
         optimizer: OptimizerConfig,
     ) -> None:
-        # Loaded as the policy is: the bare network's own loader reports the head as unexpected.
+        # Loaded like the policy: the bare network's own loader would report the head as unexpected.
         self._network: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=MASTER, attn_implementation=PACKED_ATTENTION, local_files_only=True
         ).base_model
@@ -74,18 +74,18 @@ class Critic:
         self._num_tokens = 0
 
     def values(self, pack: Pack) -> Tensor:
-        """Values of the states before the loss tokens, float32[N], with gradient where that is on."""
+        """Values of the states before the loss tokens, float32[N], with gradient if enabled."""
         with computing_in(self._dtype, self._device):
             hidden_1th: Tensor = self._network(**packed_inputs(pack, self._device)).last_hidden_state
         worth_n1: Tensor = self._head(hidden_1th[0, self._tensor(pack.logit_positions)].float())
         return worth_n1[:, 0]
 
     def forward_backward(self, pack: Pack, *, is_idle: bool = False) -> float:
-        """Adds the gradient of a pack that has values and returns; gives the sum of its losses.
+        """Adds the gradient of a pack that has values and returns; returns the sum of its losses.
 
         Args:
             pack: This process' own.
-            is_idle: The pass only serves the other processes: nothing is added.
+            is_idle: The pass only serves the other processes, and adds nothing.
 
         Raises:
             NonFiniteLossError: Nothing was added.
@@ -103,11 +103,11 @@ class Critic:
         return 0.0 if is_idle else total
 
     def gradient_norm(self) -> float:
-        """Of the mean over the tokens so far, of all processes."""
+        """Norm of the gradient of the mean over the tokens of all processes so far."""
         return self.learner.gradient_norm() / max(1, self._ranks.added_up(self._num_tokens))
 
     def step(self, *, norm: float, rate_factor: float) -> None:
-        """Takes the optimiser step over a gradient of that norm, at the peak rate times the schedule's factor."""
+        """Takes the optimiser step on a gradient of that norm, at the peak rate times the schedule's factor."""
         num_tokens = self._ranks.added_up(self._num_tokens)
         if num_tokens:
             self.learner.step(divisor=num_tokens, norm=norm, learning_rate=self._learning_rate * rate_factor)

@@ -1,9 +1,9 @@
 """Training a LoRA adapter with PEFT: Hu et al., LoRA, arXiv 2106.09685.
 
-- The base stays as it was loaded, and is known by the digest of its files: published and saved adapters name it.
+- The base never changes and is identified by the digest of its files, which published and saved adapters name.
 - The adapter's tensors are published and saved under PEFT's own names, so PEFT and vLLM read them as they are.
-- Dropout, where it is asked for, is on while gradients are computed and nowhere else: the log-probs of the loss are
-  then noisy against those of the policy that was published.
+- Dropout, if configured, is on only while gradients are computed: the log-probs of the loss are then noisier than those
+  of the published policy.
 - The reference policy is the base with the adapter switched off; it takes no memory.
 """
 
@@ -76,7 +76,7 @@ class LoraModel(TrainedModel):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The adapter's dropout is on meanwhile."""
+        """Turns the adapter's dropout on within the context."""
         self._switch_dropout(is_on=True)
         try:
             yield
@@ -108,7 +108,7 @@ class LoraModel(TrainedModel):
 
 
 def saved_base_digest(directory: Path) -> str | None:
-    """Digest of the base that a saved adapter applies to; None where the directory holds none, or does not say."""
+    """Digest of the base that a saved adapter applies to; None if the directory holds no adapter or names no base."""
     path = directory / ADAPTER_FILE
     if not path.is_file():
         return None

@@ -1,7 +1,7 @@
 """Merges a saved LoRA adapter into its base: a plain Hugging Face directory for software without adapter support.
 
-Merged weights have the base's element type. Where that is narrower than float32, sums are rounded to it, and log-probs
-differ from those of base and adapter apart by that rounding.
+Merged weights have the base's element type. If that is narrower than float32, the sums are rounded to it, and log-probs
+differ by that rounding from those of base and adapter kept separate.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def merge_adapter(checkpoint: Path, *, out: Path, base: Path | None = None) -> P
     Args:
         checkpoint: A checkpoint of a run that trained an adapter.
         out: The directory to write.
-        base: The model it was trained over; where None, the one that the checkpoint names.
+        base: The model it was trained on; if None, the one that the checkpoint names.
 
     Raises:
-        CheckpointMismatchError: The checkpoint holds no adapter, or one of another base; both digests are named.
+        CheckpointMismatchError: The checkpoint holds no adapter, or one for another base; both digests are named.
         FileExistsError: `out` already exists.
         OSError: Something cannot be read or written; `out` is not left half-written.
     """

@@ -1,4 +1,4 @@
-"""Which model is trained, and its loading from a Hugging Face directory: whole, or with an adapter over it."""
+"""Loads the model to train from a Hugging Face directory: whole, or with an adapter on top."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class ModelSettings:
     num_threads: int = 1
     """CPU threads of PyTorch, set for the whole process."""
     lora: LoraSection | None = None
-    """Train an adapter over the model; unset trains all weights."""
+    """Train an adapter on the model; unset trains all weights."""
     keep_reference: bool = False
     """Keep the model as loaded from `path`, for a loss or advantages that need reference log-probs."""
     loss_reads_reference: bool = True
-    """Whether the loss finds them in each pack's pass; else they come with the pack, or advantages alone need them."""
+    """Whether each pack's pass computes them for the loss; else the pack brings them, or only advantages need them."""
     critic_learning_rate: float | None = None
-    """Train a critic beside the model, at this rate; None has none."""
+    """Train a critic beside the model, at this rate; None for no critic."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass, and compute the rest again."""
+    """Keep only each layer's input for the backward pass, and recompute the rest."""
 
 
 def load_trained(settings: ModelSettings, device: torch.device) -> TrainedModel:
-    """What is trained, on its device, with the reference beside it where that is kept.
+    """The model to train, on its device, with the reference beside it if one is kept.
 
     Raises:
         UnsupportedModelError: packed rows would not train it on its own function.
         OSError: the directory does not hold a model.
     """
-    # What is trained, and what it is compared with, is held in full precision; what only lies below an adapter is not.
+    # Trained weights and their reference are held in full precision; a base below an adapter is not.
     own = compute_dtype(settings.dtype, path=settings.path, device=device)
     model = _load_model(settings, device, dtype=MASTER if settings.lora is None else own)
     check_packing(model, settings.path)
@@ -57,7 +57,7 @@ def load_trained(settings: ModelSettings, device: torch.device) -> TrainedModel:
     if settings.lora is None:
         reference = _load_model(settings, device, dtype=MASTER) if settings.keep_reference else None
         return TrainedModel(model, reference=reference, published_dtype=own)
-    # Imported here: PEFT takes a second, and most runs have no adapter.
+    # Imported here: importing PEFT takes a second, and most runs have no adapter.
     from services.trainer.model.lora import LoraModel
 
     return LoraModel(model, path=settings.path, config=settings.lora)
@@ -71,6 +71,6 @@ def _load_model(settings: ModelSettings, device: torch.device, *, dtype: torch.d
     except ValueError as error:
         raise UnsupportedModelError(f"{settings.path}: {error}") from error
     except KeyError as error:
-        # From a table of attentions that the model's own code holds.
+        # From a table of attention functions in the model's own code.
         raise UnsupportedModelError(f"{settings.path}: its attention cannot be replaced by {error}") from error
     return model.eval().to(device)

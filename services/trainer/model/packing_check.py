@@ -1,12 +1,12 @@
-"""Whether packed rows train a model on its own function, asked of its weights as they were loaded.
+"""Checks, on the loaded weights, that packed rows train a model on its own function.
 
-Three questions, each with an answer that does not depend on how well the model is trained:
+Three questions, whose answers do not depend on how well the model is trained:
 
-- Are its log-probs those of its own attention (`eager`, one sample, its own mask)? Windows and chunks are made shorter
-  for the comparison, so that a short sample is longer than any of them.
-- Does a sample in a row depend on its neighbours? The gradient of its log-probs in their embeddings is exactly zero
-  where it does not, in any precision; a recurrence or a convolution along the row gives it another value.
-- Do its rotary embeddings depend on the longest sample of a row? That is read from its configuration.
+- Are its log-probs those of its own attention (`eager`, one sample, its own mask)? Windows and chunks are shortened for
+  the comparison, so that a short sample exceeds them.
+- Does a sample in a row depend on its neighbours? If not, the gradient of its log-probs in their embeddings is exactly
+  zero, in any precision; a recurrence or a convolution along the row makes it non-zero.
+- Do its rotary embeddings depend on the longest sample of a row? The configuration answers that.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from services.trainer.model.backend import UnsupportedModelError
 SAMPLE_TOKENS = 32
 SHORT_WINDOW = 8
 MAX_DIFFERENCE = {torch.float32: 1e-3}
-"""Mean over a sample's tokens, nats. Another kernel's rounding stays a hundred times below."""
+"""Mean over a sample's tokens, nats. The rounding of another kernel is a hundred times smaller."""
 MAX_HALF_DIFFERENCE = 0.25
-"""The same of weights that are held in 16 bits, whose rounding is that much coarser."""
+"""The same for weights held in 16 bits, whose rounding is that much coarser."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _MOVING_ROTARY = frozenset(("dynamic", "longrope"))
 _SEED = 7
 
 
 def check_packing(model: PreTrainedModel, path: Path) -> None:
-    """Refuses a model that packed rows would train on another function than its own.
+    """Refuses a model if packed rows would train another function than its own.
 
     Args:
         model: With `PACKED_ATTENTION`, in evaluation mode, on its device; it is left as it was.
         path: Its folder, for the message.
 
     Raises:
-        UnsupportedModelError: It is one, and why.
+        UnsupportedModelError: It is such a model; the message says why.
     """
     name = f"{path}: {model.config.model_type}"
     _check_rotary(model, name)
@@ -54,7 +54,7 @@ def check_packing(model: PreTrainedModel, path: Path) -> None:
             _check_neighbours(model, name)
     except PackedAttentionError as error:
         raise UnsupportedModelError(f"{name} cannot be trained on packed rows: {error}") from error
-    # A model that builds masks or attends in code of its own fails in many ways on those of others.
+    # A model with its own code for masks or attention fails in many ways on that of others.
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"{name} cannot be trained on packed rows: its attention is not transformers' common one "
@@ -155,7 +155,7 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Masks of its own attention and of the packed one are made from the configuration in each forward pass."""
+    """Both kinds of attention build their masks from the configuration in each forward pass."""
     config = model.config.get_text_config()
     windows = {name: window for name in _WINDOWS if (window := getattr(config, name, None))}
     for name in windows:
@@ -169,7 +169,7 @@ def _short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """The embedded tokens of the forward pass inside, [1, T, H], cut off from the table: a gradient ends there."""
+    """The embedded tokens of the forward pass within, [1, T, H], detached from the table: gradients end there."""
     found: list[Tensor] = []
 
     def cut(_module: object, _inputs: object, output: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The element types of a model in training.
 
 Weights and AdamW's moments are float32 always: in bfloat16, with 8 bits of mantissa, an update below about 1/256 of a
-weight is lost. What `model.dtype` chooses is the type of the matrix products (PyTorch's autocast) and of what is
-published and exported.
+weight is lost. `model.dtype` chooses the type of the matrix products (PyTorch's autocast) and of published and exported
+weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a backend's part in one process needs of the others."""
+"""How a backend's part in one process works with the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ranks:
     num_ranks = 1
     """Processes, this one included."""
     checkpoint_group: ProcessGroup | None = None
-    """For checkpoints, which are written beside training; None where there is one process."""
+    """For checkpoints, which are written in the background; None for one process."""
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         """Device of this process: the one named; for auto a GPU if there is one."""
@@ -34,7 +34,7 @@ class Ranks:
         """Leave each process a part of every parameter; gradients are then summed over processes."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor in process 0, on the CPU where it had to be gathered; unspecified in the others."""
+        """All of a tensor in process 0, on the CPU if it had to be gathered; unspecified in the others."""
         return tensor
 
     def total(self, tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ TOKENIZER_PATTERNS = (
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies the tokenizer's files byte for byte, so that an export never tokenises otherwise than its origin."""
+    """Copies the tokenizer's files byte for byte, so that an export tokenises exactly like its origin."""
     for pattern in TOKENIZER_PATTERNS:
         for path in sorted(source.glob(pattern)):
             if path.is_file() and not (target / path.name).exists():

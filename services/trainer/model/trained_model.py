@@ -18,9 +18,9 @@ from services.trainer.model.backend import UnsupportedModelError
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Trade compute for memory: each layer's activations are computed again in the backward pass.
+    """Trade compute for memory: each layer's activations are recomputed in the backward pass.
 
-    Layers do so in training mode only. They alone are set to it, not what is inside them: dropout stays off.
+    Layers do so in training mode only. The mode is set on the layers alone, not on their modules: dropout stays off.
     """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
@@ -29,7 +29,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 class TrainedModel:
-    """The model that computes log-probs, and which of its tensors are trained, published and saved: here all of them.
+    """The model that computes log-probs, and its tensors that are trained, published and saved: here all of them.
 
     Args:
         network: The module to call; in evaluation mode.
@@ -38,7 +38,7 @@ class TrainedModel:
     """
 
     adapter: AdapterInfo | None = None
-    """How what is published is applied; None where it is all weights."""
+    """How the published tensors are applied; None if they are all weights."""
 
     def __init__(
         self, network: Any, *, reference: PreTrainedModel | None = None, published_dtype: torch.dtype | None = None
@@ -57,23 +57,23 @@ class TrainedModel:
         return _distinct_tensors(self.network)
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """The reference's weights by name, tied ones once; live views, empty where they cannot change."""
+        """The reference's weights by name, tied ones once; live views, empty if they cannot change."""
         return {} if self._reference is None else _distinct_tensors(self._reference)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """While gradients are computed. Changes nothing here: dropout stays off."""
+        """The context in which gradients are computed. Changes nothing here: dropout stays off."""
         yield
 
     @contextmanager
     def as_reference(self) -> Iterator[Any]:
-        """The module with the weights that training began with; raises ValueError where they were not kept."""
+        """The module with the weights of the reference; raises ValueError if they were not kept."""
         if self._reference is None:
             raise ValueError("no reference model was kept")
         yield self._reference
 
     def refresh_reference(self) -> None:
-        """Makes the present weights those of `as_reference`; raises UnsupportedModelError where that cannot be."""
+        """Makes the current weights those of `as_reference`; raises UnsupportedModelError if that is impossible."""
         if self._reference is None:
             raise UnsupportedModelError("no reference model was kept that could be refreshed")
         self._reference.load_state_dict(self.network.state_dict())
@@ -81,15 +81,15 @@ class TrainedModel:
     def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         """Writes what is published, whole and on the CPU, for `from_pretrained` to read; in any thread."""
         self.network.save_pretrained(directory, state_dict=tensors)
-        # It names the type of the weights that are trained; loading these must read their own.
+        # The configuration names the type of the trained weights; loading these files must use their own.
         config = deepcopy(self.network.config)
         config.dtype = self.published_dtype
         config.save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:
-        """Raises CheckpointMismatchError where what `save` wrote there belongs to something else.
+        """Raises CheckpointMismatchError if what `save` wrote there does not belong to this model.
 
-        Accepts any here: names and shapes, checked on loading, say enough.
+        Accepts anything here: names and shapes are checked on loading.
         """
 
 

@@ -1,7 +1,7 @@
 """Tensors that resume training: PyTorch's distributed checkpoints (DCP) over safetensors, in a folder of a checkpoint.
 
-Each process writes what it holds of every tensor into a file of its own, with the place of that part in the whole, so
-that another number of processes can read them again. The format is safetensors throughout: nothing is unpickled.
+Each process writes its part of every tensor, with that part's place in the whole, to a file of its own, so that any
+number of processes can read them. The format is safetensors throughout: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 FOLDER = "resume"
-"""Below a checkpoint's directory, apart from the files that `from_pretrained` reads."""
+"""In a checkpoint's directory, apart from the files that `from_pretrained` reads."""
 
 
 def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> None:
@@ -33,7 +33,7 @@ def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proce
     Args:
         tensors: By name; sharded ones are DTensors of the same mesh in every process.
         directory: The checkpoint; the files go to its FOLDER.
-        group: The processes that save together, all of which call this; None for one alone.
+        group: The processes that save together, all of which call this; None for a single process.
 
     Raises:
         OSError: A disk refused, this process' or another's.
@@ -43,13 +43,13 @@ def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proce
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise OSError(f"{directory}: {_told(error)}") from error
+        raise OSError(f"{directory}: {_described(error)}") from error
     except SafetensorError as error:
         raise OSError(f"{directory}: {error}") from error
 
 
 def stated_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
-    """Shapes and element types of what `write_resume` wrote, whichever process wrote it.
+    """Shapes and element types of everything that `write_resume` wrote, in any process.
 
     Raises:
         CheckpointMismatchError: The files cannot be read.
@@ -63,7 +63,7 @@ def stated_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> None:
-    """Fills `tensors` with what was written, this process' part of the sharded ones.
+    """Fills `tensors` with what was written; sharded ones with this process' part.
 
     Raises:
         CheckpointMismatchError: One is missing, has another shape or another element type, or a file is damaged.
@@ -83,15 +83,15 @@ def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proces
     try:
         dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise CheckpointMismatchError(f"{directory}: {_told(error)}") from error
+        raise CheckpointMismatchError(f"{directory}: {_described(error)}") from error
 
 
-def _told(error: CheckpointException) -> str:
+def _described(error: CheckpointException) -> str:
     """Which processes failed and why, without the traces."""
     return "; ".join(f"process {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items()))
 
 
 def _expect_to_be_alone(group: ProcessGroup | None) -> None:
-    # DCP warns each time that it is used without other processes, which is the common case here.
+    # DCP warns at each use without other processes, which is the common case here.
     if group is None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

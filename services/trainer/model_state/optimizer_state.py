@@ -3,7 +3,7 @@
     weights/NAME   optimizer/NAME/{step,exp_avg,exp_avg_sq}   random/{cpu,cuda}/RANK   num_optimizer_steps
     critic/weights/NAME   critic/optimizer/NAME/...           reference/NAME
 
-The reference is among them once it was refreshed: until then it is the initial model, which every process loads.
+The reference is included once it was refreshed: until then it is the initial model, which every process loads.
 `restore` reads everything before it changes anything.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _STEP_COUNT = "num_optimizer_steps"
-"""Batches trained on; named when each was one optimiser step."""
+"""Batches trained on; the name dates from when each was one optimiser step."""
 _RANDOM, _CRITIC, _REFERENCE = "random/", "critic/", "reference/"
 
 
@@ -72,10 +72,10 @@ class TrainingState:
     def restore(self, directory: Path, *, group: ProcessGroup | None = None) -> int:
         """Continues from what was written of `collect`, by any number of processes; returns the optimiser steps taken.
 
-        A process that had no counterpart keeps its own random state. What was saved of a critic is ignored without one.
+        A process without a counterpart keeps its own random state. A saved critic is ignored if there is none now.
 
         Raises:
-            CheckpointMismatchError: It is of another model, incomplete or damaged; nothing was changed.
+            CheckpointMismatchError: It belongs to another model, is incomplete or damaged; nothing was changed.
         """
         stated = stated_tensors(directory)
         has_new_reference = any(name.startswith(_REFERENCE) for name in stated)
@@ -102,7 +102,7 @@ class TrainingState:
         return int(wanted[_STEP_COUNT])
 
     def _blank_moments(self, prefix: str, stated: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-        """AdamW's state of each parameter, to be filled; empty where it was saved before it took a step."""
+        """AdamW's state of each parameter, to be filled; empty if it was saved before its first step."""
         if not any(name.startswith(f"{prefix}optimizer/") for name in stated):
             return {}
         return {name: _blank_moments(parameter) for name, parameter in self._learners[prefix].parameters.items()}

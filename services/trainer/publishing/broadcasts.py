@@ -1,19 +1,19 @@
 """Broadcasts of published contents to receivers on the trainer's own fast network.
 
-    receiver asks for a place -> gathered with others that want the same content -> group -> broadcast -> word of each
+    receiver asks for a place -> gathered with others that want the same content -> group -> broadcast -> each reports
                                    until all expected asked, or `gather_s`             |
                               the same group as before where the members are the same -+- else formed again
 
 Promises:
 
-- No receiver is waited for longer than `gather_s`, and for a piece of a broadcast longer than `stall_s`; who was
-  waited for in vain is not waited for again (`attendance`).
-- A broadcast that breaks off costs its members only time: they fetch the missing parts. The next one is of a
-  new group. So receivers join, leave and die without manual work.
+- The broadcast waits at most `gather_s` for a receiver and `stall_s` for a piece; a receiver that did not come is not
+  waited for again (`membership`).
+- A broadcast that breaks off costs its members only time: they fetch the missing parts, and the next one forms a new
+  group. So receivers join, leave and die without manual work.
 - One broadcast at a time; each content once. Sending happens in a thread: neither the trainer's steps nor its server
   wait for it.
 
-torch.distributed's store and groups are neither encrypted nor authenticated: this is for networks that are trusted.
+torch.distributed's store and groups are neither encrypted nor authenticated: use them in trusted networks only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_MEMBERS = 1000
 MAX_CONTENTS_REMEMBERED = 256
 MAX_GATHERINGS = 16
 MIN_PIECE_BYTES = 8 * 1024**2
-"""Of what travels at a time; as much as a chunk where that is larger, so that pieces end where chunks do."""
+"""Minimum size of a piece; larger chunks are sent as one piece each, so that pieces end where chunks do."""
 _WORD_POLL_S = 0.005
 
 BROADCASTS = Counter("penstock_trainer_broadcasts", "Broadcasts of weights, by outcome.", ["outcome"])
@@ -55,7 +55,7 @@ BROADCAST_BYTES = Counter("penstock_trainer_broadcast_bytes", "Bytes of weights 
 GROUPS_FORMED = Counter("penstock_trainer_broadcast_groups", "Groups formed for broadcasts.")
 
 FindContent = Callable[[str, str], Path | None]
-"""Run and content id to the content's file; None where it is not offered."""
+"""Maps run and content id to the content's file; None if it is not offered."""
 _Name: TypeAlias = tuple[str, str]
 _log = structlog.get_logger()
 
@@ -69,30 +69,30 @@ class BroadcastSettings:
     public_host: str
     """Name or address of this machine for the members; gloo's connections begin and end there."""
     gather_s: float = 2.0
-    """Longest wait for receivers that are expected."""
+    """Maximum wait for expected receivers."""
     stall_s: float = 10.0
-    """Longest time that forming a group, or one piece, may take."""
+    """Maximum time for forming a group, or for one piece."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Gathering:
-    """Receivers that wait for a broadcast of one content."""
+    """Receivers waiting for the broadcast of one content."""
 
     path: Path
     places: dict[str, asyncio.Future[weights_pb2.JoinBroadcastResponse]] = field(default_factory=dict)
     open_groups: dict[str, str] = field(default_factory=dict)
 
     def waiting(self) -> list[str]:
-        """Those that have not gone away, in rank order."""
+        """The receivers that still wait, in rank order."""
         return sorted(receiver_id for receiver_id, place in self.places.items() if not place.done())
 
 
 class Broadcasts:
-    """The broadcasts of one weight store; `close` it.
+    """The broadcasts of one weight store; `close` them.
 
     Args:
         settings: How.
-        listener: Where members find each other; taken over.
+        listener: Where members find each other; closed with the broadcasts.
         find_content: Finds the content to broadcast.
     """
 
@@ -114,7 +114,7 @@ class Broadcasts:
 
     @contextlib.contextmanager
     def attended_by(self, receiver_id: str) -> Iterator[None]:
-        """Inside, a receiver watches the versions and will ask to join."""
+        """Within the context, a receiver watches the versions and will ask to join."""
         self._attendance.arrive(receiver_id)
         try:
             yield
@@ -126,8 +126,8 @@ class Broadcasts:
         """A place in the broadcast of a content, once it begins.
 
         Raises:
-            NotOfferedError: Not this library, not this receiver now, or the content was broadcast already.
-            UnknownVersionError: The content is not offered.
+            NotOfferedError: Another library, a receiver that is left out for now, or content that was broadcast
+            already. UnknownVersionError: The content is not offered.
             ServiceUnavailableError: The broadcast did not come about.
         """
         receiver_id, content = request.receiver_id, (request.run_id, request.content_id)
@@ -148,7 +148,7 @@ class Broadcasts:
         return await place
 
     async def close(self) -> None:
-        """Break off the broadcast under way."""
+        """Abort the current broadcast."""
         self._is_closed = True
         self._listener.close()
         self._leave_group()
@@ -174,7 +174,7 @@ class Broadcasts:
         try:
             await self._wait_for_expected(gathering)
             async with self._one_at_a_time:
-                # Who asked while another broadcast was under way is in this one as well.
+                # Receivers that asked during another broadcast are part of this one as well.
                 del self._gatherings[content]
                 self._begun[content] = None
                 while len(self._begun) > MAX_CONTENTS_REMEMBERED:
@@ -191,7 +191,7 @@ class Broadcasts:
                     place.set_exception(error)
 
     async def _wait_for_expected(self, gathering: _Gathering) -> None:
-        """Until all who are expected wait for this content, or `gather_s`."""
+        """Wait until all expected receivers want this content, or for `gather_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.gather_s):
                 while self._missing(gathering):
@@ -239,7 +239,7 @@ class Broadcasts:
             _log.info("weights broadcast", num_receivers=len(members), seconds=round(time.monotonic() - start_s, 3))
 
     def _place(self, gathering: _Gathering, members: list[str]) -> GroupPlace:
-        """The group for these members: the one that is open where they are in it, each in its place."""
+        """The group for these members: the open one if it has exactly these, each at its rank."""
         group, piece_bytes = self._group, max(MIN_PIECE_BYTES, chunk_bytes_for(gathering.path.stat().st_size))
         is_long_enough = group is not None and group.place.piece_bytes >= piece_bytes
         if group is not None and group.is_usable and is_long_enough and members == self._members:
@@ -259,7 +259,7 @@ class Broadcasts:
         )
 
     def _send(self, rendezvous: Rendezvous, place: GroupPlace, path: Path) -> str | None:
-        """Form the group if need be and send; in a thread. Returns what went wrong."""
+        """Form the group if necessary and send, in a thread; returns what went wrong."""
         try:
             with path.open("rb", buffering=0) as content:
                 if self._group is None:

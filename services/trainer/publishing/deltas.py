@@ -1,12 +1,13 @@
 """Keeps the deltas between the last published versions, and finds those from a receiver's version to the newest.
 
 Every version but the first has at most one delta, against the version published before it; a receiver further behind
-takes several. So all receivers of a site fetch the same few contents, whatever each of them holds, and a relay serves
-them all. Promises:
+takes several. So all receivers of a site fetch the same few contents, whatever they hold, and a relay serves them all.
 
-- At most `max_kept` deltas are kept, the oldest go first; a chain is never longer. Those that together take as many
-  bytes as the full content are of no use and go before, but for the MIN_KEPT_DELTAS newest: they may be on their way.
-- A chain is offered only to a receiver that holds its very base, by version and digest, and only where it takes fewer
+Promises:
+
+- At most `max_kept` deltas are kept, the newest ones; a chain is never longer. Deltas that together take as many bytes
+  as the full content are useless and go earlier, except for the MIN_KEPT_DELTAS newest, which may be in transit.
+- A chain is offered only to a receiver that holds exactly its base, by version and digest, and only if it takes fewer
   bytes than the full content.
 """
 
@@ -42,7 +43,7 @@ class PublishedDeltas:
         self._kept: OrderedDict[int, Published] = OrderedDict()
 
     def clear(self) -> None:
-        """Offer nothing; the files are left to their writer."""
+        """Offer nothing; the files remain for their writer to delete."""
         self._kept.clear()
 
     def add(self, delta: Published, *, full_bytes: int) -> None:
@@ -70,8 +71,8 @@ class PublishedDeltas:
 
         Args:
             full: The full manifest of the version that is wanted.
-            held_version: The version the receiver holds.
-            held_digest: Its digest.
+            held_version: The version that the receiver holds.
+            held_digest: The digest of that version.
         """
         chain: list[weights_pb2.WeightsManifest] = []
         version, digest, num_bytes = full.policy_version, full.digest, 0

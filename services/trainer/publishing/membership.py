@@ -2,10 +2,10 @@
 
 Promises:
 
-- A receiver is expected if it watches the versions, said that it joins, came to the last broadcast it could, and is not
-  left out.
-- A receiver at which a broadcast broke off is left out for a while, twice as long each time in a row; where it cannot
-  be distinguished from the others, all of them are. They fetch meanwhile.
+- A receiver is expected if it watches the versions, announced that it joins, came to the last broadcast it could, and
+  is not left out.
+- A receiver at which a broadcast broke off is left out for a while, twice as long each time in a row; if it cannot be
+  distinguished from the others, all of them are. They fetch meanwhile.
 
 Pure bookkeeping: the caller passes the time.
 """
@@ -18,9 +18,9 @@ from collections.abc import Collection, Mapping
 FIRST_LEFT_OUT_S = 30.0
 MAX_LEFT_OUT_S = 1920.0
 OK = "ok"
-"""Word of a member that received everything."""
+"""Result of a member that received everything."""
 LEFT = "left"
-"""Word of a member that broke off for reasons of its own."""
+"""Result of a member that left for reasons of its own."""
 
 
 class BroadcastMembership:
@@ -33,11 +33,11 @@ class BroadcastMembership:
         self._num_failures: dict[str, int] = {}
 
     def arrive(self, receiver_id: str) -> None:
-        """A receiver begins to watch; it may do so before an earlier watch of it is seen to end."""
+        """A receiver begins to watch; the end of its earlier watch may be noticed only later."""
         self._watching[receiver_id] += 1
 
     def leave(self, receiver_id: str) -> None:
-        """A receiver watches no more."""
+        """A receiver stopped watching."""
         self._watching[receiver_id] -= 1
         if self._watching[receiver_id] <= 0:
             del self._watching[receiver_id]
@@ -54,23 +54,23 @@ class BroadcastMembership:
         }
 
     def is_left_out(self, receiver_id: str, *, now_s: float) -> bool:
-        """Whether a receiver is to fetch for now."""
+        """Whether a receiver has to fetch for now."""
         return now_s < self._left_out_until_s.get(receiver_id, now_s)
 
     def note_asked(self, receiver_id: str) -> None:
-        """A receiver asked for a place: it is waited for again."""
+        """A receiver asked for a place: it is expected again."""
         self._absent.discard(receiver_id)
 
     def note_absent(self, receiver_ids: Collection[str]) -> None:
-        """They were waited for and did not come: not again before they ask."""
+        """Expected receivers did not come: they are not expected again until they ask."""
         self._absent.update(receiver_ids)
 
     def note_end(self, words: Mapping[str, str | None], *, is_sent: bool, now_s: float) -> list[str]:
-        """A broadcast is over; returns who is left out for it.
+        """A broadcast has ended; returns the receivers that are left out because of it.
 
         Args:
             words: Each member's reported result; None for one that reported nothing.
-            is_sent: Whether the sender saw nothing go wrong.
+            is_sent: Whether the sender noticed no failure.
             now_s: The time.
         """
         failed = [receiver_id for receiver_id, word in words.items() if word != OK]

@@ -3,7 +3,7 @@
 Promises:
 
 - A file appears under its name by one atomic rename, after everything was written: no reader sees half of it.
-- The digests in the manifest are computed from the file that travels, not from the tensors that were meant.
+- The digests in the manifest are computed from the written file, not from the tensors passed in.
 - A version comes with a delta against the one published before it, unless that saves less than a tenth of the bytes.
 - Writing and digesting happen outside the event loop; training continues meanwhile.
 """
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - 1024**2
-"""As a message, with room for what stands around it."""
+"""As a message, with space for its envelope."""
 MAX_DELTA_SHARE = 0.9
-"""Of the full content's bytes; a larger delta would cost more time to make and apply than it saves on the way."""
+"""Share of the full content's bytes; a larger delta would take more time to make and apply than its transfer saves."""
 SERVED_BYTES = Counter("penstock_trainer_weights_served_bytes", "Bytes of weights sent to receivers")
 
 
@@ -59,13 +59,13 @@ class WeightPublisher:
         self._instance_id, self._epoch = "", 0
         self._publishing: asyncio.Future[None] | None = None
         self.last_s = 0.0
-        """How long the last one of those took that were begun beside something else and have ended, seconds."""
+        """Duration of the last publication that was started by `begin` and has ended, seconds."""
 
     def open(self, *, instance_id: str = "", epoch: int = 0) -> None:
-        """Start with an empty folder and an empty store; what is published says in whose name."""
+        """Start with an empty folder and an empty store; manifests will name this instance and epoch."""
         self._instance_id, self._epoch = instance_id, epoch
         if self._directory.is_symlink():
-            # What it leads to is not this run's to empty or to fill.
+            # Its target does not belong to this run and must be neither emptied nor filled.
             self._directory.unlink()
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
@@ -104,7 +104,7 @@ class WeightPublisher:
         history: int,
         adapter: weights_pb2.AdapterInfo | None,
     ) -> None:
-        """Publish a version beside whatever comes next; call it when the one before has ended (`finish`)."""
+        """Start publishing a version in the background; the previous publication must have ended (`finish`)."""
         start = time.monotonic()
 
         async def publish() -> None:
@@ -148,7 +148,7 @@ class WeightPublisher:
         return Published(manifest=manifest, path=path, delta=self._prepare_delta(manifest, path))
 
     def _prepare_delta(self, full: weights_pb2.WeightsManifest, path: Path) -> Published | None:
-        """What leads from the version published last to `full`, whose content is at `path`; None where not worth it."""
+        """The delta from the last published version to `full`, whose content is at `path`; None if not worthwhile."""
         last = self._last
         if last is None or last.manifest.history != full.history or full.policy_version <= last.manifest.policy_version:
             return None
@@ -182,7 +182,7 @@ class WeightPublisher:
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """One safetensors file, complete under its name or absent; raises OSError if writing fails."""
-    # Imported here: it brings torch, which the server should not wait for before it listens.
+    # Imported here: it imports torch, which must not delay the start of the server.
     from safetensors.torch import save_file
 
     temporary = path.with_suffix(".tmp")

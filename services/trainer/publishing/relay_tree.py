@@ -1,12 +1,12 @@
-"""Which receivers of a site fetch a content across the link between sites, and which relay serves which receiver.
+"""Which receivers of a site fetch a content over the link between sites, and which relay serves which receiver.
 
 Promises:
 
-- Of the receivers of one site that can relay, one at a time is sent to the origin for a content: the first that asked
-  of those that no receiver has reported. It serves the next FANOUT, each of those the next FANOUT, and so on.
-- A relay that a receiver could not fetch from is passed over from then on, until it asks again itself. So a report,
-  true or wrong, costs its site at most one more copy, and no receiver waits for a relay that is gone.
-- At most MAX_CONTENTS contents are remembered, the least recently asked for go first, with MAX_RELAYS relays each.
+- Of one site's receivers that can relay, one at a time fetches a content from the origin: the first that asked and has
+  not been reported as failing. It serves the next FANOUT, each of those the next FANOUT, and so on.
+- A relay that a receiver could not fetch from is skipped until it asks again itself. So a report, true or false, costs
+  its site at most one more copy, and no receiver waits for a relay that is gone.
+- At most MAX_CONTENTS contents are remembered, those requested most recently, with MAX_RELAYS relays each.
 
 Pure bookkeeping: no clock, no socket.
 """
@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections import OrderedDict
 
 MAX_CONTENTS = 256
-"""Pairs of site and content."""
+"""Limit of pairs of site and content."""
 MAX_RELAYS = 1024
-"""Of one site and content."""
+"""Limit for one site and content."""
 FANOUT = 8
-"""Receivers that one relay is to serve at once."""
+"""Receivers that one relay serves at once."""
 
 
 class SiteRelays:
@@ -36,14 +36,14 @@ class SiteRelays:
     def sources(
         self, *, site: str, content_id: str, receiver_id: str, relay_url: str = "", failed_url: str = ""
     ) -> list[str]:
-        """Addresses of relays for a receiver, best first; none: it fetches from the origin.
+        """Addresses of relays for a receiver, best first; if empty, it fetches from the origin.
 
         Args:
-            site: The receiver's; there are no relays where it is empty.
+            site: The receiver's; there are no relays if it is empty.
             content_id: What it is about to fetch.
-            receiver_id: Who asks.
+            receiver_id: The receiver that asks.
             relay_url: Where it will serve this content itself; empty if it will not.
-            failed_url: The relay it was sent to and could not fetch from; empty where there is none.
+            failed_url: The relay it was assigned and could not fetch from; empty if there is none.
         """
         if not site:
             return []

@@ -21,21 +21,22 @@ class SourceFailures:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._told: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
+        self._reported: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
 
     def note(self, receiver_id: str, url: str, failure: str) -> None:
         """Record that a receiver could not fetch from that address, or not serve its own content there."""
         host = urlsplit(url).netloc
-        self._told[receiver_id, host] = self._clock.monotonic_s(), printable(failure, max_chars=MAX_FAILURE_CHARACTERS)
-        self._told.move_to_end((receiver_id, host))
-        while len(self._told) > MAX_FAILURES:
-            self._told.popitem(last=False)
+        reason = printable(failure, max_chars=MAX_FAILURE_CHARACTERS)
+        self._reported[receiver_id, host] = self._clock.monotonic_s(), reason
+        self._reported.move_to_end((receiver_id, host))
+        while len(self._reported) > MAX_FAILURES:
+            self._reported.popitem(last=False)
 
     def lines(self) -> list[str]:
-        """Each in a line, the oldest first."""
+        """One line for each failure, oldest first."""
         since_s = self._clock.monotonic_s() - FORGET_S
         return [
             f"weights of {printable(receiver_id)}: {failure}"
-            for (receiver_id, _), (told_s, failure) in self._told.items()
-            if told_s >= since_s
+            for (receiver_id, _), (reported_s, failure) in self._reported.items()
+            if reported_s >= since_s
         ]

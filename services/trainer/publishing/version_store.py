@@ -2,11 +2,11 @@
 
 Promises:
 
-- A version is offered only when its content is complete on disk; at most `max_kept` versions are, the oldest go first.
-- The newest version is the one published last: after a rewind a lower version with a higher history replaces it.
-- A reported digest that is not the published one is refused (DIGEST_MISMATCH) and never recorded as held.
+- A version is offered only when its content is complete on disk; at most the `max_kept` newest versions are.
+- The newest version is the one published last: after a rewind, a lower version with a higher history replaces it.
+- A reported digest that differs from the published one is refused (DIGEST_MISMATCH) and never recorded as held.
 - Content is looked up by the names made here; no part of a request ever becomes a path.
-- A receiver that says what it holds is offered what takes the fewest bytes: deltas or the full content.
+- A receiver that reports what it holds is offered whatever takes the fewest bytes: deltas or the full content.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A receiver's statement that its engine holds a version, digest checked."""
+    """A receiver's report that its engine holds a version, with verified digest."""
 
     policy_version: int
     swap_pause_s: float
     fetched_bytes: int
     origin_bytes: int
-    """Those of them that did not come from a relay of the receiver's site."""
+    """The fetched bytes that did not come from a relay of the receiver's site."""
 
 
 class WeightStore:
-    """The versions of the run under way; starts empty."""
+    """The versions of the current run; starts empty."""
 
     def __init__(self, *, max_kept: int = MAX_KEPT_VERSIONS) -> None:
         self._max_kept = max_kept
@@ -131,7 +131,7 @@ class WeightStore:
     def offer(
         self, run_id: str, policy_version: int | None, *, held_version: int, held_digest: str
     ) -> list[weights_pb2.WeightsManifest]:
-        """What leads a receiver from what it holds to a version (the newest where None) by the fewest bytes.
+        """The content that takes a receiver from what it holds to a version (the newest if None) in the fewest bytes.
 
         Returns:
             Deltas to apply in order, or the full manifest alone.
@@ -144,7 +144,7 @@ class WeightStore:
         return chain or [version.manifest]
 
     async def wait_for_newer(self, seen: weights_pb2.WeightsManifest | None, *, timeout_s: float) -> bool:
-        """Whether something other than `seen` is the newest, waiting up to `timeout_s` for it."""
+        """Whether the newest version is another than `seen`, waiting up to `timeout_s` for that."""
         grown = self._grown
         if self._kept and next(reversed(self._kept.values())).manifest is not seen:
             return True
@@ -174,7 +174,7 @@ class WeightStore:
             self.holdings.popitem(last=False)
 
     def require_run(self, run_id: str) -> None:
-        """Raises UnknownVersionError unless this is the run under way."""
+        """Raises UnknownVersionError unless this is the current run."""
         if not run_id or run_id != self._run_id:
             raise UnknownVersionError(f"no weights of run {run_id!r:.80} here", run_id=run_id)
 
@@ -184,15 +184,15 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
 
     Args:
         store: The published versions.
-        broadcasts: Offered too, where there are any.
-        own_addresses: Whether relays are where those are that register them.
+        broadcasts: Offered as well, if given.
+        own_addresses: Checks that relays are at addresses of the receivers that register them.
     """
 
     def __init__(
         self, store: WeightStore, *, broadcasts: Broadcasts | None = None, own_addresses: OwnAddresses | None = None
     ) -> None:
         self.stopping = asyncio.Event()
-        """Set when the server drains; replaced by the event of the server that is built."""
+        """Set when the server drains; replaced by the server's own event once that is built."""
         self.failures = SourceFailures()
         """Addresses that receivers cannot fetch from."""
         self._store = store
@@ -202,7 +202,7 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights_pb2.GetManifestResponse:
-        """The manifest of one version, or of the newest; a delta's where the caller says what it holds."""
+        """The manifest of one version, or of the newest; of a delta if the caller reports what it holds."""
         policy_version = request.policy_version if request.HasField("policy_version") else None
         held_digest = request.held_digest if request.HasField("held_version") else ""
         *preceding, last = self._store.offer(

@@ -2,7 +2,7 @@
 
 Promises:
 
-- Events are numbered from 1 without gaps; RunFinished is the last one and comes exactly once.
+- Events are numbered from 1 without gaps; the last one is RunFinished, exactly once.
 - At most MAX_KEPT_EVENTS are kept; a reader that asks for older ones starts at the oldest kept.
 - A reader never blocks the run: it reads the kept events at its own pace.
 """
@@ -46,7 +46,7 @@ class RunEvents:
         self._grown = asyncio.Event()
 
     def change_state(self, state: trainer_pb2.TrainerState.ValueType, message: str = "") -> None:
-        """Enter a state, or say something new about it; repeating the present one is no event."""
+        """Enter a state, or report something new about it; repeating the current one is no event."""
         if (state, message) == (self.state, self.message) and self._num_events:
             return
         self.state, self.message = state, message
@@ -54,9 +54,9 @@ class RunEvents:
         self.announce()
 
     def say_waiting(self, message: str) -> None:
-        """Report the cause of a wait; as an event at growing intervals.
+        """Report the cause of a wait, as events at growing intervals.
 
-        A night's wait must not push the steps out of the events that are kept.
+        A night's wait must not push the steps out of the kept events.
         """
         self.message = message
         now_s = self._clock.monotonic_s()
@@ -66,7 +66,7 @@ class RunEvents:
             self.announce()
 
     def announce(self) -> None:
-        """Make an event of the present state and message."""
+        """Record the current state and message as an event."""
         self._append(
             trainer_pb2.WatchRunResponse(state_changed=trainer_pb2.StateChanged(state=self.state, message=self.message))
         )
@@ -101,7 +101,7 @@ class RunEvents:
         summary_json: str,
         retry_delay_s: float | None = None,
     ) -> None:
-        """The run ended; nothing follows here. Ignored when it ended before.
+        """The run ended; no events follow. Ignored if it has ended before.
 
         With `retry_delay_s` the trainer resumes it after that delay, as another incarnation.
         """
@@ -132,7 +132,7 @@ class RunEvents:
             await grown.wait()
 
     def _at(self, sequence: int) -> trainer_pb2.WatchRunResponse | None:
-        """The event with that number; the oldest kept if it was discarded, None if it has not happened."""
+        """The event with that number; the oldest kept one if it was discarded, None if it has not happened yet."""
         if sequence > self._num_events:
             return None
         return self._events[max(0, sequence - self._events[0].sequence)]
@@ -142,6 +142,6 @@ class RunEvents:
         event.sequence, event.incarnation = self._num_events, self.incarnation
         event.event_time.CopyFrom(timestamp(self._clock.now_s()))
         self._events.append(event)
-        # Readers wait on the event they saw; a fresh one takes its place, so that no wake-up is missed or shared.
+        # Readers wait on the event object they saw; a new one replaces it, so that no wake-up is missed.
         self._grown.set()
         self._grown = asyncio.Event()

@@ -3,12 +3,12 @@
 Promises:
 
 - A line is whole or absent, and names its `policy_version` and `time` (Unix seconds).
-- After a resume the file holds exactly the steps of the surviving history: lines beyond the resumed version are cut.
+- After a resume the file holds exactly the steps of the surviving history: lines after the resumed version are removed.
 
 Keys: reward/{mean,std}; length/{mean,max} in completion tokens; staleness/{min,mean,max} in versions;
 throughput/{samples_per_second,response_tokens_per_second} over the step's wall time;
 time/{step_s,train_s,idle_s,publish_s} since the step before; wait/{samples,acknowledging,publishing,checkpointing}_s,
-the parts of that in which the trainer waited for them; step/pack_fill, tokens over the token budget of the step's
+the parts of that in which the trainer waited for these; step/pack_fill, tokens over the token budget of the step's
 forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples}; step/skipped_attempts, how
 often the step was begun before and given up for a loss or gradient that was not finite;
 optimizer/{grad_norm,learning_rate}; loss/* as the loss names them (per-token means and maxima: ratio, ratio_max,
@@ -48,19 +48,19 @@ Line = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Where the wall time since the step before went, seconds."""
+    """How the wall time since the previous step was spent, seconds."""
 
     step_s: float
     train_s: float
-    """The compute thread worked."""
+    """Work of the compute thread."""
     publish_s: float
-    """Writing and digesting the version before, beside the step."""
+    """Writing and digesting the previous version, during the step."""
     waits_s: Mapping[Cause, float] = field(default_factory=dict)
-    """In which training waited, by what for."""
+    """Waits of training, by cause."""
 
     @property
     def idle_s(self) -> float:
-        """The compute thread had nothing to do."""
+        """Time in which the compute thread had nothing to do."""
         return max(0.0, self.step_s - self.train_s)
 
 
@@ -132,9 +132,9 @@ class JsonLines:
         self._unwritten: list[str] = []
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Add a line, whole numbers as such. Raises OSError if writing fails, and then keeps the line.
+        """Add a line; its version is written as an integer. Raises OSError if writing fails, and then keeps the line.
 
-        Trackers get its numbers whether or not the disk takes it.
+        Trackers get its numbers in any case.
         """
         version = line["policy_version"]
         assert isinstance(version, int | float)
@@ -150,9 +150,9 @@ class JsonLines:
             self.trackers.log(numbers, policy_version=int(version))
 
     def flush(self) -> None:
-        """Write lines that failed before; call it before a checkpoint marks those steps as done.
+        """Write lines that failed earlier; call it before a checkpoint marks their steps as done.
 
-        Raises OSError when it refuses still; nothing is left half written.
+        Raises OSError if writing fails again; nothing is left half written.
         """
         while self._unwritten:
             self._write(self._unwritten[0])
@@ -169,13 +169,13 @@ class JsonLines:
             raise
 
     def read(self) -> list[dict[str, float]]:
-        """Every whole line, oldest first; a last line that a crash cut short is left out."""
+        """Every complete line, oldest first; a last line that a crash truncated is left out."""
         if not self._path.exists():
             return []
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def cut_after(self, policy_version: int) -> None:
-        """Keep only lines of `policy_version` and before."""
+        """Remove the lines after `policy_version`."""
         kept = [line for line in self.read() if line["policy_version"] <= policy_version]
         replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept))

@@ -1,4 +1,4 @@
-"""How much generating and training overlap, from the spans in which either side was busy.
+"""Measures how much generation and training overlap, from the spans in which either side was busy.
 
 Over the training phase (evaluation at start and end excluded):
 
@@ -7,9 +7,9 @@ Over the training phase (evaluation at start and end excluded):
     trainer_idle_ratio   = 1 - time in which the trainer was computing / length of the phase
     generator_idle_ratio = 1 - time in which at least one generator was decoding / length of the phase
 
-The trainer's spans are those of its compute thread. Generators' spans come by way of the broker, which moves them to
-the run's clock by their age; the caller knows how far that is ahead of the trainer's. What a message takes on
-its way blurs them, clocks that differ or are set do not. Pure: takes no clock, times are of the trainer's monotonic.
+The trainer's spans are those of its compute thread. Generators' spans arrive through the broker, which converts them to
+the run's clock by their age; the caller knows the offset of that clock to the trainer's. Network delays blur the spans;
+clocks that differ or are adjusted do not. Pure: takes no clock, times are those of the trainer's monotonic clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SETTLE_AFTER_S = 60.0
-"""Spans older than this are added up and forgotten; generators report theirs within seconds."""
+"""Spans older than this are added to the totals and forgotten; generators report theirs within seconds."""
 
 Span = tuple[float, float]
 
@@ -34,23 +34,23 @@ class OverlapTotals:
 
     @property
     def overlap_ratio(self) -> float | None:
-        """Overlap per busy time of the less busy side; None when a side was never busy."""
+        """Overlap divided by the busy time of the less busy side; None if a side was never busy."""
         less = min(self.trainer_busy_s, self.generator_busy_s)
         return min(1.0, self.overlap_s / less) if less > 0 else None
 
     @property
     def trainer_idle_ratio(self) -> float | None:
-        """Part of the phase in which the trainer did not compute; None before the phase."""
+        """Share of the phase in which the trainer did not compute; None before the phase."""
         return _idle(self.trainer_busy_s, self.phase_s)
 
     @property
     def generator_idle_ratio(self) -> float | None:
-        """Part of the phase in which no generator decoded; None before the phase."""
+        """Share of the phase in which no generator decoded; None before the phase."""
         return _idle(self.generator_busy_s, self.phase_s)
 
 
 class OverlapMeter:
-    """Adds spans up; `begin` and `end` bound the training phase, which may be left and entered again."""
+    """Adds up spans; `begin` and `end` delimit the training phase, which may be entered several times."""
 
     def __init__(self) -> None:
         self._settled = OverlapTotals()
@@ -92,7 +92,7 @@ class OverlapMeter:
         self._last_ends[generator_id] = last_end
 
     def totals(self, now_s: float) -> OverlapTotals:
-        """Everything up to `now_s`, with what was reported so far."""
+        """The totals up to `now_s`, of everything reported so far."""
         since = self._settled_until if self._settled_until is not None else 0.0
         running = [(self._begin, now_s)] if self._begin is not None else []
         phases = _merged(_clipped([*self._phases, *running], since, now_s))
@@ -106,7 +106,7 @@ class OverlapMeter:
         )
 
     def settle(self, now_s: float) -> None:
-        """Forget spans older than SETTLE_AFTER_S once they are added up; keeps memory bounded in long runs."""
+        """Add spans older than SETTLE_AFTER_S to the totals and forget them, which bounds memory in long runs."""
         until = now_s - SETTLE_AFTER_S
         if self._settled_until is not None and until < self._settled_until + SETTLE_AFTER_S:
             return

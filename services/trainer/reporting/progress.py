@@ -4,8 +4,8 @@ Promises:
 
 - `policy_version` is that of the weights in memory; it advances with the optimiser step, `acked_version` with the
   broker's receipt. A crash between the two is healed by re-opening the run with the step log.
-- `outstanding` names every training group that may be in the broker's hands: submitted or about to be, and neither
-  trained nor dropped by this trainer. Submitting is idempotent, so a resumed run submits them again.
+- `outstanding` names every training group that the broker may hold: submitted or about to be, and neither trained nor
+  dropped by this trainer. Submitting is idempotent, so a resumed run submits them again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from services.trainer.checkpoints.checkpoint import CheckpointFormatError, Resum
 from services.trainer.reporting.overlap import OverlapTotals
 
 MAX_LOGGED_STEPS = 64
-"""Steps whose groups are remembered: more than a broker's store can lose between two of its writes to disk."""
+"""Steps whose groups are remembered: more than a broker's store can lose between two writes to disk."""
 MAX_SAMPLE_INDEX = 1_023
-"""The largest that the broker gives a sample of a prompt."""
+"""The largest index that the broker assigns to a sample of a prompt."""
 MAX_RECORD_BYTES = 4 * 1024 * 1024
-"""Of the step log in one OpenRun, sent every few seconds: a message holds 16 MiB, the largest step included."""
+"""Limit of the step log in one OpenRun, sent every few seconds: a message holds 16 MiB, the largest step included."""
 _EXTRA_KEY = "progress"
 
 
@@ -52,13 +52,13 @@ class Progress:
     instance_id: str = ""
     """Which run of this id it is; empty in runs from before there were instances."""
     epoch: int = 0
-    """The newest epoch under which this run's trainers took it over, as far as is known here."""
+    """The newest epoch known here under which a trainer took over the run."""
     history: int = 0
-    """The run's history counter, as the broker gave it when this trainer took the run over."""
+    """The run's history counter, as returned by the broker when this trainer took over the run."""
     policy_version: int = 0
     acked_version: int = 0
     position: int = 0
-    """Training prompts taken from the data so far."""
+    """Training prompts read from the data so far."""
     outstanding: Annotated[dict[str, None], BeforeValidator(dict.fromkeys), PlainSerializer(list)] = field(
         default_factory=dict
     )
@@ -79,7 +79,7 @@ class Progress:
     """The training phase of earlier processes, likewise."""
 
     def record_step(self, groups: Mapping[str, Iterable[int]]) -> None:
-        """An optimiser step was taken on these samples: their indices by group id."""
+        """Record an optimiser step on these samples: their indices by group id."""
         self.policy_version += 1
         step = LoggedStep(
             policy_version=self.policy_version,
@@ -92,7 +92,7 @@ class Progress:
             self.outstanding.pop(group_id, None)
 
     def step_records(self, *, max_bytes: int = MAX_RECORD_BYTES) -> list[broker_pb2.StepRecord]:
-        """The end of the step log as OpenRun takes it, newest last: as many steps as fit, and the newest one always."""
+        """The end of the step log for OpenRun, newest last: as many steps as fit, and always the newest one."""
         records: deque[broker_pb2.StepRecord] = deque()
         for step in reversed(self.step_log):
             record = broker_pb2.StepRecord(
@@ -140,6 +140,6 @@ _OPTIONAL = _FROM_ELSEWHERE | {"instance_id", "epoch"}
 
 
 def _mask(indices: Iterable[int]) -> bytes:
-    """The samples of a group. Who puts a group numbers them freely; of those only how many they are matters."""
+    """The samples of a group. The indices of groups put by others are arbitrary; only their number matters there."""
     found = list(indices)
     return index_mask(found if max(found, default=0) <= MAX_SAMPLE_INDEX else range(len(found)))

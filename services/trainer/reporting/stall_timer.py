@@ -15,15 +15,15 @@ class Cause(StrEnum):
     SAMPLES = "samples"
     """Scored groups from the broker."""
     ACKNOWLEDGING = "acknowledging"
-    """The broker's word that a step's groups are done with."""
+    """The broker's confirmation that a step's groups are done."""
     PUBLISHING = "publishing"
-    """The version before last, still on its way to the disk; and the copy of the newest."""
+    """The previous publication, still being written, and the copy of the newest weights."""
     CHECKPOINTING = "checkpointing"
-    """A checkpoint, as far as it is not written beside training."""
+    """The part of a checkpoint that is not written in the background."""
 
 
 class StallTimer:
-    """Adds up waits between two steps."""
+    """Adds up the waits between two steps."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -31,7 +31,7 @@ class StallTimer:
 
     @contextmanager
     def waiting(self, cause: Cause) -> Iterator[None]:
-        """Whatever is done inside is a wait for `cause`."""
+        """Counts the time within the context as a wait for `cause`."""
         begin_s = self._clock.monotonic_s()
         try:
             yield
@@ -39,6 +39,6 @@ class StallTimer:
             self._seconds[cause] += self._clock.monotonic_s() - begin_s
 
     def take(self) -> Mapping[Cause, float]:
-        """Seconds by cause since this was last called, every cause named."""
+        """Seconds by cause since the last call, for every cause."""
         taken, self._seconds = self._seconds, dict.fromkeys(Cause, 0.0)
         return taken

@@ -4,7 +4,7 @@ Definitions:
 
 - `samples_per_second` and `response_tokens_per_second`: trained samples and their completion tokens per second of the
   training phase (`training_wall_s`); `wall_s` is the whole run, loading and evaluation included. A resumed run's times
-  go on from its checkpoint.
+  continue from its checkpoint.
 - `reward_first`, `reward_last`: means of `reward/mean` over the first and the last five steps.
 - `overlap_ratio`, `generator_idle_ratio`, `trainer_idle_ratio`: see `services.trainer.reporting.overlap`.
 - `trainer_waits_s`: seconds of the training phase in which the trainer waited, by cause
@@ -46,7 +46,7 @@ Summary = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Everything a summary is made of."""
+    """The inputs of a summary."""
 
     run_id: str
     seed: int
@@ -99,7 +99,7 @@ def build_summary(facts: RunFacts) -> Summary:
 
 
 def restate_end(path: Path, outcome: trainer_pb2.RunOutcome.ValueType, message: str) -> str:
-    """Change how the run ended in the summary that is there; returns the text, empty where none can be read."""
+    """Update how the run ended in an existing summary; returns the text, empty if none can be read."""
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
         summary |= {"outcome": _OUTCOMES[outcome], "message": message}
@@ -109,14 +109,14 @@ def restate_end(path: Path, outcome: trainer_pb2.RunOutcome.ValueType, message: 
 
 
 def write_summary(path: Path, summary: Summary) -> str:
-    """Write it whole or not at all; returns the text."""
+    """Write the summary whole or not at all; returns the text."""
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
     replace_file(path, text)
     return text
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of the packages that matter, as installed beside the trainer; None for those not installed."""
+    """Versions of the relevant packages as installed beside the trainer; None if not installed."""
     packages = {name: (name,) for name in _PACKAGES} | ENGINE_PACKAGES
     found = {name: installed_version(*candidates) for name, candidates in packages.items()}
     return {"penstock": penstock.__version__, "python": platform.python_version(), **found}

@@ -2,7 +2,7 @@
 
 Promises:
 
-- metrics.jsonl has every number, whatever becomes of a tracker: one that fails is logged and left out from then on.
+- metrics.jsonl has every number, whatever happens to a tracker: one that fails is logged and left out from then on.
 - A configured tracker that cannot start (not installed, no key) is refused before training starts.
 - Names and values are those of metrics.jsonl and, as `eval/...`, of evaluations.jsonl; the step is the policy version.
 """
@@ -28,10 +28,10 @@ _WANDB_ADDRESS = "WANDB_BASE_URL"
 
 
 class Tracker(Protocol):
-    """One of them."""
+    """Receives the numbers of a run."""
 
     def log(self, numbers: Numbers, *, policy_version: int) -> None:
-        """Take the numbers of a version; called in order of versions, more than once for some."""
+        """Record the numbers of a version; called in order of versions, for some more than once."""
         ...
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class TensorBoard:
     """Event files in a folder."""
 
     def __init__(self, directory: Path, *, policy_version: int) -> None:
-        """Steps beyond `policy_version`, of a history that a resumed run gave up, are not shown any more."""
+        """Steps after `policy_version`, of a history that a resumed run abandoned, are no longer shown."""
         module = importlib.import_module("torch.utils.tensorboard")
         self._writer: Any = module.SummaryWriter(str(directory), purge_step=policy_version + 1)
 
@@ -60,7 +60,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of the same id at W&B, or, offline, in a folder that `wandb sync` uploads.
 
-    A resumed run goes on in the same one; W&B keeps what it has of steps that are trained again.
+    A resumed run continues in the same one; W&B keeps its values of steps that are trained again.
     """
 
     def __init__(self, directory: Path, *, run_id: str, is_offline: bool, document: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Trackers:
                 del self._trackers[name]
 
     def close(self) -> None:
-        """End them all; never raises."""
+        """Close all trackers; never raises."""
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()
@@ -119,9 +119,9 @@ def open_trackers(
     document: Mapping[str, Any],
     allows_plain: bool = False,
 ) -> Trackers:
-    """Begin all of `names` for a run that stands at `policy_version`; blocks for seconds where one is online.
+    """Open all of `names` for a run at `policy_version`; blocks for seconds if one is online.
 
-    None is shown any credential of Penstock's. With `allows_plain` one may be sent its own key in plain text.
+    None sees any credential of Penstock. With `allows_plain` a tracker's own key may be sent in plain text.
 
     Raises:
         ConfigError: One is not installed, could not begin, or would be sent its key in plain text.

@@ -1,10 +1,9 @@
 """Computes each token's advantage from rewards: by group, by step, or by a critic.
 
 Invariants:
-- Advantages use exactly the samples that are trained on; which groups came together changes nothing but rounding.
-- Where they need more than rewards (a critic's values, a KL to the reference), a forward pass without gradient is made
-  over samples as they come. Where they wait for the whole step, so are the passes that the later gradient compares with
-  (`PriorLogprobs`).
+- Advantages use exactly the samples that are trained on; which groups arrived together affects only rounding.
+- If they need more than rewards (a critic's values, a KL to the reference), forward passes without gradient are made as
+  samples arrive. If they need the whole step, prior log-probs are computed as samples arrive, too (`PriorLogprobs`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from services.trainer.step.scoring import PriorLogprobs, Scores, Scoring
 from services.trainer.step.step_settings import StepSettings
 
 DISCOUNT = 1.0
-"""Gamma of a critic's advantages: an answer is worth the same however long it took."""
+"""Gamma of a critic's advantages: the length of an answer does not change its value."""
 Floats = npt.NDArray[np.float64]
 
 
@@ -43,10 +42,10 @@ class _Scored:
 
     sample: TrainingSample
     blank: Trajectory
-    """Without advantages, unless the sample brought its own."""
+    """Without advantages, unless the sample has its own."""
     reward: float
     token_kl: Floats
-    """float64[L], coefficient times log-ratio to the reference, to be taken off the rewards."""
+    """float64[L], coefficient times log-ratio to the reference, to be subtracted from the rewards."""
     values: Floats
     """float64[L], the critic's; zeros without one."""
 
@@ -62,16 +61,16 @@ class AdvantageEstimator:
         if settings.reward_kl_coefficient > 0.0:
             self._quantities += ["logprobs", "reference_logprobs"]
         self._arrived: list[_Scored] = []
-        """Their prior log-probs wait for a full pack."""
+        """Samples whose prior log-probs wait for a full pack."""
         self._held: list[_Scored] = []
         self.num_zero_advantage_groups = 0
-        """Groups whose advantages were all zero, where they are computed by group."""
+        """Groups whose advantages were all zero, if computed by group."""
 
     def add(self, groups: Sequence[Sequence[TrainingSample]]) -> list[TrainableSample]:
-        """Takes the samples of whole groups, none empty; returns those whose advantages do not wait for the rest.
+        """Takes the samples of whole groups, none empty; returns those whose advantages do not need the rest.
 
         Raises:
-            BackendError: the model or the critic failed.
+            BackendError: The model or the critic failed.
         """
         estimate = self._settings.algorithm.group_advantages
         scored = iter(self._scored([sample for group in groups for sample in group]))
@@ -100,7 +99,7 @@ class AdvantageEstimator:
         return self._by_critic(held)
 
     def _score_prior(self, *, is_last: bool) -> None:
-        """What the gradient will be compared with, of packs that are full or the last ones."""
+        """Computes the prior log-probs of full packs, and at the end of the last ones."""
         due, self._arrived = self._arrived, []
         if self._prior.is_needed and not is_last:
             lengths = [int(scored.blank.token_ids.size) for scored in due]
@@ -134,9 +133,9 @@ class AdvantageEstimator:
         return self._settings.reward_kl_coefficient * log_ratios.astype(np.float64)
 
     def _by_critic(self, held: Sequence[_Scored]) -> list[TrainableSample]:
-        """Generalised advantages of every token, normalised over the step, and what the critic is to learn.
+        """Generalised advantages of every token, normalised over the step, and the critic's targets.
 
-        A sample without loss tokens counts and teaches nothing, as elsewhere.
+        A sample without loss tokens counts but contributes nothing, as elsewhere.
         """
         raw = [self._advantages(scored) for scored in held]
         every = np.concatenate(raw)
@@ -163,7 +162,7 @@ def _penalised(samples: Sequence[_Scored]) -> Rewards:
 
 
 def _with_advantages(samples: Sequence[_Scored], advantages: npt.NDArray[np.float32]) -> list[TrainableSample]:
-    """Each sample's advantage on all of its tokens, unless it brought its own."""
+    """Each sample's advantage on all of its tokens, unless it has its own."""
     return [
         TrainableSample(
             scored.sample, replace(scored.blank, advantages=trajectory_of(scored.sample, advantage).advantages)
@@ -173,7 +172,7 @@ def _with_advantages(samples: Sequence[_Scored], advantages: npt.NDArray[np.floa
 
 
 def _by_token(scored: _Scored, advantages: Floats, *, returns: Floats) -> Trajectory:
-    """The trajectory with an advantage for each token, unless the sample brought its own."""
+    """The trajectory with an advantage for each token, unless the sample has its own."""
     blank = scored.blank
     own = scored.sample.advantages is not None
     return replace(

@@ -20,7 +20,7 @@ class LossItem:
     """Prompt and completion."""
     num_loss_tokens: int
     trajectory: Trajectory | None
-    """None where it has no gradient, or its gradient was added; it counts in the divisor all the same."""
+    """None if it has no gradient, or its gradient was already added; it still counts in the divisor."""
 
 
 class Passes:
@@ -29,7 +29,7 @@ class Passes:
     Args:
         backend: Computes.
         max_pack_tokens: Token budget of one pack.
-        check: Called before each pass that may be called off; raises to do so.
+        check: Called before each pass that may be cancelled; raises to do so.
     """
 
     def __init__(self, backend: Backend, *, max_pack_tokens: int, check: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Passes:
         """Adds the gradients of `items`; returns the number of packs.
 
         Raises:
-            NonFiniteLossError: It names the groups of the pass.
+            NonFiniteLossError: A loss is not finite; the error names the groups of the pass.
         """
         trajectories = trajectories_of(items)
         rounds = partition(trajectories, max_pack_tokens=self._max_pack_tokens, shares=self._backend.shares)
@@ -72,12 +72,12 @@ class Passes:
 
 
 def trajectories_of(items: Sequence[LossItem]) -> list[Trajectory]:
-    """Those of the items that have one, in order."""
+    """The trajectories of the items that have one, in order."""
     return [item.trajectory for item in items if item.trajectory is not None]
 
 
 def split(items: Sequence[LossItem], *, num_minibatches: int) -> list[list[LossItem]]:
-    """Whole groups to minibatches of about equally many tokens, each of at least one group where there are enough.
+    """Distributes whole groups to minibatches of about equally many tokens, none empty if there are enough groups.
 
     Source: longest processing time first (Graham 1969).
     """

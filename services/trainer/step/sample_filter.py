@@ -1,7 +1,7 @@
 """Which samples a step trains on.
 
 A sample is trained on only if it is scored, well formed, within the staleness bound and its group is new to the step;
-each one left out is named with its reason, never silently dropped.
+every skipped sample is reported with its reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SkippedSample:
 
 
 class SampleFilter:
-    """Sorts out the samples of one step."""
+    """Selects the samples of one step."""
 
     def __init__(self, backend: Backend, settings: StepSettings) -> None:
         self._backend = backend

@@ -15,16 +15,16 @@ from services.trainer.model.backend import Backend, NonFiniteLossError, Quantity
 from services.trainer.step.step_settings import StepSettings
 
 Scores = dict[Quantity, npt.NDArray[np.float32]]
-"""Of one trajectory's loss tokens, each float32[L]."""
+"""Scores of one trajectory's loss tokens, each float32[L]."""
 
 
 class Scoring:
-    """Makes the passes.
+    """Makes the passes for given trajectories.
 
     Args:
         backend: Computes.
         max_pack_tokens: Token budget of one pack.
-        check: Called before each pass; raises to call it off.
+        check: Called before each pass; raises to cancel it.
     """
 
     def __init__(self, backend: Backend, *, max_pack_tokens: int, check: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class PriorLogprobs:
     def __init__(self, scoring: Scoring, settings: StepSettings) -> None:
         self._scoring = scoring
         self._quantities: dict[str, Quantity] = {}
-        """By the field of a trajectory that holds them."""
+        """By the field of a trajectory that receives them."""
         if settings.needs_proximal:
             self._quantities["proximal_logprobs"] = "logprobs"
         if settings.needs_reference:
@@ -67,11 +67,11 @@ class PriorLogprobs:
         self.is_needed = bool(self._quantities)
 
     def of(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The same with what is asked for, in their order; those that have it already are left as they are.
+        """The trajectories with the log-probs filled in, in their order; those that have them already are unchanged.
 
         Raises:
-            NonFiniteLossError: A log-prob is not finite. Found here nothing has changed yet; after the first of several
-                optimiser steps there would be no way back.
+            NonFiniteLossError: A log-prob is not finite. Detected here, nothing has changed yet; after the first of
+                several optimiser steps there would be no way back.
         """
         filled = list(trajectories)
         blank = [

@@ -4,24 +4,24 @@
                          open --abandon--> closed   (gradients discarded, nothing changed)
 
     one optimiser step    add: forward and backward as packs fill     finish: the rest, one optimiser step
-    several, on           add: log-probs that gradients are taken     finish: the rest, then for each minibatch
-    minibatches                against, as packs fill                         forward, backward, optimiser step
+    several, on           add: log-probs to compare with,             finish: the rest, then for each minibatch
+    minibatches                as packs fill                                  forward, backward, optimiser step
 
 Invariants:
-- What is trained on is decided by `SampleFilter`.
-- Advantages use exactly the samples of the group (for some algorithms: of the step) that are trained on. Where they use
+- `SampleFilter` decides which samples are trained on.
+- Advantages use exactly the samples of the group (for some algorithms: of the step) that are trained on. If they need
   the step, the forward passes are made in `finish`.
 - A pass waits until its pack is nearly full, or until the batch is whole.
 - The gradient of an optimiser step is that of all its tokens at once, however the groups were split over `add_groups`
   calls. Proximal log-probs are those of the weights with which the batch began.
-- A sample is in exactly one minibatch, with all others of its group. Minibatches depend on what is in the batch, not on
-  the order in which it came.
+- A sample is in exactly one minibatch, with all others of its group. Minibatches depend on the content of the batch,
+  not on the order of arrival.
 - A zero advantage contributes nothing to the gradient when no KL term does, so such samples skip the forward pass but
   count as trained: the same update for less work. Loss metrics then cover the other samples' tokens only.
-- A backend error closes the step. Where a number is not finite nothing has changed, and the error names the groups that
-  may be at fault: those of the packs of that forward pass, or all of the optimiser step where only the summed gradient
-  shows it. After the first of several optimiser steps it is a PartialStepError instead: training must not go on from
-  there. `check` is not called between them.
+- A backend error closes the step. If a number is not finite, nothing has changed, and the error names the groups that
+  may be at fault: those of that forward pass, or all of the optimiser step if only the summed gradient reveals it.
+  After the first of several optimiser steps it is a PartialStepError instead: training must not continue from there.
+  `check` is not called between them.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class MicrobatchReport:
     num_trained: int
     """Samples accepted."""
     num_packs: int
-    """Passes made for gradients: of packs that are full, with samples of earlier calls in them."""
+    """Packs passed through the model for gradients, including samples of earlier calls."""
     skipped: tuple[SkippedSample, ...]
 
 
 class EmptyStepError(Exception):
-    """A step was to finish without a single trained token."""
+    """A step cannot finish without a single trained token."""
 
 
 class StepClosedError(Exception):
-    """The step was finished or abandoned before."""
+    """The step has already been finished or abandoned."""
 
 
 class TrainingStep:
@@ -74,9 +74,9 @@ class TrainingStep:
 
     Args:
         backend: Computes.
-        settings: Of the step.
-        check: Called before each forward pass, but not after the first of several optimiser steps; a BackendError that
-            it raises calls the step off.
+        settings: Settings of the step.
+        check: Called before each forward pass, but not after the first of several optimiser steps; raises a
+            BackendError to cancel the step.
     """
 
     def __init__(self, backend: Backend, settings: StepSettings, *, check: Callable[[], None] = lambda: None) -> None:
@@ -91,9 +91,9 @@ class TrainingStep:
         self._is_open = True
         self._is_streamed = settings.num_minibatches == 1
         self._waiting: list[LossItem] = []
-        """Their pass waits for a fuller pack."""
+        """Items that wait for a fuller pack."""
         self._ready: list[LossItem] = []
-        """All that can be done before the batch is whole was done with them."""
+        """Items for which all passes that do not need the whole batch have been made."""
 
     @property
     def num_groups(self) -> int:
@@ -101,10 +101,10 @@ class TrainingStep:
         return len(self._filter.group_ids)
 
     def add_groups(self, groups: Sequence[Sequence[TrainingSample]]) -> MicrobatchReport:
-        """Takes whole groups, and makes the passes that they fill.
+        """Takes whole groups, and makes the passes whose packs they fill.
 
         Args:
-            groups: each the samples of one prompt that can be used; more groups a call fill packs better.
+            groups: Each the samples of one prompt; more groups per call fill packs better.
 
         Raises:
             StepClosedError: the step is over.
@@ -115,11 +115,11 @@ class TrainingStep:
     def add_replayed(self, groups: Sequence[Sequence[TrainingSample]]) -> MicrobatchReport:
         """Takes groups that an earlier step trained on, for an algorithm that allows it.
 
-        No staleness bounds them here: the replay buffer does. They count in the gradient, its divisor and the numbers
-        of replayed samples, and in nothing else that the report says of samples.
+        The replay buffer bounds their staleness. They count in the gradient, its divisor and the numbers of replayed
+        samples, and nowhere else in the report.
 
         Raises:
-            ValueError: the algorithm is not right for samples of any policy.
+            ValueError: The algorithm is not valid for samples of any policy.
             StepClosedError, BackendError: as `add_groups`.
         """
         if not self._settings.algorithm.is_off_policy:
@@ -132,7 +132,7 @@ class TrainingStep:
         Raises:
             EmptyStepError: no token was accepted; the step is abandoned, the weights are unchanged.
             NonFiniteError: the step is abandoned, the weights are unchanged.
-            PartialStepError: the same after the first of several optimiser steps; the weights are of no version.
+            PartialStepError: The same after the first of several optimiser steps; the weights belong to no version.
             StepClosedError: the step is over.
         """
         with self._abandoned_on_error():
@@ -196,7 +196,7 @@ class TrainingStep:
         return items
 
     def _due(self, items: Sequence[LossItem]) -> Sequence[LossItem]:
-        """Those that need not wait for a fuller pack; the others wait."""
+        """The items that need not wait for a fuller pack; the others wait."""
         if not self._is_streamed and not self._prior.is_needed:
             return items
         self._ready += [item for item in items if item.trajectory is None]
@@ -207,7 +207,7 @@ class TrainingStep:
         return due
 
     def _prepare(self, items: Sequence[LossItem]) -> int:
-        """Computes their gradients, or what those will be compared with; returns how many packs had gradients."""
+        """Computes the items' gradients or prior log-probs; returns the number of packs with gradients."""
         if self._is_streamed:
             self._ready += [replace(item, trajectory=None) for item in items]
             return self._passes.run(items, may_stop=True)
@@ -216,7 +216,7 @@ class TrainingStep:
         return 0
 
     def _optimizer_steps(self) -> StepMetrics:
-        """Takes them; the last one's numbers, but the mean of the gradients' norms.
+        """Takes the optimiser steps; returns the metrics of the last one with the mean gradient norm.
 
         Source: AReaL (arXiv 2505.24298) section 5.2: PPO minibatches, with proximal log-probs recomputed when the
         global batch arrives. Difference: they are computed while it arrives, under the same weights.

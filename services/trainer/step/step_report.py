@@ -24,18 +24,18 @@ class StepReport:
     """Samples trained on, those with zero advantage included."""
     num_completion_tokens: int
     num_loss_tokens: int
-    """Completion tokens that the loss covers, of skipped zero advantages and of replayed samples too."""
+    """Completion tokens that the loss covers, including skipped zero advantages and replayed samples."""
     num_replayed_samples: int
-    """Trained on before and again here; left out of all other numbers of samples, rewards and staleness."""
+    """Samples trained on before and again here; excluded from all other numbers of samples, rewards and staleness."""
     replayed_staleness_max: int
-    """In versions, by their oldest token; 0 without any."""
+    """In versions, by their oldest token; 0 if there are none."""
     num_forward_tokens: int
     """Tokens that went through the model for gradients: prompts included, skipped zero advantages not."""
     num_packs: int
     pack_fill: float | None
     """How full the packs were, in tokens over their budget; None when no forward pass was needed."""
     num_zero_advantage_groups: int
-    """Groups whose samples all had the same reward, which teach nothing."""
+    """Groups whose samples all had the same reward, which have no gradient."""
     reward_mean: float
     reward_std: float
     max_completion_tokens: int
@@ -48,7 +48,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """What the report needs of a trained sample; its arrays are released once it has passed through the model."""
+    """The facts of a trained sample for the report; its arrays are released after their pass through the model."""
 
     group_id: str
     num_completion_tokens: int

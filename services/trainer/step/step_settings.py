@@ -16,7 +16,7 @@ class StepSettings:
     policy_version: int
     """The version of the weights being trained."""
     max_staleness: int
-    """Most versions a sample's oldest token may lag behind `policy_version`."""
+    """Maximum versions that a sample's oldest token may lag behind `policy_version`."""
     max_pack_tokens: int
     """Token budget of one forward pass."""
     algorithm: Algorithm
@@ -24,25 +24,25 @@ class StepSettings:
     normalization: Normalization
     """Divisor of the gradient."""
     max_new_tokens: int = 1
-    """Most completion tokens that sampling allows; read where `overlong_buffer_tokens` is set."""
+    """Maximum completion tokens of sampling; read if `overlong_buffer_tokens` is set."""
     overlong_buffer_tokens: int = 0
-    """The reward falls over this many of the last ones; 0 punishes no length."""
+    """The reward falls over this many last tokens; 0 penalises no length."""
     num_minibatches: int = 1
-    """Optimiser steps of a batch, each on whole groups of its own."""
+    """Optimiser steps per batch, each on different whole groups."""
     needs_proximal: bool = False
-    """Whether several of them need the log-probs from before the first: a correction weighs them."""
+    """Whether these steps need the log-probs from before the first one, for a correction."""
     needs_reference: bool = False
-    """Whether the loss' reference log-probs are computed as samples come, because gradients are only later."""
+    """Whether the loss' reference log-probs are computed as samples arrive, because gradients come later."""
     skip_zero_advantages: bool = True
-    """Must be False when the loss has a term without advantages: a KL to a reference, a critic's."""
+    """Must be False if the loss has a term without advantages: a KL to a reference, a critic's loss."""
     reward_kl_coefficient: float = 0.0
-    """Weight of the KL that is taken off the rewards; 0 where there is none, or where it is a term of the loss."""
+    """Weight of the KL subtracted from the rewards; 0 if there is none, or if it is a term of the loss."""
     gae_lambda: float = 1.0
-    """Of advantages by a critic: 1 trusts rewards alone, 0 its next value alone."""
+    """Lambda of a critic's advantages: 1 uses rewards alone, 0 its next value alone."""
 
 
 def is_reference_early(settings: AlgorithmConfig) -> bool:
-    """Whether a reference in the loss is read as samples come, instead of in the pass that takes the gradient."""
+    """Whether the loss' reference log-probs are computed as samples arrive, not in the gradient pass."""
     is_gradient_late = settings.num_minibatches > 1 or settings.definition.group_advantages is None
     return is_gradient_late and not settings.definition.is_kl_in_reward
 
