@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from penstock.clock import Clock
-from penstock.errors import InvalidFieldError, QueueFullError, ServiceUnavailableError, UnknownRunError
+from penstock.errors import QueueFullError, ServiceUnavailableError, UnknownRunError, require
 from penstock.names import check_run_id
 from penstock.process.tasks import race
 from penstock.v1 import scheduler_pb2 as pb
@@ -131,14 +131,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ForecastLengths(self, request: pb.ForecastLengthsRequest, context: Context) -> pb.ForecastLengthsResponse:
         """Expected completion lengths."""
         check_run_id(request.run_id)
-        _check_count("queries", len(request.queries), MAX_QUERIES)
+        require(len(request.queries) <= MAX_QUERIES, "queries", len(request.queries), f"at most {MAX_QUERIES}")
         forecasts, run = await self.lengths.forecast(request.run_id, request.queries)
         return pb.ForecastLengthsResponse(forecasts=forecasts, model_version=run.progress.model_version)
 
     async def ReportLengths(self, request: pb.ReportLengthsRequest, context: Context) -> pb.ReportLengthsResponse:
         """Learn from observed completions."""
         check_run_id(request.run_id)
-        _check_count("observations", len(request.observations), MAX_OBSERVATIONS)
+        num_observations = len(request.observations)
+        require(num_observations <= MAX_OBSERVATIONS, "observations", num_observations, f"at most {MAX_OBSERVATIONS}")
         self._replanner.observe_lengths(request.run_id, [each.num_completion_tokens for each in request.observations])
         await self.lengths.observe(request.run_id, request.observations)
         return pb.ReportLengthsResponse()
@@ -208,20 +209,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 def _check_plan_request(request: pb.CreatePlanRequest) -> None:
     check_run_id(request.run_id)
-    _check_count("num_generators", request.num_generators, MAX_GENERATORS)
-    if request.HasField("budget") and not 0 < request.budget.ToNanoseconds() <= MAX_BUDGET_S * 1e9:
-        raise InvalidFieldError(f"budget: must be above 0 and at most {MAX_BUDGET_S:.0f} s", field="budget")
-    if request.problem_json and request.num_generators:
-        raise InvalidFieldError(
-            "num_generators: a problem_json states the machines, and the plan says how many generate; leave it 0",
-            field="num_generators",
-        )
-    if not request.problem_json and request.solver not in _SOLVERS:
-        raise InvalidFieldError(
-            f"solver: {request.solver!r} needs a problem_json; without one there is auto and {SOLVER}", field="solver"
-        )
-
-
-def _check_count(name: str, count: int, most: int) -> None:
-    if count > most:
-        raise InvalidFieldError(f"{name}: {count} given, at most {most} are allowed", field=name)
+    num_generators, most = request.num_generators, 0 if request.problem_json else MAX_GENERATORS
+    expected = f"at most {most}; 0 with a problem_json, whose plan says how many generate"
+    require(num_generators <= most, "num_generators", num_generators, expected)
+    if request.HasField("budget"):
+        budget_s = request.budget.ToNanoseconds() / 1e9
+        require(0 < budget_s <= MAX_BUDGET_S, "budget", budget_s, f"above 0 and at most {MAX_BUDGET_S:.0f} s")
+    if not request.problem_json:
+        require(request.solver in _SOLVERS, "solver", request.solver, f"auto or {SOLVER} without a problem_json")

@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from penstock.clock import Clock
-from penstock.errors import InvalidFieldError, UnknownRunError
+from penstock.errors import UnknownRunError, require
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.fitting import Fit, fit_lengths
 from services.scheduler.lengths.learner import FitFailedError, Learner
@@ -83,12 +83,8 @@ class LengthForecaster:
     async def observe(self, run_id: str, observations: Sequence[pb.LengthObservation]) -> None:
         """Learn from observed completions. Raises InvalidFieldError, and then learns from none of them."""
         for index, observation in enumerate(observations):
-            if observation.num_completion_tokens > MAX_LENGTH_TOKENS:
-                raise InvalidFieldError(
-                    f"observations[{index}].num_completion_tokens: {observation.num_completion_tokens}, "
-                    f"at most {MAX_LENGTH_TOKENS} are allowed",
-                    field="observations.num_completion_tokens",
-                )
+            length, field = observation.num_completion_tokens, f"observations[{index}].num_completion_tokens"
+            require(length <= MAX_LENGTH_TOKENS, field, length, f"at most {MAX_LENGTH_TOKENS}")
         prompts = await self._read([observation.query for observation in observations])
         run = self._run(run_id)
         for observation, prompt in zip(observations, prompts, strict=True):

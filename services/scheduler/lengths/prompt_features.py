@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import require
 from penstock.v1 import scheduler_pb2 as pb
 
 MAX_END_TOKENS = 512
@@ -52,15 +52,10 @@ class PromptLengths:
 
 def read_prompt(query: pb.LengthQuery) -> PromptView:
     """The prompt of a query. Raises InvalidFieldError."""
-    if len(query.group_id) > MAX_GROUP_ID_CHARACTERS:
-        raise InvalidFieldError(
-            f"group_id: {len(query.group_id)} characters, at most {MAX_GROUP_ID_CHARACTERS} are allowed",
-            field="group_id",
-        )
-    if len(query.prompt_token_ids) % 4:
-        raise InvalidFieldError(
-            f"prompt_token_ids: {len(query.prompt_token_ids)} bytes are not int32[]", field="prompt_token_ids"
-        )
+    num_characters, num_bytes = len(query.group_id), len(query.prompt_token_ids)
+    most = MAX_GROUP_ID_CHARACTERS
+    require(num_characters <= most, "group_id", num_characters, f"at most {most} characters")
+    require(num_bytes % 4 == 0, "prompt_token_ids", num_bytes, "a multiple of 4 bytes, as int32[] is")
     token_ids = np.frombuffer(query.prompt_token_ids, dtype="<u4").astype(np.uint32)
     num_tokens = query.num_prompt_tokens or len(token_ids)
     return make_prompt(token_ids, query.prompt_text, num_tokens=num_tokens, group_id=query.group_id)

@@ -7,9 +7,10 @@ name what is missing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
-from penstock.errors import InvalidFieldError, PenstockError, QueueFullError
+from penstock.errors import PenstockError, QueueFullError, require
 from penstock.v1 import scheduler_pb2 as pb
 
 MAX_NODES = 10_000
@@ -17,7 +18,8 @@ MAX_LINKS = 10_000
 MAX_NAME_CHARACTERS = 128
 MAX_ACCELERATORS = 64
 MAX_RATES = 32
-MAX_PER_SECOND = 1e12
+PER_SECOND = (0.0, 1e12)
+"""Least and most tokens or samples per second."""
 MAX_START_S = 1e6
 TOKEN_S = (1e-6, 1e4)
 """Least and most seconds per token; measurements stay within, and values computed from them stay finite."""
@@ -68,15 +70,11 @@ class Inventory:
         record = self._records.get(node_id)
         if record is None:
             raise UnknownNodeError(f"node_id: {node_id!r} is not registered; call RegisterNode first", node_id=node_id)
-        if len(rates) > MAX_RATES:
-            raise InvalidFieldError(f"rates: {len(rates)} given, at most {MAX_RATES} are allowed", field="rates")
+        require(len(rates) <= MAX_RATES, "rates", len(rates), f"at most {MAX_RATES}")
         for rate in rates:
             _check_rate(rate)
         start_s = request.generator_start_s
-        if not 0 <= start_s <= MAX_START_S:
-            raise InvalidFieldError(
-                f"generator_start_s: must be 0 to {MAX_START_S:g}, got {start_s}", field="generator_start_s"
-            )
+        require(0 <= start_s <= MAX_START_S, "generator_start_s", start_s, f"0 to {MAX_START_S:g}")
         record.reported_at_s = now_s
         record.rates |= {role: [rate for rate in rates if rate.role == role] for role in {rate.role for rate in rates}}
         if request.HasField("generator_start_s"):
@@ -104,53 +102,37 @@ class Inventory:
 
 def check_node(node: pb.Node) -> None:
     """Refuse an impossible machine. Raises InvalidFieldError."""
-    if not 1 <= len(node.node_id) <= MAX_NAME_CHARACTERS:
-        raise InvalidFieldError(f"node.node_id: must have 1 to {MAX_NAME_CHARACTERS} characters", field="node.node_id")
+    _check_name("node.node_id", node.node_id, least=1)
     _check_name("node.site", node.site)
-    if len(node.accelerators) > MAX_ACCELERATORS or len(node.roles) > len(pb.Role.values()):
-        raise InvalidFieldError(
-            f"node: {len(node.accelerators)} accelerators and {len(node.roles)} roles, at most {MAX_ACCELERATORS} and "
-            f"{len(pb.Role.values())} are allowed; state accelerators of one kind once, with their count",
-            field="node",
-        )
-    if not node.accelerators:
-        raise InvalidFieldError("node.accelerators: empty; a machine without any states one of kind cpu", field="node")
+    most_roles, num_kinds = len(pb.Role.values()), len(node.accelerators)
+    require(len(node.roles) <= most_roles, "node.roles", len(node.roles), f"at most {most_roles}")
+    expected = f"1 to {MAX_ACCELERATORS} kinds, each stated once with its count; one of kind cpu if there is no other"
+    require(1 <= num_kinds <= MAX_ACCELERATORS, "node.accelerators", num_kinds, expected)
     for index, accelerator in enumerate(node.accelerators):
-        _check_name(f"node.accelerators[{index}].kind", accelerator.kind)
-        if not accelerator.kind or not 1 <= accelerator.count <= MAX_NODES:
-            raise InvalidFieldError(
-                f"node.accelerators[{index}]: needs a kind and a count of 1 to {MAX_NODES}, "
-                f"got {accelerator.kind!r} x {accelerator.count}",
-                field="node.accelerators",
-            )
-    if node.HasField("price_per_hour") and not 0 <= node.price_per_hour < float("inf"):
-        raise InvalidFieldError(f"node.price_per_hour: must be >= 0, got {node.price_per_hour}", field="node")
+        field_name = f"node.accelerators[{index}]"
+        _check_name(f"{field_name}.kind", accelerator.kind, least=1)
+        require(1 <= accelerator.count <= MAX_NODES, f"{field_name}.count", accelerator.count, f"1 to {MAX_NODES}")
+    if node.HasField("price_per_hour"):
+        require(0 <= node.price_per_hour < math.inf, "node.price_per_hour", node.price_per_hour, "0 or more")
 
 
-def _check_name(field_name: str, name: str) -> None:
-    if len(name) > MAX_NAME_CHARACTERS:
-        raise InvalidFieldError(f"{field_name}: at most {MAX_NAME_CHARACTERS} characters", field=field_name)
+def _check_name(field_name: str, name: str, *, least: int = 0) -> None:
+    is_good = least <= len(name) <= MAX_NAME_CHARACTERS
+    require(is_good, field_name, name[: MAX_NAME_CHARACTERS + 1], f"{least} to {MAX_NAME_CHARACTERS} characters")
 
 
 def _check_link(link: pb.Link) -> None:
     _check_name("links.from_site", link.from_site)
     _check_name("links.to_site", link.to_site)
-    if not 0 < link.bytes_per_second < float("inf"):
-        raise InvalidFieldError(f"links: bytes_per_second must be > 0, got {link.bytes_per_second}", field="links")
+    speed = link.bytes_per_second
+    require(0 < speed < math.inf, "links.bytes_per_second", speed, "more than 0")
 
 
 def _check_rate(rate: pb.MeasuredRate) -> None:
-    if rate.role == pb.ROLE_UNSPECIFIED:
-        raise InvalidFieldError("rates: role is not set", field="rates.role")
-    for name in ("tokens_per_second", "samples_per_second"):
-        if not 0 <= getattr(rate, name) <= MAX_PER_SECOND:
-            raise InvalidFieldError(
-                f"rates.{name}: must be 0 to {MAX_PER_SECOND:.0e}, got {getattr(rate, name)}", field=f"rates.{name}"
-            )
-    if not rate.HasField("token_s"):
-        return
-    for name, (least, most) in {"token_s": TOKEN_S, "num_concurrent_samples": CONCURRENT_SAMPLES}.items():
-        if not least <= getattr(rate, name) <= most:
-            raise InvalidFieldError(
-                f"rates.{name}: must be {least:g} to {most:g}, got {getattr(rate, name)}", field=f"rates.{name}"
-            )
+    require(rate.role != pb.ROLE_UNSPECIFIED, "rates.role", rate.role, "set")
+    bounds = {"tokens_per_second": PER_SECOND, "samples_per_second": PER_SECOND}
+    if rate.HasField("token_s"):
+        bounds |= {"token_s": TOKEN_S, "num_concurrent_samples": CONCURRENT_SAMPLES}
+    for name, (least, most) in bounds.items():
+        value = getattr(rate, name)
+        require(least <= value <= most, f"rates.{name}", value, f"{least:g} to {most:g}")

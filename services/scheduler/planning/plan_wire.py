@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from penstock.config import ConfigError
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, require
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.calibrated import with_constants
 from services.scheduler.cost_model.reference import CostModel
@@ -35,9 +35,7 @@ class PlanTask:
 def checked_task(request: pb.CreatePlanRequest, *, cost_model: str) -> PlanTask:
     """The task of a request with a problem, by the named cost model. Raises InvalidFieldError."""
     solver = request.solver or AUTO
-    if solver not in SOLVERS:
-        known = ", ".join(SOLVERS)
-        raise InvalidFieldError(f"solver: {solver!r} does not solve a problem_json; use one of {known}", field="solver")
+    require(solver in SOLVERS, "solver", solver, f"one of {', '.join(SOLVERS)} for a problem_json")
     try:
         problem = with_constants(parse_problem(request.problem_json, source="problem_json"), cost_model)
     except ConfigError as error:
