@@ -148,7 +148,7 @@ class _Deployment:
                     "scheduler": self.center["scheduler"],
                 }
             ),
-            f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler")}),
+            f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler"), **self._scheduler()}),
             f"{home}/reward.yaml": self._service(
                 {
                     "listen": self._listen("reward"),
@@ -159,6 +159,16 @@ class _Deployment:
                 }
             ),
         }
+
+    def _scheduler(self) -> Document:
+        """What the run states of its scheduler, in that service's own fields."""
+        stated = self.config.get("scheduler", {})
+        same = {key: stated[key] for key in ("heartbeat_interval_s", "cost_model") if key in stated}
+        fields = {"model_path": "length_model", "pairs_file": "length_pairs"}
+        lengths = {own: stated[key] for own, key in fields.items() if stated.get(key) is not None}
+        if lengths:
+            same["lengths"] = {**lengths, "state_dir": f"/runs/{self.config['run']['id']}/lengths"}
+        return same
 
     def _node(self, machine: Machine) -> Document:
         """Configuration of a machine's `penstock node`."""

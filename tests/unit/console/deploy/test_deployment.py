@@ -213,3 +213,13 @@ def test_a_trainer_may_use_what_the_run_names_and_nothing_else(model):
     run = files["run.yaml"]
     roots = files["r0/trainer.yaml"]["allowed_roots"]
     assert roots == [run["run"].get("dir", "runs"), run["model"]["path"], run["data"]["train"]]
+
+
+def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, tmp_path):
+    stated = {"heartbeat_interval_s": 2.0, "cost_model": "calibrated", "length_model": "/models/lengths"}
+    write_deployment(tmp_path / "out", model, PLAN, run={**PLAIN_RUN, "scheduler": stated})
+
+    read = load_service_config(ServiceKind.SCHEDULER, tmp_path / "out" / "r0" / "scheduler.yaml", [], listen=None)
+    assert (read.heartbeat_interval_s, read.cost_model) == (2.0, "calibrated")
+    assert (read.lengths.model_path, read.lengths.pairs_file) == (Path("/models/lengths"), None)
+    assert read.lengths.state_dir.is_relative_to("/runs")
