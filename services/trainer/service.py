@@ -36,7 +36,7 @@ _log = structlog.get_logger()
 
 
 class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
-    """At most one run is under way; the last one stays readable until another begins.
+    """At most one run at a time; the last one stays readable until another begins.
 
     Args:
         make_run: Builds a run that has not begun.

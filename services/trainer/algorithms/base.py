@@ -21,7 +21,7 @@ Advantages = npt.NDArray[np.float32]
 
 
 class Normalization(StrEnum):
-    """Divisor of the sum over tokens: known per sample or per step, so microbatches may be split in any way."""
+    """Divisor of the sum over tokens: known per sample or per step, so microbatches may be split arbitrarily."""
 
     TOKENS = "tokens"
     """All tokens of the step: long samples weigh more (DAPO)."""
@@ -30,7 +30,7 @@ class Normalization(StrEnum):
     SEQUENCES = "sequences"
     """The samples of the step: a completion is one action, its log-prob the sum of its tokens' (RLOO)."""
     MAX_TOKENS = "max_tokens"
-    """The most completion tokens allowed, then the samples of the step: no length weighs more (Dr. GRPO)."""
+    """The maximum completion tokens, then the samples of the step: no length weighs more (Dr. GRPO)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class TokenTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """How far the ratio to the anchor may go."""
+    """How far the ratio to the anchor may deviate from 1."""
 
     low: float
-    """A ratio below 1 - low earns nothing more."""
+    """A ratio below 1 - low gains nothing more."""
     high: float
-    """A ratio above 1 + high earns nothing more."""
+    """A ratio above 1 + high gains nothing more."""
 
     def __post_init__(self) -> None:
         """Refuses ranges that have no meaning.
@@ -72,7 +72,7 @@ class Surrogate:
     losses: Tensor
     """[N], with gradient; smaller is better."""
     is_clipped: Tensor | None = None
-    """bool[N], tokens whose ratio is too far off to count; None if no ratio can be."""
+    """bool[N], tokens whose ratio is too far off to count; None if no ratio is ever clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,21 +82,21 @@ class Algorithm:
     name: str
     surrogate: Callable[[TokenTerms, Clip], Surrogate]
     clip: Clip
-    """Its usual range; a run may set another."""
+    """The default range; a run may set another."""
     normalization: Normalization
-    """Its usual one; a run may set another."""
+    """The default normalisation; a run may set another."""
     group_advantages: Callable[[Rewards], Advantages] | None = None
     """From the rewards float64[G] of one group to float32[G]; None if `step_advantages` is set."""
     step_advantages: Callable[[Rewards], Advantages] | None = None
     """From the rewards float64[B] of the whole step to float32[B]. The step's forward passes then begin when its last
-    group has come, because the advantage of a sample depends on all."""
+    group has arrived, because the advantage of a sample depends on all."""
     has_critic: bool = False
-    """Each token's advantage comes from a critic that is trained beside the policy; replaces the other two."""
+    """Each token's advantage comes from a critic trained beside the policy; replaces the other two."""
     is_kl_in_reward: bool = False
-    """The KL to the reference is taken off the rewards, of single tokens where there is a critic, instead of being a
-    term of the loss."""
+    """The KL to the reference is subtracted from the rewards, per token if there is a critic, instead of being a term
+    of the loss."""
     is_off_policy: bool = False
-    """Right for samples of any policy: no importance weights, and trained samples may be trained on again."""
+    """Valid for samples of any policy: no importance weights, and samples may be trained on again."""
     needs_kl: bool = False
     """Balances rewards against the KL to the reference: a run must set `kl_coefficient`."""
 

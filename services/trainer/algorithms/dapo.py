@@ -1,7 +1,7 @@
 """DAPO: GRPO with a higher upper clip, a loss averaged over tokens.
 
-Its two other parts work with every algorithm: the soft punishment of overlong answers is `overlong.py`
-(`overlong_buffer_tokens`), and dynamic sampling, which replaces groups of equal rewards by others, is the broker's
+Its two other parts work with every algorithm: the soft penalty for overlong answers is in `overlong.py`
+(`overlong_buffer_tokens`), and dynamic sampling, which replaces groups of equal rewards, is part of the broker
 (`policy.drops_zero_variance`).
 """
 

@@ -17,8 +17,8 @@ def group_advantages(rewards: Rewards) -> Advantages:
         rewards: float64[G], finite.
 
     Returns:
-        float32[G]; exactly zero everywhere when all rewards are equal, whatever rounding their mean suffers, so that
-        callers may skip such samples.
+        float32[G]; exactly zero everywhere if all rewards are equal, despite rounding of their mean, so that callers
+        may skip such samples.
 
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2, outcome supervision. Difference: the paper states neither
     the degrees of freedom nor an eps; here the standard deviation is the population's.

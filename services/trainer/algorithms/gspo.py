@@ -8,9 +8,9 @@ from services.trainer.algorithms.terms.ratios import bounded_exp, segment_counts
 
 
 def sequence_clipped(terms: TokenTerms, clip: Clip) -> Surrogate:
-    """Per sample `-min(s * A, clip(s) * A)`, s the geometric mean of its tokens' ratios; every token says the same.
+    """Per sample `-min(s * A, clip(s) * A)`, s the geometric mean of its tokens' ratios; all its tokens share it.
 
-    The advantage of a sample is the mean of its tokens' (they are all alike unless a caller sets them one by one).
+    The advantage of a sample is the mean of its tokens' (they are equal unless a caller sets them individually).
     Averaged over a sample's tokens and then over samples this is the paper's objective.
 
     Source: GSPO (arXiv 2507.18071) eqs. 5 and 7.

@@ -1,4 +1,4 @@
-"""The loss of a pack: an algorithm's surrogate, weighed for staleness, with a KL term, and normalised.
+"""The loss of a pack: an algorithm's surrogate, weighted for staleness, with a KL term, and normalised.
 
 Invariants:
 - A loss is a *sum*. The optimiser step divides the accumulated gradient by `base.divisor` of the whole
@@ -28,7 +28,7 @@ class LossSettings:
     clip: Clip
     normalization: Normalization = Normalization.TOKENS
     max_new_tokens: int = 1
-    """Most completion tokens that sampling allows; read by `MAX_TOKENS` only."""
+    """Maximum completion tokens of sampling; read by `MAX_TOKENS` only."""
     kl_coefficient: float = 0.0
     """Weight of the KL to the reference policy; 0 needs no reference log-probs."""
     kl_estimator: KlEstimator = KlEstimator.K3
@@ -45,13 +45,13 @@ class LossInputs:
     trainer_logprobs: Tensor
     """Under the weights being trained; carries the gradient."""
     behavior_logprobs: Tensor
-    """As recorded when sampled; over several policy versions where weights changed in flight."""
+    """As recorded when sampled; from several policy versions if weights changed in flight."""
     advantages: Tensor
     segments: Tensor
     """int64[N], the sample of each token within the pack, counted from 0."""
     proximal_logprobs: Tensor | None = None
-    """Under the weights just before this optimiser step. None says that those are the current weights, which holds
-    when each batch gets one optimiser step; then they are `trainer_logprobs` without the gradient, for free."""
+    """Under the weights before the batch's first optimiser step. None means that those are the current weights, as with
+    one optimiser step per batch; then they are `trainer_logprobs` without the gradient, for free."""
     reference_logprobs: Tensor | None = None
     """Under the reference policy; required when `kl_coefficient` > 0."""
 
@@ -61,7 +61,7 @@ class LossOutputs:
     """The loss of one pack."""
 
     loss: Tensor
-    """Scalar: the sum over the pack, normalised but for the step's `divisor`."""
+    """Scalar: the sum over the pack, normalised except for the step's `divisor`."""
     sums: Mapping[str, Tensor]
     """Scalars without gradient, summed over the N tokens; reported divided by the number of tokens."""
     maxima: Mapping[str, Tensor]

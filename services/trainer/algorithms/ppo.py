@@ -17,11 +17,11 @@ VALUE_CLIP = 0.2
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = VALUE_CLIP) -> Tensor:
     """Per token `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2`, [N].
 
-    With one optimiser step a batch V is V_old where the gradient is taken, so that nothing is clipped.
+    With one optimiser step per batch V is V_old where the gradient is taken, so nothing is clipped.
 
     Args:
         values: [N], the critic's, with gradient.
-        old_values: [N], its values when the batch came.
+        old_values: [N], its values before the batch.
         returns: [N], the critic's targets.
         clip: How far a value may move.
 
@@ -31,7 +31,7 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: f
     return (values - returns).square().maximum((held - returns).square()) / 2.0
 
 
-# Source: PPO (arXiv 1707.06347) eq. 7 with GAE; the KL to the reference is taken off the token rewards, as in
+# Source: PPO (arXiv 1707.06347) eq. 7 with GAE; the KL to the reference is subtracted from the token rewards, as in
 # InstructGPT (arXiv 2203.02155) eq. 2.
 PPO = Algorithm(
     name="ppo",

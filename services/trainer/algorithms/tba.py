@@ -1,4 +1,4 @@
-"""Trajectory balance: a squared error that is right for samples of any policy, so old ones need no correction.
+"""Trajectory balance: a squared error that is valid for samples of any policy, so old ones need no correction.
 
 The objective, for K samples of a prompt with rewards r_j, beta the KL coefficient:
 
@@ -6,7 +6,7 @@ The objective, for K samples of a prompt with rewards r_j, beta the KL coefficie
     log Z = mean_j (log pi_ref(y_j) - log pi(y_j) + r_j / beta), without gradient
 
 Its gradient is `-2 / (K beta) * sum_j A_j * grad log pi(y_j)` with `A_j = s_j - mean s` and
-`s_j = r_j - beta * (log pi(y_j) - log pi_ref(y_j))`: the log-prob of a completion, weighed by its reward less KL
+`s_j = r_j - beta * (log pi(y_j) - log pi_ref(y_j))`: the log-prob of a completion, weighted by its reward less KL
 against its group's. That is how it is computed here, times beta / 2, which scales the loss, moves no minimum and keeps
 it finite for a small beta. Exact for one optimiser step a batch, where pi is the policy that the gradient is taken at.
 

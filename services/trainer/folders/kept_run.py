@@ -1,4 +1,4 @@
-"""Keeps a trainer's run on disk, so that a restarted trainer continues it by itself.
+"""Keeps a trainer's run on disk, so that a restarted trainer continues it automatically.
 
 Promises:
 

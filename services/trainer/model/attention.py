@@ -178,7 +178,7 @@ def _packed_mask(
 ) -> PackedMask:
     """A mask in the signature that `transformers` calls; raises PackedAttentionError if a model extends the mask.
 
-    `allow_is_causal_skip` is false where a mask is not merely causal, windowed or chunked.
+    `allow_is_causal_skip` is false if a mask is not merely causal, windowed or chunked.
     """
     if not allow_is_causal_skip or q_length != kv_length:
         raise PackedAttentionError("its attention mask is more than causal, windowed or chunked")

@@ -158,7 +158,7 @@ class Backend(Protocol):
         """
 
     def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
-        """One pass without gradient over one pack for each process; float32[N] for each, of size 0 where it is None.
+        """One pass without gradient over one pack for each process; float32[N] for each, empty if it is None.
 
         Raises:
             ValueError: No reference is kept, or there is no critic.

@@ -37,5 +37,5 @@ def compute_dtype(name: Literal["auto", "float32", "bfloat16"], *, path: Path, d
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
-    """A forward pass inside computes in `dtype`; its backward pass follows by itself."""
+    """Forward passes in the context compute in `dtype`; backward passes follow automatically."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)

@@ -35,7 +35,7 @@ class TrainingState:
         weights: What is trained and published, by name, buffers included.
         policy: Trains them.
         critic: Trains the critic, all of whose weights are its parameters; None without one.
-        reference: The reference's weights by name; empty where none can change.
+        reference: The reference's weights by name; empty if they cannot change.
         rank: Of this process among those that train together.
     """
 

@@ -36,7 +36,7 @@ class Published:
 
 
 class PublishedDeltas:
-    """The deltas of the run under way; starts empty."""
+    """The deltas of the current run; starts empty."""
 
     def __init__(self, *, max_kept: int = MAX_KEPT_DELTAS) -> None:
         self._max_kept = max_kept

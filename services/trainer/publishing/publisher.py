@@ -86,7 +86,7 @@ class WeightPublisher:
             tensors: Hugging Face names (an adapter's: those of PEFT) to CPU tensors that do not change meanwhile.
             policy_version: The version they are.
             history: The run's history counter.
-            adapter: How the tensors are applied where they are an adapter.
+            adapter: How the tensors are applied if they are an adapter.
 
         Raises:
             InvalidFieldError: The list of its tensors and chunks fits no message.

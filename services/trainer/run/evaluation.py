@@ -98,12 +98,12 @@ class Evaluator:
             self._beside = asyncio.create_task(self._measure(version, on_waiting=lambda _reason: None))
 
     async def finish(self) -> None:
-        """Wait for the measurement under way, if any; raises what it raised."""
+        """Wait for the current measurement, if any; raises what it raised."""
         if self._beside is not None:
             await self._beside
 
     async def cancel(self) -> None:
-        """Abandon the measurement under way."""
+        """Abandon the current measurement."""
         if self._beside is not None:
             await end(self._beside)
 

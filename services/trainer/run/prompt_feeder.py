@@ -1,4 +1,4 @@
-"""Sends prompts to the broker, and keeps exactly as many training groups under way as the run needs.
+"""Sends prompts to the broker, and keeps exactly as many training groups in flight as the run needs.
 
 Promises:
 

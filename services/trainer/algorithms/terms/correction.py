@@ -11,12 +11,12 @@ from services.trainer.algorithms.terms.ratios import bounded_exp, segment_sums
 
 
 class Correction(StrEnum):
-    """How the policy before the step (proximal) is weighed against the one that sampled (behaviour)."""
+    """How the policy before the step (proximal) is weighted against the one that sampled (behaviour)."""
 
     NONE = "none"
     """Not at all: ratios are taken to the behaviour policy, and clipping alone limits stale tokens."""
     DECOUPLED = "decoupled"
-    """Ratios are taken to the proximal policy, and tokens weighed by proximal / behaviour (AReaL)."""
+    """Ratios are taken to the proximal policy, and tokens weighted by proximal / behaviour (AReaL)."""
     TRUNCATED = "truncated"
     """The same with the weight cut at a bound (truncated importance sampling)."""
     MASKED = "masked"
@@ -24,7 +24,7 @@ class Correction(StrEnum):
 
 
 class CorrectionLevel(StrEnum):
-    """The unit that has one weight."""
+    """The unit that shares one weight."""
 
     TOKEN = "token"
     """Every token its own: less variance, biased."""

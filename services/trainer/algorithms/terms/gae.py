@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 def generalized_advantages(rewards: Floats, values: Floats, *, discount: float, decay: float) -> Floats:
     """`A_t = sum over k of (discount * decay)^k * d_{t+k}`, `d_t = r_t + discount * V_{t+1} - V_t`, float64[C].
 
-    The completion ends the episode: the value behind its last token is 0. The critic's target is
+    The completion ends the episode: the value after its last token is 0. The critic's target is
     `A_t + V_t`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Soft punishment of answers that come near the length limit (DAPO)."""
+"""Soft penalty for answers that approach the length limit (DAPO)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def overlong_penalties(
 
     Args:
         num_tokens: int64[G], completion tokens.
-        max_tokens: most completion tokens that sampling allows.
-        buffer_tokens: how long before that the punishment begins; 0 punishes nothing.
+        max_tokens: Maximum completion tokens of sampling.
+        buffer_tokens: How long before that the penalty begins; 0 penalises nothing.
 
     Raises:
         ValueError: `buffer_tokens` does not lie in [0, max_tokens].

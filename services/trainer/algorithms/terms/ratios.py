@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp: e^20 is finite in float32, and a token this far off teaches nothing."""
+"""Log-ratios are clamped to +-20 before exp: e^20 is finite in float32, and a token this far off has no use."""
 
 
 def bounded_exp(log_ratios: Tensor) -> Tensor:
