@@ -49,21 +49,15 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     """All rows of a data file, in file order. Raises DataError."""
-    return list(_checked(path))
-
-
-def _checked(path: Path) -> Iterator[Row]:
     if not path.exists():
         raise DataError(f"{path}: no such file; give a JSONL or parquet file of rows with prompt and answer")
     if not path.is_file():
         raise DataError(f"{path}: not a file; give a JSONL or parquet file of rows with prompt and answer")
     records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
-    is_empty = True
-    for where, record in records:
-        is_empty = False
-        yield _row(where, record)
-    if is_empty:
+    rows = [_row(where, record) for where, record in records]
+    if not rows:
         raise DataError(f"{path}: holds no rows")
+    return rows
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -74,14 +68,9 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
                 if len(line) > MAX_ROW_BYTES:
                     raise DataError(f"{where}: longer than {MAX_ROW_BYTES} bytes")
                 if line.strip():
-                    yield where, _parsed(where, line)
+                    yield where, json.loads(line)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _parsed(where: str, line: bytes) -> Any:
-    try:
-        return json.loads(line)
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON: {error}") from error
 
@@ -105,8 +94,8 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
 def _row(where: str, record: Any) -> Row:
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: must be an object with prompt and answer, found {type(record).__name__}")
-    prompt_key = _only_key(where, record, PROMPT_KEYS, "prompt")
-    answer_key = _only_key(where, record, ANSWER_KEYS, "answer")
+    prompt_key = _only_key(where, record, PROMPT_KEYS)
+    answer_key = _only_key(where, record, ANSWER_KEYS)
     metadata = {key: value for key, value in record.items() if key not in (prompt_key, answer_key)}
     return Row(
         prompt=_prompt(f"{where}: {prompt_key}", record[prompt_key]),
@@ -115,12 +104,12 @@ def _row(where: str, record: Any) -> Row:
     )
 
 
-def _only_key(where: str, record: Mapping[str, Any], names: tuple[str, ...], what: str) -> str:
-    present = [name for name in names if record.get(name) is not None]
-    if not present:
-        raise DataError(f"{where}: no {what}; give one of the columns {', '.join(names)}")
+def _only_key(where: str, record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     # A row may have both a short answer and a long solution: the first name in our order takes precedence.
-    return present[0]
+    for name in names:
+        if record.get(name) is not None:
+            return name
+    raise DataError(f"{where}: no {names[0]}; give one of the columns {', '.join(names)}")
 
 
 def _prompt(where: str, value: Any) -> str | tuple[Message, ...]:
@@ -159,8 +148,6 @@ def _answer(where: str, value: Any) -> str:
 
 
 def _metadata(where: str, columns: Mapping[str, Any]) -> str:
-    if not columns:
-        return "{}"
     # Parquet columns may hold dates and decimals, which JSON lacks: they travel as text.
     text = json.dumps(columns, default=str, ensure_ascii=True)
     if len(text) > MAX_METADATA_BYTES:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.launch import DEVICE_KEY, StartedRanks, TorchrunRuns, end_process
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.sharded_backend import ShardedBackend
 from services.trainer.model.backend import Backend, UnsupportedModelError
+from services.trainer.model.ranks import Ranks
 
-if TYPE_CHECKING:
-    from services.trainer.model.ranks import Ranks
-
-Build = Callable[[TrainingConfig, "Ranks | None"], Backend]
+Build = Callable[[TrainingConfig, Ranks | None], Backend]
 
 
 def lead(

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import structlog
@@ -27,62 +27,44 @@ Numbers = Mapping[str, float]
 _WANDB_ADDRESS = "WANDB_BASE_URL"
 
 
-class Tracker(Protocol):
+class Tracker(NamedTuple):
     """Receives the numbers of a run."""
 
-    def log(self, numbers: Numbers, *, policy_version: int) -> None:
-        """Record the numbers of a version; called in order of versions, for some more than once."""
-        ...
-
-    def close(self) -> None:
-        """Flush unwritten values."""
-        ...
+    log: Callable[[Numbers, int], None]
+    """Records the numbers of a policy version; called in order of versions, for some more than once."""
+    close: Callable[[], None]
+    """Flushes unwritten values."""
 
 
-class TensorBoard:
-    """Event files in a folder."""
+def _tensorboard(directory: Path, *, policy_version: int) -> Tracker:
+    """Event files in a folder; steps after `policy_version`, which a resumed run abandoned, are no longer shown."""
+    module = importlib.import_module("torch.utils.tensorboard")
+    writer: Any = module.SummaryWriter(str(directory), purge_step=policy_version + 1)
 
-    def __init__(self, directory: Path, *, policy_version: int) -> None:
-        """Steps after `policy_version`, of a history that a resumed run abandoned, are no longer shown."""
-        module = importlib.import_module("torch.utils.tensorboard")
-        self._writer: Any = module.SummaryWriter(str(directory), purge_step=policy_version + 1)
-
-    def log(self, numbers: Numbers, *, policy_version: int) -> None:
-        """Hands numbers to the package."""
+    def log(numbers: Numbers, version: int) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, policy_version)
+            writer.add_scalar(name, value, version)
 
-    def close(self) -> None:
-        """Lets the package flush its buffers."""
-        self._writer.close()
+    return Tracker(log=log, close=writer.close)
 
 
-class WeightsAndBiases:
+def _wandb(directory: Path, *, run_id: str, is_offline: bool, document: Mapping[str, Any]) -> Tracker:
     """A run of the same id at W&B, or, offline, in a folder that `wandb sync` uploads.
 
     A resumed run continues in the same one; W&B keeps its values of steps that are trained again.
     """
-
-    def __init__(self, directory: Path, *, run_id: str, is_offline: bool, document: Mapping[str, Any]) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "penstock"),
-            id=run_id,
-            name=run_id,
-            dir=str(directory),
-            config=dict(document),
-            mode="offline" if is_offline else "online",
-            resume="allow",
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-
-    def log(self, numbers: Numbers, *, policy_version: int) -> None:
-        """Hands numbers to the package."""
-        self._run.log(dict(numbers), step=policy_version)
-
-    def close(self) -> None:
-        """Lets the package flush its buffers."""
-        self._run.finish()
+    wandb: Any = importlib.import_module("wandb")
+    run: Any = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "penstock"),
+        id=run_id,
+        name=run_id,
+        dir=str(directory),
+        config=dict(document),
+        mode="offline" if is_offline else "online",
+        resume="allow",
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+    return Tracker(log=lambda numbers, version: run.log(dict(numbers), step=version), close=run.finish)
 
 
 class Trackers:
@@ -95,7 +77,7 @@ class Trackers:
         """Pass numbers on; never raises."""
         for name, tracker in list(self._trackers.items()):
             try:
-                tracker.log(numbers, policy_version=policy_version)
+                tracker.log(numbers, policy_version)
             except Exception as error:  # If a tracker fails, training continues without it.
                 _log.error("a tracker failed and is left out from now on", tracker=name, error=str(error))
                 del self._trackers[name]
@@ -133,10 +115,10 @@ def open_trackers(
         try:
             match name:
                 case "tensorboard":
-                    opened[name] = TensorBoard(run_dir / "tensorboard", policy_version=policy_version)
+                    opened[name] = _tensorboard(run_dir / "tensorboard", policy_version=policy_version)
                 case "wandb" | "wandb_offline":
                     offline = name == "wandb_offline"
-                    opened[name] = WeightsAndBiases(run_dir, run_id=run_id, is_offline=offline, document=document)
+                    opened[name] = _wandb(run_dir, run_id=run_id, is_offline=offline, document=document)
         except Exception as error:  # Third-party errors of any kind are reported to the user.
             Trackers(opened).close()
             is_missing = isinstance(error, ModuleNotFoundError)

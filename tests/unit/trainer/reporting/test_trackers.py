@@ -20,7 +20,7 @@ class Recorder:
         self.is_closed = False
         self._breaks_at = breaks_at
 
-    def log(self, numbers, *, policy_version):
+    def log(self, numbers, policy_version):
         if self._breaks_at is not None and policy_version >= self._breaks_at:
             raise ConnectionError("gone")
         self.logged.append((policy_version, dict(numbers)))
