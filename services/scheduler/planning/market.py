@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
-from services.scheduler.solvers.interface import Solution, Solver, TimeLeft, infeasibility
+from services.scheduler.solvers.interface import Solution, Solver, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
 from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
@@ -64,7 +64,7 @@ def purchases(model: CostModel, solution: Solution, *, time_left: TimeLeft, seed
         if time_left() <= 0:
             break
         larger = model.problem.model_copy(update={"nodes": (*model.problem.nodes, offer)})
-        better = _quickly(model.over(larger), solution.plan, _share(time_left, len(offers) - index), seed)
+        better = _quickly(model.over(larger), solution.plan, part_of(time_left, 1 / (len(offers) - index)), seed)
         if better is not None and (gain := better[0] / solution.score.samples_per_second - 1) > 1e-6:
             price = offer.price_per_gpu_hour * offer.gpus
             found.append(Purchase(offer.gpus, offer.gpu, offer.region, price, better[0], gain))
@@ -112,7 +112,7 @@ def _smaller(model: CostModel, before: Alternative, time_left: TimeLeft, seed: i
         problem = _with_machines(model.problem, machines)
         if problem is None:
             continue
-        found = _quickly(model.over(problem), before.plan, _share(time_left, 4), seed)
+        found = _quickly(model.over(problem), before.plan, part_of(time_left, 1 / 4), seed)
         if found is not None:
             yield Alternative(usd_per_hour(problem), found[0], machines, found[1])
 
@@ -146,9 +146,3 @@ def _quickly(
             start = found.plan
     score = model.score(start)
     return (score.samples_per_second, start) if score.samples_per_second > 0 else None
-
-
-def _share(time_left: TimeLeft, parts: int) -> TimeLeft:
-    """One of `parts` equal shares of the time left now."""
-    kept_s = time_left() * (1 - 1 / parts)
-    return lambda: time_left() - kept_s

@@ -13,7 +13,7 @@ from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility
+from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import SOLVERS, make_solver
 
@@ -70,20 +70,15 @@ def make_advised_plan(
     starts: Plans = (),
 ) -> PlanReport:
     """A plan, its simulated rate, and what to buy or give up next; arguments as in make_plan."""
-    budget_s = time_left()
-
-    def until(share: float) -> TimeLeft:
-        return lambda: time_left() - (1 - share) * budget_s
-
-    report = make_plan(model, solver, time_left=until(_SOLVE_SHARE), seed=seed, starts=starts)
+    solving, simulating = (part_of(time_left, share) for share in (_SOLVE_SHARE, _SIMULATED_SHARE))
+    report = make_plan(model, solver, time_left=solving, seed=seed, starts=starts)
     if not isinstance(report, FeasiblePlan):
         return report
-    simulated = simulate(model, report.plan, time_left=until(_SIMULATED_SHARE), seed=seed)
-    half_s = time_left() / 2
+    simulated = simulate(model, report.plan, time_left=simulating, seed=seed)
     return replace(
         report,
         simulated_samples_per_second=simulated,
-        next_purchases=purchases(model, report.solution, time_left=lambda: time_left() - half_s, seed=seed),
+        next_purchases=purchases(model, report.solution, time_left=part_of(time_left, 0.5), seed=seed),
         alternatives=alternatives(model, report.solution, time_left=time_left, seed=seed),
     )
 

@@ -8,7 +8,7 @@ links to generators, all-reduce inside a region and the staleness bound, which o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -45,20 +45,14 @@ def solve_columns(
         chosen = [(split, program.add_integer_variable(lb=0, ub=node.count)) for split in allowed]
         counts.append((node, chosen))
         program.add_linear_constraint(mathopt.fast_sum(count for _, count in chosen) == node.count)
-    made = mathopt.fast_sum(
-        made_by(model, node, (split,)) * count for node, chosen in counts for split, count in chosen
-    )
-    trained = mathopt.fast_sum(
-        split.train_gpus * model.gpu_training_rate[node.name] * count
-        for node, chosen in counts
-        for split, count in chosen
-    )
+
+    def total(value: Callable[[NodeClass, Split], float]) -> mathopt.LinearExpression:
+        return mathopt.fast_sum(value(node, split) * count for node, chosen in counts for split, count in chosen)
+
+    made = total(lambda node, split: made_by(model, node, (split,)))
+    trained = total(lambda node, split: split.train_gpus * model.gpu_training_rate[node.name])
     # In GB, to be of a similar magnitude to the rates.
-    memory = mathopt.fast_sum(
-        split.train_gpus * model.usable_bytes[node.name] / 1e9 * count
-        for node, chosen in counts
-        for split, count in chosen
-    )
+    memory = total(lambda node, split: split.train_gpus * model.usable_bytes[node.name] / 1e9)
     program.add_linear_constraint(memory >= demand.training_state_bytes / 1e9)
     throughput = program.add_variable(lb=0, ub=math.inf if len(home) == 1 else _spanning_ceiling(model))
     for rate, most, lost_s in (

@@ -8,6 +8,7 @@ optimal.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -81,12 +82,17 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
     Assumes the largest batches that memory allows, only fresh samples, the shortest pause and the fastest NIC.
     """
     problem, demand = model.problem, model.demand
-    made = _sums([[made_by(model, part.node, part.splits) for part in options] for options in choices])
+
+    def summed(value: Callable[[Division], float]) -> _Array:
+        total: _Array = np.zeros(1)
+        for options in choices:
+            total = (total[:, np.newaxis] + np.array([value(part) for part in options], dtype=np.float64)).ravel()
+        return total
+
+    made = summed(lambda part: made_by(model, part.node, part.splits))
     made /= 1 + made * problem.cost_model.sync_pause_s / demand.samples_per_step
-    trained = _sums(
-        [[part.train_gpus * model.gpu_training_rate[part.node.name] for part in options] for options in choices]
-    )
-    nodes = _sums([[part.train_nodes for part in options] for options in choices])
+    trained = summed(lambda part: part.train_gpus * model.gpu_training_rate[part.node.name])
+    nodes = summed(lambda part: part.train_nodes)
     with np.errstate(divide="ignore"):
         compute_s = demand.samples_per_step / trained
         nic = max(node.nic_Gbps for node in problem.nodes) * 1e9 / 8
@@ -94,21 +100,14 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
         exposed_s = np.maximum(0.0, allreduce_s - problem.cost_model.dp_overlap * compute_s)
         step_s = compute_s + np.where(trained > 0, exposed_s, 0.0) + problem.cost_model.train_overhead_s
         bounds: _Array = np.minimum(made, demand.samples_per_step / step_s)
-    offered = _sums([[part.train_gpus * model.usable_bytes[part.node.name] for part in options] for options in choices])
+    offered = summed(lambda part: part.train_gpus * model.usable_bytes[part.node.name])
     bounds[(offered < demand.training_state_bytes) | (trained <= 0)] = 0
     if problem.constraints.train_single_region:
+
+        def trained_in(region: str) -> _Array:
+            return summed(lambda part: part.train_gpus * (part.node.region == region))
+
         regions = sorted({node.region for node in problem.nodes})
-        trains_in = [
-            _sums([[part.train_gpus * (part.node.region == region) for part in options] for options in choices]) > 0
-            for region in regions
-        ]
-        bounds[np.sum(trains_in, axis=0) > 1] = 0
+        bounds[np.sum([trained_in(region) > 0 for region in regions], axis=0) > 1] = 0
     # Summed in another order than the score, they may round below it.
     return bounds * (1 + 1e-12)
-
-
-def _sums(values: list[list[float]] | list[list[int]]) -> _Array:
-    total: _Array = np.zeros(1)
-    for each in values:
-        total = (total[:, np.newaxis] + np.asarray(each, dtype=np.float64)).ravel()
-    return total

@@ -18,6 +18,12 @@ TimeLeft = Callable[[], float]
 """Seconds left; 0 or less once the time is over."""
 
 
+def part_of(time_left: TimeLeft, share: float) -> TimeLeft:
+    """The first part of the time left now, as this share of it."""
+    kept_s = time_left() * (1 - share)
+    return lambda: time_left() - kept_s
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """The best plan found; if `plan` is None, `score` says why there is none."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
-from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, Solver, TimeLeft
+from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, Solver, TimeLeft, part_of
 from services.scheduler.solvers.milp import MilpSolver
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.registry import AUTO, SOLVERS, make_solver
@@ -64,18 +64,16 @@ class _Turns:
         """Run a member for a share of the time left; returns by what share the plan got better."""
         if self.best is not None and (self.best.is_optimal or self._time_left() <= 0):
             return 0.0
-        kept_s = (1 - share) * self._time_left()
+        time_left = part_of(self._time_left, share)
         begins = self._starts if self.best is None or self.best.plan is None else (self.best.plan,)
         before = self.best.score.samples_per_second if self.best is not None else 0.0
         self._seed += 1
         try:
-            found = member.solve(
-                self._model, time_left=lambda: self._time_left() - kept_s, seed=self._seed, starts=begins
-            )
+            found = member.solve(self._model, time_left=time_left, seed=self._seed, starts=begins)
         except ProblemTooLargeError:
             self.has_ended = True
             return 0.0
-        self.has_ended = self._time_left() > kept_s
+        self.has_ended = time_left() > 0
         self.best = found if self.best is None else _better(self.best, found)
         after = self.best.score.samples_per_second
         return after / before - 1 if before else after
