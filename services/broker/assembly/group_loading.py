@@ -35,7 +35,7 @@ async def load_records(
 async def _load_submitted(
     replica: RunReplica, groups: Sequence[GroupRecord], *, has_text: bool
 ) -> list[types_pb2.TrajectoryGroup]:
-    prompts = await replica.prompts([group.group_id for group in groups])
+    prompts = await replica.payloads.prompts([group.group_id for group in groups])
     samples = [(group.group_id, index) for group in groups for index in kept_indices(group)]
     stored = dict(zip(samples, await replica.store.chunks(replica.run_id, samples), strict=True))
     loaded: list[types_pb2.TrajectoryGroup] = []

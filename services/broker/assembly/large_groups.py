@@ -98,7 +98,7 @@ async def _group_parts(
     replica: RunReplica, group: GroupRecord, has_text: bool, left_out: Counter[str] | None
 ) -> AsyncIterator[bytes]:
     """Serialized messages whose concatenation is one message of all: protobuf appends repeated fields."""
-    prompts = await replica.prompts([group.group_id])
+    prompts = await replica.payloads.prompts([group.group_id])
     if group.group_id not in prompts:
         _note_lost(group.group_id, len(kept_indices(group)), left_out)
         return

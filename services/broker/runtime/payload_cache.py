@@ -1,7 +1,7 @@
-"""Caches payload of puts that passes through this process.
+"""Caches payload that passes through this process: prompts, and what came in puts.
 
-It is kept from the put until delivery, so that it is not read back from the store. The cache is bounded, and missing
-payload is loaded.
+A put's payload is kept until delivery, so that it is not read back from the store. Both caches are bounded, and what is
+missing is loaded.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
 from services.broker.records.store import PayloadSlice, Store
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
+MAX_CACHED_PROMPTS = 1024
 
 
 class PayloadCache:
@@ -22,6 +24,7 @@ class PayloadCache:
         self._run_id, self._store, self._max_bytes = run_id, store, max_bytes
         self._payloads: OrderedDict[str, Packed] = OrderedDict()
         self._size_bytes = 0
+        self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
 
     def add(self, payload_id: str, payload: Packed) -> None:
         """Keep a payload, evicting the oldest ones; one larger than the whole cache is not kept."""
@@ -50,3 +53,17 @@ class PayloadCache:
         if missing:
             parts.update(zip(missing, await self._store.payloads(self._run_id, missing), strict=True))
         return [parts[part] for part in slices]
+
+    async def prompts(self, group_ids: Sequence[str]) -> dict[str, types_pb2.Prompt]:
+        """Prompts by group id; groups dropped meanwhile are missing."""
+        missing = [group_id for group_id in dict.fromkeys(group_ids) if group_id not in self._prompts]
+        if missing:
+            for group_id, prompt in zip(missing, await self._store.prompts(self._run_id, missing), strict=True):
+                if prompt is not None:
+                    self._prompts[group_id] = types_pb2.Prompt.FromString(prompt)
+        found = {group_id: self._prompts[group_id] for group_id in group_ids if group_id in self._prompts}
+        for group_id in found:
+            self._prompts.move_to_end(group_id)
+        while len(self._prompts) > MAX_CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+        return found

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.v1 import broker_pb2
 from services.broker.fleet.dispatcher import Dispatcher
 from services.broker.fleet.worker_registry import Peers
 from services.broker.operations.lifecycle import create_run, reopen_run
@@ -37,7 +37,6 @@ from services.broker.state.run_state import RunState
 
 TRANSACTION_TIMEOUT_S = 8.0
 MAX_ATTEMPTS = 200
-MAX_CACHED_PROMPTS = 1024
 MAX_BATCH_OPERATIONS = 256
 
 _T = TypeVar("_T")
@@ -94,7 +93,6 @@ class RunReplica:
         """Events to set, and whether only at the run's end."""
         self._followers: dict[Follower, Callable[[asyncio.Future[Any]], None]] = {}
         """In order of arrival: woken in that order, so that the first to ask is served first."""
-        self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
         self.num_groups_coming = 0
         """Groups of puts that are being stored."""
         self.coming_bytes = 0
@@ -382,7 +380,7 @@ class RunReplica:
     def forget(self) -> None:
         """Drop the copy of a deleted run, and wake everything that waits for its end."""
         self._forget()
-        self._prompts.clear()
+        self.payloads = PayloadCache(self.run_id, store=self.store)
         self.wake()
 
     def _go_back(self) -> None:
@@ -393,22 +391,6 @@ class RunReplica:
 
     def _forget(self) -> None:
         self.copy, self._mark, self._is_doubtful = None, None, False
-
-    # -- prompts -------------------------------------------------------------------------------------------------------
-
-    async def prompts(self, group_ids: Sequence[str]) -> dict[str, types_pb2.Prompt]:
-        """Prompts by group id; groups dropped meanwhile are missing."""
-        missing = [group_id for group_id in dict.fromkeys(group_ids) if group_id not in self._prompts]
-        if missing:
-            for group_id, prompt in zip(missing, await self.store.prompts(self.run_id, missing), strict=True):
-                if prompt is not None:
-                    self._prompts[group_id] = types_pb2.Prompt.FromString(prompt)
-        found = {group_id: self._prompts[group_id] for group_id in group_ids if group_id in self._prompts}
-        for group_id in found:
-            self._prompts.move_to_end(group_id)
-        while len(self._prompts) > MAX_CACHED_PROMPTS:
-            self._prompts.popitem(last=False)
-        return found
 
 
 async def _take_over(state: RunState, snapshot: Snapshot) -> None:

@@ -210,7 +210,7 @@ class LeaseStream:
     async def _encode(self, grants: list[Grant]) -> list[_Response]:
         if not grants:
             return []
-        prompts = await self._replica.prompts([grant.sample[0] for grant in grants])
+        prompts = await self._replica.payloads.prompts([grant.sample[0] for grant in grants])
         continued = [grant for grant in grants if grant.num_prefix_tokens]
         stored = await self._replica.store.chunks(self._replica.run_id, [grant.sample for grant in continued])
         prefixes = {grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)}

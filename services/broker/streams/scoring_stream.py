@@ -139,7 +139,7 @@ class ScoringStream:
     async def _encode(self, grants: list[ScoringGrant]) -> list[_Response]:
         if not grants:
             return []
-        prompts = await self._replica.prompts([grant.sample[0] for grant in grants])
+        prompts = await self._replica.payloads.prompts([grant.sample[0] for grant in grants])
         stored = await self._replica.store.chunks(self._replica.run_id, [grant.sample for grant in grants])
         leases: list[broker_pb2.ScoringLease] = []
         for grant, parts in zip(grants, stored, strict=True):
