@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 _Result = TypeVar("_Result")
 
 
-async def uninterrupted(work: Coroutine[Any, Any, _Result]) -> _Result:
+async def uninterrupted(work: Awaitable[_Result]) -> _Result:
     """The result of `work`, which runs to its end even when the caller is cancelled; the caller then ends after it.
 
     Raises:

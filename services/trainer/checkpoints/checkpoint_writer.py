@@ -64,7 +64,7 @@ class Checkpoints:
         """Wait until nothing is being written; raises OSError, once, if a write failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            await uninterrupted(_result(writing))
+            await uninterrupted(writing)
 
     async def watch(self) -> None:
         """Runs until a checkpoint cannot be written, and raises its OSError."""
@@ -79,7 +79,3 @@ class Checkpoints:
             self._failed.set()
             raise
         self._on_written(saving.state.num_steps, path)
-
-
-async def _result(task: asyncio.Task[None]) -> None:
-    await task

@@ -14,6 +14,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from penstock.clock import Clock
@@ -45,13 +46,9 @@ class ComputeThread:
     ) -> _Result:
         """`function(*args, **kwargs)` in the thread."""
         start_s = self._clock.monotonic_s()
-        loop = asyncio.get_running_loop()
-
-        async def in_thread() -> _Result:
-            return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
-
+        call = partial(function, *args, **kwargs)
         try:
-            return await uninterrupted(in_thread())
+            return await uninterrupted(asyncio.get_running_loop().run_in_executor(self._executor, call))
         finally:
             end_s = self._clock.monotonic_s()
             self.busy_s += end_s - start_s
