@@ -23,7 +23,7 @@ from services.scheduler.planning.first_fit import SOLVER, first_fit
 from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
 from services.scheduler.planning.plan_wire import PlanTask, checked_task, plan_task
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.replanning.live_problem import Live, running_problem
+from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came
 from services.scheduler.replanning.replanner import LOOK_EVERY_S, Replanner, document_of, running_plan
 from services.scheduler.solvers.interface import TimeLeft
 
@@ -170,7 +170,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         live = Live(task.problem, {})
         start = None
         if running is not None:
-            live = running_problem(task.problem, running, self._views(), left=frozenset(self._left))
+            # The machines of its plan count as present, and those that have registered.
+            views = self._views()
+            missing = never_came(task.problem, running, views) - machines_of(running)
+            live = live_problem(task.problem, views, left=frozenset(self._left), missing=missing)
             start = live.from_real(running)
         elif (in_force := self._plans.get(request.run_id)) is not None and in_force.solver != SOLVER:
             start = document_of(in_force)

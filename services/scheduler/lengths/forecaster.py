@@ -66,7 +66,8 @@ class LengthForecaster:
         self._late: asyncio.Future[Floats] | None = None
         """A slow model's answer that no call waits for any longer."""
         for saved in reversed(files.load_all() if files is not None else []):
-            self._run(saved.progress.run_id, first_pairs=()).restore(saved)
+            run = self._runs[saved.progress.run_id] = RunLengths(saved.progress.run_id)
+            run.restore(saved)
 
     async def forecast(
         self, run_id: str, queries: Sequence[pb.LengthQuery]
@@ -163,11 +164,11 @@ class LengthForecaster:
         prompts = [read_prompt(query) for query in queries]
         return prompts if self._keeps_text else [replace(prompt, text="") for prompt in prompts]
 
-    def _run(self, run_id: str, *, first_pairs: Sequence[Row] | None = None) -> RunLengths:
+    def _run(self, run_id: str) -> RunLengths:
         run = self._runs.get(run_id)
         if run is None:
             run = self._runs[run_id] = RunLengths(run_id)
-            for prompt, log in self._first_pairs if first_pairs is None else first_pairs:
+            for prompt, log in self._first_pairs:
                 run.learn(prompt, log)
             if len(self._runs) > MAX_RUNS:
                 forgotten, _ = self._runs.popitem(last=False)

@@ -24,11 +24,9 @@ class LengthModel(Protocol):
     @property
     def name(self) -> str:
         """Name of its kind: ridge, prompt_length, transformer."""
-        ...
 
     def predict(self, prompts: Sequence[PromptView]) -> Floats:
         """Expected natural logarithm of the completion's tokens, [num_prompts]. Blocks; raises FitFailedError."""
-        ...
 
 
 class Learner(Protocol):
@@ -37,12 +35,10 @@ class Learner(Protocol):
     @property
     def name(self) -> str:
         """Name of its models."""
-        ...
 
     @property
     def needs_text(self) -> bool:
         """Whether it uses prompts' text even if their token ids are known."""
-        ...
 
     def fit(self, prompts: Sequence[PromptView], targets: Floats, weights: Floats, *, strength: float) -> LengthModel:
         """Fit to mean log lengths, `targets` [num_prompts], each as important as its weight.
@@ -50,16 +46,13 @@ class Learner(Protocol):
         `strength`: How strongly to regularise, one of `strengths`. Blocks for seconds or minutes; raises
         FitFailedError.
         """
-        ...
 
     @property
     def strengths(self) -> Sequence[float]:
         """Strengths to try; the one that does best on prompts outside the fit is used."""
-        ...
 
     def close(self) -> None:
         """Release its resources; a fit under way fails. Idempotent."""
-        ...
 
 
 def log_tokens(num_tokens: float) -> float:

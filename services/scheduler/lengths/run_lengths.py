@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,12 +76,6 @@ class _Moments:
         return forecast
 
 
-@dataclass(slots=True, kw_only=True)
-class _Seen:
-    prompt: PromptView
-    logs: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_OWN_LENGTHS))
-
-
 class RunLengths:
     """The lengths of one run; see the module. Lives on the event loop; fits are made elsewhere from `pairs`."""
 
@@ -92,7 +86,7 @@ class RunLengths:
         self.fit_problem = ""
         self._overall = _Moments()
         self._groups: OrderedDict[str, _Group] = OrderedDict()
-        self._seen: OrderedDict[bytes, _Seen] = OrderedDict()
+        self._seen: OrderedDict[bytes, PromptLengths] = OrderedDict()
         self._tested: deque[tuple[_Forecasts, int]] = deque(maxlen=MAX_TESTED)
         self._num_learned = 0
         self._num_learned_at_fit: dict[str, int] = {}
@@ -155,9 +149,8 @@ class RunLengths:
 
     def learn(self, prompt: PromptView, log: float) -> None:
         """Record a sample's log length for its prompt, without testing a forecast."""
-        seen = self._seen.setdefault(prompt.key, _Seen(prompt=prompt))
-        seen.logs.append(log)
-        self._seen.move_to_end(prompt.key)
+        seen = self._seen.pop(prompt.key, None) or PromptLengths(prompt=prompt, logs=())
+        self._seen[prompt.key] = replace(seen, logs=(*seen.logs, log)[-MAX_OWN_LENGTHS:])
         self._num_learned += prompt.has_content
         if len(self._seen) > MAX_PROMPTS:
             self._seen.popitem(last=False)
@@ -166,11 +159,7 @@ class RunLengths:
 
     def pairs(self) -> list[PromptLengths]:
         """The data of a fit, the most recently seen prompt last."""
-        return [
-            PromptLengths(prompt=seen.prompt, logs=tuple(seen.logs))
-            for seen in self._seen.values()
-            if seen.prompt.has_content
-        ]
+        return [seen for seen in self._seen.values() if seen.prompt.has_content]
 
     def is_fit_due(self, learner: str) -> bool:
         """Whether enough lengths arrived since this learner's last fit began."""

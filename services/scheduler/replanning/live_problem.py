@@ -54,14 +54,6 @@ def never_came(planned: Problem, in_force: PlanDocument, views: Sequence[pb.Node
     return frozenset(node_classes(planned)) - known
 
 
-def running_problem(
-    planned: Problem, running: PlanDocument, views: Sequence[pb.NodeView], *, left: frozenset[str]
-) -> Live:
-    """The problem of a run in progress: the machines of its plan and those that have registered."""
-    missing = never_came(planned, running, views) - machines_of(running)
-    return live_problem(planned, views, left=left, missing=missing, growth=1.0, slow_before={})
-
-
 def machines_of(plan: PlanDocument) -> frozenset[str]:
     """All machines that generate or train."""
     return frozenset(each.node for each in plan.gen) | {each.node for each in plan.train}
@@ -73,8 +65,8 @@ def live_problem(
     *,
     left: frozenset[str],
     missing: frozenset[str],
-    growth: float,
-    slow_before: Mapping[str, float],
+    growth: float = 1.0,
+    slow_before: Mapping[str, float] | None = None,
 ) -> Live:
     """The current problem.
 
@@ -95,7 +87,7 @@ def live_problem(
     entries = [(name, stated[name]) for name in present]
     entries += [(view.node.node_id, node) for view in joined if (node := _joined(planned, view.node)) is not None]
     problem = _with_lengths(planned, growth)
-    slow = slow_machines(problem, dict(entries), views, before=slow_before)
+    slow = slow_machines(problem, dict(entries), views, before=slow_before or {})
     for name, node in entries:
         entry = node
         if (share := slow.get(name)) is not None:
