@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from quickstart.prepare import prepare
@@ -12,8 +13,7 @@ from quickstart.prepare import prepare
 def main(directory: str, seed: str, answer: str) -> None:
     """Make the task, and write the paths of its files into `answer`."""
     prepared = prepare(Path(directory), seed=int(seed), on_progress=lambda text: print(text, flush=True))
-    paths = {name: str(getattr(prepared, name)) for name in ("model_dir", "train_path", "eval_path")}
-    Path(answer).write_text(json.dumps(paths), encoding="utf-8")
+    Path(answer).write_text(json.dumps(asdict(prepared), default=str), encoding="utf-8")
 
 
 if __name__ == "__main__":

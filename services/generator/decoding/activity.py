@@ -23,16 +23,12 @@ class Decoding:
         self._busy = busy
         self._metrics = metrics
         self._on_change = on_change
-        self._num_awaited = 0
+        self.num_awaited = 0
+        """Samples whose next tokens the engine owes."""
         self._may_begin = asyncio.Event()
         self._may_begin.set()
         self._is_silent = asyncio.Event()
         self._is_silent.set()
-
-    @property
-    def num_awaited(self) -> int:
-        """Samples whose next tokens the engine owes."""
-        return self._num_awaited
 
     @property
     def may_begin(self) -> bool:
@@ -60,20 +56,20 @@ class Decoding:
     @contextmanager
     def awaiting(self) -> Iterator[None]:
         """Inside, tokens are awaited; the engine counts as hung if none come for too long."""
-        self._num_awaited += 1
+        self.num_awaited += 1
         try:
             yield
         finally:
-            self._num_awaited -= 1
+            self.num_awaited -= 1
 
     @contextmanager
     def not_awaiting(self) -> Iterator[None]:
         """Inside `awaiting`: something other than the engine is waited for."""
-        self._num_awaited -= 1
+        self.num_awaited -= 1
         try:
             yield
         finally:
-            self._num_awaited += 1
+            self.num_awaited += 1
 
     @asynccontextmanager
     async def silence(self, *, timeout_s: float) -> AsyncIterator[None]:

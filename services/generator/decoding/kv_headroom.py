@@ -65,16 +65,12 @@ class KvHeadroom:
         self._capacity_tokens = capacity_tokens
         self._block_tokens = block_tokens
         self._finished: deque[int] = deque(maxlen=NUM_REMEMBERED)
-        self._margin = _FIRST_MARGIN
+        self.margin = _FIRST_MARGIN
+        """Standard deviations kept free."""
         self._prompt_share = 1.0
         self._mean_prompt_tokens = 0.0
         self._max_new_tokens = 1
         self._num_preemptions = 0
-
-    @property
-    def margin(self) -> float:
-        """Standard deviations kept free."""
-        return self._margin
 
     def note_begun(self, sample: RunningSample) -> None:
         """A sample begins. Recorded here, since short ones may end before `num_more` is next asked."""
@@ -125,7 +121,7 @@ class KvHeadroom:
         least, beyond = 0, most + 1
         while beyond - least > 1:
             middle = (least + beyond) // 2
-            if ahead.peak_tokens(middle, margin=self._margin) <= self._capacity_tokens:
+            if ahead.peak_tokens(middle, margin=self.margin) <= self._capacity_tokens:
                 least = middle
             else:
                 beyond = middle
@@ -137,7 +133,7 @@ class KvHeadroom:
             self._max_new_tokens = max(sample.max_new_tokens for sample in held)
 
     def _move_margin(self, error: float) -> None:
-        self._margin = min(MAX_MARGIN, max(0.0, self._margin + _MARGIN_STEP * error))
+        self.margin = min(MAX_MARGIN, max(0.0, self.margin + _MARGIN_STEP * error))
 
     def _round_up(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens) * self._block_tokens

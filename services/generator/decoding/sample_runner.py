@@ -78,7 +78,8 @@ class _Work:
     parts: list[Int32] = field(default_factory=list)
     """Completion tokens decoded here, for the text."""
     is_in_slot: bool = True
-    stream: SampleStream | None = None
+    stream: SampleStream = field(init=False)
+    """Set as soon as it is opened, with this lease as its listener."""
     task: asyncio.Task[None] | None = None
 
     def settled(self) -> None:
@@ -110,7 +111,8 @@ class Rollouts:
         self._num_guests = 0
         self._works: dict[str, _Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_accepting = True
+        self.is_accepting = True
+        """Whether new samples start; false once the generator drains or stops."""
         self.decoding = Decoding(parts.busy, parts.metrics, parts.on_change)
         """The samples being decoded."""
         self._empty = asyncio.Event()
@@ -136,8 +138,7 @@ class Rollouts:
     def longest_remaining_tokens(self) -> int:
         """The most tokens that any sample in hand may still need; an unleased one may need the engine's maximum."""
         remaining = [
-            work.lease.prompt.sampling.max_new_tokens - (0 if work.stream is None else work.stream.num_tokens)
-            for work in self._works.values()
+            work.lease.prompt.sampling.max_new_tokens - work.stream.num_tokens for work in self._works.values()
         ]
         return max([*remaining, self._parts.engine.max_model_len if self._num_guests else 0], default=0)
 
@@ -146,15 +147,10 @@ class Rollouts:
         """Leased samples that are decoded or are about to be."""
         return sum(work.is_in_slot for work in self._works.values())
 
-    @property
-    def is_accepting(self) -> bool:
-        """Whether new samples start; false once the generator drains or stops."""
-        return self._is_accepting
-
     def num_free_slots(self) -> int:
         """Leases that could be begun now."""
         num_slots = self._slots.num_free
-        if not (num_slots and self._is_accepting and self._parts.held.is_trusted and self.decoding.may_begin):
+        if not (num_slots and self.is_accepting and self._parts.held.is_trusted and self.decoding.may_begin):
             return 0
         context = self._parts.engine.max_model_len
         held = [_to_held(work, context) for work in self._works.values() if work.is_in_slot]
@@ -173,11 +169,11 @@ class Rollouts:
         self._works[lease.lease_id] = work
         self._slots.take()
         self._empty.clear()
-        if not self._is_accepting:
+        if not self.is_accepting:
             self._give_back(work)
             return
         self._headroom.note_begun(_to_held(work, self._parts.engine.max_model_len))
-        work.task = asyncio.create_task(self._run(work, work.stream))
+        work.task = asyncio.create_task(self._run(work))
         self._tasks.add(work.task)
         work.task.add_done_callback(self._tasks.discard)
         # Sample sizes are recorded from the first one on.
@@ -189,8 +185,7 @@ class Rollouts:
         if work is None:
             return
         _log.info("sample dropped", lease_id=lease_id, reason=reason)
-        if work.stream is not None:
-            work.stream.discard()
+        work.stream.discard()
         self._parts.metrics.samples.labels("dropped").inc()
         self.forget(lease_id)
 
@@ -223,7 +218,7 @@ class Rollouts:
 
     def stop_accepting(self) -> None:
         """Start nothing new."""
-        self._is_accepting = False
+        self.is_accepting = False
         self._parts.on_change()
 
     async def give_back_all(self, *, flush_timeout_s: float) -> None:
@@ -249,7 +244,7 @@ class Rollouts:
             EngineStoppedError: This generator takes nothing new.
             TimeoutError: There was no slot, or no attested version, within `timeout_s` seconds.
         """
-        if not self._is_accepting:
+        if not self.is_accepting:
             raise EngineStoppedError("this generator drains and takes nothing new")
         self._num_guests += 1
         self._empty.clear()
@@ -275,9 +270,9 @@ class Rollouts:
                 self._slots.release()
                 raise
 
-    async def _run(self, work: _Work, stream: SampleStream) -> None:
+    async def _run(self, work: _Work) -> None:
         try:
-            await self._decode(work, stream)
+            await self._decode(work)
         except asyncio.CancelledError:
             # The canceller has already dropped the lease or given it back.
             raise
@@ -291,7 +286,7 @@ class Rollouts:
             self._give_back(work)
             self._parts.on_engine_failure(error)
 
-    async def _decode(self, work: _Work, stream: SampleStream) -> None:
+    async def _decode(self, work: _Work) -> None:
         parts = self._parts
         request = to_request(work.lease, end_token_ids=parts.end_token_ids)
         async with asyncio.timeout(MAX_VERSION_WAIT_S):
@@ -305,7 +300,7 @@ class Rollouts:
                 await self._wait_for_room()
                 parts.metrics.tokens.inc(len(span.token_ids))
                 work.parts.append(span.token_ids)
-                stream.append(span.token_ids, span.logprobs, policy_version=span.policy_version)
+                work.stream.append(span.token_ids, span.logprobs, policy_version=span.policy_version)
                 if span.finish_reason is not None:
                     is_finished = True
                     self._finish(work, span.finish_reason)
@@ -318,8 +313,6 @@ class Rollouts:
                 await self._parts.tokens.wait_for_room()
 
     def _finish(self, work: _Work, reason: FinishReason) -> None:
-        if work.stream is None:
-            return
         text = "" if reason is FinishReason.ABORTED else self._parts.text.decode(self._completion(work))
         work.stream.finish(_FINISH_REASONS[reason], text=text)
         self._parts.metrics.samples.labels(reason.value).inc()
@@ -339,8 +332,7 @@ class Rollouts:
         _log.warning("sample failed", group_id=key.group_id, sample_index=key.sample_index, reason=reason)
 
     def _give_back(self, work: _Work) -> None:
-        if work.stream is not None:
-            work.stream.finish(types_pb2.FINISH_REASON_ABORTED)
+        work.stream.finish(types_pb2.FINISH_REASON_ABORTED)
         self._parts.metrics.samples.labels("given_back").inc()
         self._free_slot(work)
         if work.task is not None and work.task is not asyncio.current_task():
@@ -362,6 +354,6 @@ def _to_held(work: _Work, max_model_len: int) -> RunningSample:
     limit = min(work.lease.prompt.sampling.max_new_tokens, max_model_len - num_prompt_tokens)
     return RunningSample(
         num_prompt_tokens=num_prompt_tokens,
-        num_new_tokens=work.stream.num_tokens if work.stream is not None else 0,
+        num_new_tokens=work.stream.num_tokens,
         max_new_tokens=max(1, limit),
     )

@@ -97,7 +97,10 @@ class EmulatedEngine:
 
     def __init__(self, spec: EmulatedSpec) -> None:
         self._spec = spec
-        self._policy_version = 0
+        self.max_model_len = spec.max_model_len
+        """Longest prompt + completion, in tokens."""
+        self.policy_version = 0
+        """The version that new tokens are labelled with."""
         self._batch = ContinuousBatch(
             spec.steps, max_samples=spec.max_num_seqs, kv_capacity_tokens=spec.kv_capacity_tokens
         )
@@ -110,16 +113,6 @@ class EmulatedEngine:
         self._yield_s = 0.0
         self._tokens_generated = 0
         self._tokens_sampled = 0
-
-    @property
-    def policy_version(self) -> int:
-        """The version that new tokens are labelled with."""
-        return self._policy_version
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt + completion, in tokens."""
-        return self._spec.max_model_len
 
     async def start(self) -> None:
         """Starts decoding."""
@@ -134,7 +127,7 @@ class EmulatedEngine:
             raise RequestRefusedError(f"request {request.request_id} is already being decoded")
         finish = finished_by_prefix(request)
         if finish is not None:
-            yield TokenSpan.empty(policy_version=self._policy_version, finish_reason=finish)
+            yield TokenSpan.empty(policy_version=self.policy_version, finish_reason=finish)
             return
         sample = self._accept(request)
         try:
@@ -155,7 +148,7 @@ class EmulatedEngine:
             self._put_tokens(sample)
             self._forget(request_id, sample)
             sample.spans.put_nowait(
-                TokenSpan.empty(policy_version=self._policy_version, finish_reason=FinishReason.ABORTED)
+                TokenSpan.empty(policy_version=self.policy_version, finish_reason=FinishReason.ABORTED)
             )
 
     async def pause(self) -> None:
@@ -176,7 +169,7 @@ class EmulatedEngine:
             self._catch_up()
             for sample in self._samples.values():
                 self._put_tokens(sample)
-            self._policy_version = update.policy_version
+            self.policy_version = update.policy_version
             num_recomputed_tokens, prefill_s = self._batch.recompute() if update.is_recomputing else (0, 0.0)
             return UpdateReport(
                 policy_version=update.policy_version,
@@ -282,7 +275,7 @@ class EmulatedEngine:
             TokenSpan(
                 token_ids=sample.token_ids[begin:end],
                 logprobs=sample.logprobs[begin:end],
-                policy_version=self._policy_version,
+                policy_version=self.policy_version,
                 finish_reason=sample.finish_reason if is_last else None,
             )
         )

@@ -63,8 +63,10 @@ class TransformersEngine:
         self._config = config
         self._served = model
         self._stream_interval = stream_interval
-        self._policy_version = 0
-        self._max_model_len = 0
+        self.policy_version = 0
+        """The version that new tokens are sampled with."""
+        self.max_model_len = 0
+        """Longest prompt + completion, in tokens; known once started."""
         self._vocab_size = 0
         self._model: Any = None
         self._base: AdapterBase | None = None
@@ -82,16 +84,6 @@ class TransformersEngine:
         self._tokens_sampled = 0
         self._install_signs = InstallSigns()
 
-    @property
-    def policy_version(self) -> int:
-        """The version that new tokens are sampled with."""
-        return self._policy_version
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt + completion, in tokens; known once started."""
-        return self._max_model_len
-
     async def start(self) -> None:
         """Loads the model and starts decoding. Raises EngineError."""
         try:
@@ -99,7 +91,7 @@ class TransformersEngine:
             self._base = await asyncio.to_thread(_adapter_base, self._model, self._served)
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"transformers cannot load {self._served.model_path}: {error}") from error
-        self._max_model_len = self._config.max_context_tokens or self._model.config.max_position_embeddings
+        self.max_model_len = self._config.max_context_tokens or self._model.config.max_position_embeddings
         self._vocab_size = self._model.config.vocab_size
         self._decoder = BatchDecoder(self._model, seed=self._served.seed)
         self._decoding = asyncio.create_task(self._decode(self._decoder), name="transformers-engine")
@@ -107,16 +99,16 @@ class TransformersEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenSpan, None]:
         """See `Engine.generate`."""
         self._check_running()
-        check_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        check_request(request, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         if request.request_id in self._queues:
             raise RequestRefusedError(f"request {request.request_id} is already being decoded")
         finish = finished_by_prefix(request)
         if finish is not None:
-            yield TokenSpan.empty(policy_version=self._policy_version, finish_reason=finish)
+            yield TokenSpan.empty(policy_version=self.policy_version, finish_reason=finish)
             return
         queue: asyncio.Queue[TokenSpan | EngineStoppedError] = asyncio.Queue()
         self._queues[request.request_id] = queue
-        self._waiting.append(Row.of(request, num_left=max_tokens_left(request, max_model_len=self._max_model_len)))
+        self._waiting.append(Row.of(request, num_left=max_tokens_left(request, max_model_len=self.max_model_len)))
         self._has_work.set()
         is_finished = False
         try:
@@ -260,7 +252,7 @@ class TransformersEngine:
             raise mismatch_error(
                 f"the model does not hold version {update.policy_version} after loading it", mismatched
             )
-        self._policy_version = update.policy_version
+        self.policy_version = update.policy_version
         self._is_untrusted = False
         self._has_work.set()
         num_recomputed_tokens = decoder.drop_cache() if update.is_recomputing else 0
@@ -277,7 +269,7 @@ class TransformersEngine:
         span = TokenSpan(
             token_ids=np.asarray(row.new_token_ids, np.int32),
             logprobs=np.asarray(row.new_logprobs, np.float32),
-            policy_version=self._policy_version,
+            policy_version=self.policy_version,
             finish_reason=row.finish_reason,
         )
         row.new_token_ids, row.new_logprobs = [], []

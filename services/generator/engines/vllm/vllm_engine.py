@@ -81,7 +81,8 @@ class VllmEngine:
         self._config = config
         self._model = model
         self._stream_interval = stream_interval
-        self._policy_version = 0
+        self.policy_version = 0
+        """The version that new tokens are sampled with."""
         self._llm: Any = None
         self._recorder: Any = None
         self._layout: dict[str, tuple[int, ...]] = {}
@@ -98,11 +99,6 @@ class VllmEngine:
         self._num_installs = 0
         self._tokens_generated = 0
         self._install_signs = InstallSigns()
-
-    @property
-    def policy_version(self) -> int:
-        """The version that new tokens are sampled with."""
-        return self._policy_version
 
     @property
     def max_model_len(self) -> int:
@@ -131,7 +127,7 @@ class VllmEngine:
             self._optional = (TIED_HEAD,) if llm.model_config.hf_config.tie_word_embeddings else ()
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self._begin_transfers(llm)
-                await llm.update_weight_version(str(self._policy_version))
+                await llm.update_weight_version(str(self.policy_version))
                 mismatched = await self._attest(weights, self._layout)
                 if mismatched:
                     what = "vLLM does not hold the model's own weights, or not in a known layout"
@@ -150,7 +146,7 @@ class VllmEngine:
             raise RequestRefusedError(f"request {request.request_id} is already being decoded")
         finish = finished_by_prefix(request)
         if finish is not None:
-            yield TokenSpan.empty(policy_version=self._policy_version, finish_reason=finish)
+            yield TokenSpan.empty(policy_version=self.policy_version, finish_reason=finish)
             return
         self._live.add(request.request_id)
         try:
@@ -278,7 +274,7 @@ class VllmEngine:
             raise mismatch_error(f"vLLM does not hold version {update.policy_version} after loading it", mismatched)
         num_dropped_tokens = await self._drop_kv(llm) if update.is_recomputing else 0
         await llm.update_weight_version(str(update.policy_version))
-        self._policy_version = update.policy_version
+        self.policy_version = update.policy_version
         self._is_trusted = True
         if self._is_paused:
             return num_dropped_tokens
@@ -377,7 +373,7 @@ class VllmEngine:
                 output = queue.get_nowait() or await queue.get()
                 is_finished = output.finished
                 starts = version_starts(output, state.weight_version_starts if state is not None else ())
-                for span in to_spans(output, starts, offset=num_yielded, default_version=self._policy_version):
+                for span in to_spans(output, starts, offset=num_yielded, default_version=self.policy_version):
                     num_yielded += len(span.token_ids)
                     yield span
         except EngineDeadError as error:
