@@ -45,8 +45,8 @@ from services.trainer.reporting.stall_timer import Cause, StallTimer
 from services.trainer.run.context import RunContext
 from services.trainer.run.replay_feed import ReplayFeed
 from services.trainer.run.stall_watch import StallWatch
-from services.trainer.step.sample_filter import SkipReason
-from services.trainer.step.step import MicrobatchReport, TrainingStep
+from services.trainer.step.sample_filter import SkippedSample, SkipReason
+from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_report import StepReport
 from services.trainer.step.step_settings import step_settings
 
@@ -298,12 +298,12 @@ class StepLoop:
     async def _add(self, open_step: _OpenStep, groups: Groups) -> None:
         # Recorded before they are checked, so that the step knows its groups on any error.
         open_step.groups |= groups
-        report = await self._compute.run(open_step.step.add_groups, list(groups.values()))
-        reasons = _unusable_groups(groups, report)
+        left_out = await self._compute.run(open_step.step.add_groups, list(groups.values()))
+        reasons = _unusable_groups(groups, left_out)
         for group_id, reason in reasons.items():
             await self._drop([group_id], reason=reason)
             del open_step.groups[group_id]
-        skipped = {(sample.group_id, sample.sample_index) for sample in report.skipped}
+        skipped = {(sample.group_id, sample.sample_index) for sample in left_out}
         for group_id in groups.keys() - reasons.keys():
             open_step.groups[group_id] = [s for s in groups[group_id] if (s.group_id, s.sample_index) not in skipped]
 
@@ -329,10 +329,10 @@ class StepLoop:
         return line | {"step/skipped_attempts": float(open_step.num_skipped)}
 
 
-def _unusable_groups(decoded: Groups, report: MicrobatchReport) -> dict[str, str]:
+def _unusable_groups(decoded: Groups, left_out: Sequence[SkippedSample]) -> dict[str, str]:
     """The groups without a single trainable sample, with the most common reason."""
     reasons: dict[str, Counter[str]] = {group_id: Counter() for group_id in decoded}
-    for sample in report.skipped:
+    for sample in left_out:
         if sample.group_id in reasons:
             reasons[sample.group_id][sample.reason.value] += 1
     return {

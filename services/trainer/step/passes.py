@@ -44,8 +44,8 @@ class Passes:
         """Token capacity of those passes."""
         self.totals = LossTotals()
 
-    def run(self, items: Sequence[LossItem], *, may_stop: bool) -> int:
-        """Adds the gradients of `items`; returns the number of packs.
+    def run(self, items: Sequence[LossItem], *, may_stop: bool) -> None:
+        """Adds the gradients of `items`.
 
         Raises:
             NonFiniteLossError: A loss is not finite; the error names the groups of the pass.
@@ -61,7 +61,6 @@ class Passes:
         self.num_tokens += num_tokens
         self.num_budgeted_tokens += max(num_tokens, len(rounds) * self.round_tokens)
         self.num_packs += len(made)
-        return len(made)
 
     def _forward_backward(self, packs: Sequence[Pack | None], trajectories: Sequence[Trajectory]) -> LossTotals:
         try:

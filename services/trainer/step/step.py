@@ -29,7 +29,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from services.trainer.algorithms.base import divisor
 from services.trainer.batches.packing import full_enough
@@ -49,16 +49,7 @@ from services.trainer.step.scoring import PriorLogprobs, Scoring
 from services.trainer.step.step_report import StepCounts, StepReport
 from services.trainer.step.step_settings import StepSettings
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicrobatchReport:
-    """The result of one `add_groups` call."""
-
-    num_trained: int
-    """Samples accepted."""
-    num_packs: int
-    """Packs passed through the model for gradients, including samples of earlier calls."""
-    skipped: tuple[SkippedSample, ...]
+Skipped = tuple[SkippedSample, ...]
 
 
 class EmptyStepError(Exception):
@@ -100,8 +91,8 @@ class TrainingStep:
         """Groups seen so far, those without a trained sample included."""
         return len(self._filter.group_ids)
 
-    def add_groups(self, groups: Sequence[Sequence[TrainingSample]]) -> MicrobatchReport:
-        """Takes whole groups, and makes the passes whose packs they fill.
+    def add_groups(self, groups: Sequence[Sequence[TrainingSample]]) -> Skipped:
+        """Takes whole groups, and makes the passes whose packs they fill; returns the samples that were left out.
 
         Args:
             groups: Each the samples of one prompt; more groups per call fill packs better.
@@ -112,7 +103,7 @@ class TrainingStep:
         """
         return self._add(groups, is_replayed=False)
 
-    def add_replayed(self, groups: Sequence[Sequence[TrainingSample]]) -> MicrobatchReport:
+    def add_replayed(self, groups: Sequence[Sequence[TrainingSample]]) -> Skipped:
         """Takes groups that an earlier step trained on, for an algorithm that allows it.
 
         The replay buffer bounds their staleness. They count in the gradient, its divisor and the numbers of replayed
@@ -167,16 +158,12 @@ class TrainingStep:
             self.abandon()
             raise
 
-    def _add(self, groups: Sequence[Sequence[TrainingSample]], *, is_replayed: bool) -> MicrobatchReport:
+    def _add(self, groups: Sequence[Sequence[TrainingSample]], *, is_replayed: bool) -> Skipped:
         with self._abandoned_on_error():
             num_skipped = len(self._filter.skipped)
             usable = [samples for group in groups if (samples := self._filter.usable(group, is_replayed=is_replayed))]
-            items = self._loss_items(self._advantages.add(usable), is_replayed=is_replayed)
-            return MicrobatchReport(
-                num_packs=self._prepare(self._due(items)),
-                num_trained=sum(map(len, usable)),
-                skipped=tuple(self._filter.skipped[num_skipped:]),
-            )
+            self._prepare(self._due(self._loss_items(self._advantages.add(usable), is_replayed=is_replayed)))
+            return tuple(self._filter.skipped[num_skipped:])
 
     def _loss_items(self, samples: Sequence[TrainableSample], *, is_replayed: bool) -> list[LossItem]:
         """Counts samples for the report; returns their contributions to the loss."""
@@ -206,14 +193,14 @@ class TrainingStep:
         )
         return due
 
-    def _prepare(self, items: Sequence[LossItem]) -> int:
-        """Computes the items' gradients or prior log-probs; returns the number of packs with gradients."""
+    def _prepare(self, items: Sequence[LossItem]) -> None:
+        """Computes the items' gradients, or the prior log-probs that those will need."""
         if self._is_streamed:
             self._ready += [replace(item, trajectory=None) for item in items]
-            return self._passes.run(items, may_stop=True)
+            self._passes.run(items, may_stop=True)
+            return
         scored = iter(self._prior.of(trajectories_of(items)))
         self._ready += [item if item.trajectory is None else replace(item, trajectory=next(scored)) for item in items]
-        return 0
 
     def _optimizer_steps(self) -> StepMetrics:
         """Takes the optimiser steps; returns the metrics of the last one with the mean gradient norm.

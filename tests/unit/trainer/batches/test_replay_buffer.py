@@ -95,7 +95,7 @@ def group_of(name, *, version, rewards=(1.0, 0.0)):
 def test_replayed_samples_count_in_the_gradient_and_in_no_book():
     backend, step = open_step(TBA)
     step.add_replayed([group_of("old", version=3)])
-    assert step.add_groups([group_of("fresh", version=19), group_of("late", version=3)]).num_trained == 2
+    assert len(step.add_groups([group_of("fresh", version=19), group_of("late", version=3)])) == 2
     report = step.finish()
     assert sum(len(pack.segment_lengths) for pack in backend.packs) == 4
     assert backend.steps == [4]
