@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.errors import QueueFullError, RefusedError
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.pieces import batched
 
 MAX_PROMPTS_PER_CALL = 1024
 MAX_PROMPT_BYTES_PER_CALL = 900 * 1024
@@ -31,8 +32,9 @@ async def submit_all(
     is_full = False
     while waiting:
         # Prompts refused by a full queue were sent, parsed and forecast in vain.
-        num_sent = 1 if is_full else _num_that_fit(waiting)
-        sent, waiting = waiting[:num_sent], waiting[num_sent:]
+        most = 1 if is_full else MAX_PROMPTS_PER_CALL
+        sent = next(batched(waiting, types_pb2.Prompt.ByteSize, MAX_PROMPT_BYTES_PER_CALL, most_items=most))
+        waiting = waiting[len(sent) :]
         response = await submit(sent)
         refused = _refused(sent, response)
         is_full = bool(refused)
@@ -51,13 +53,3 @@ def _refused(sent: Sequence[types_pb2.Prompt], response: broker_pb2.SubmitPrompt
             raise RefusedError(f"the broker refused {problem}", refusals=[problem], reason=error.reason)
     refused = {error.index for error in response.errors}
     return [prompt for index, prompt in enumerate(sent) if index in refused]
-
-
-def _num_that_fit(prompts: Sequence[types_pb2.Prompt]) -> int:
-    """How many of the first prompts go into one call, at least one."""
-    num_bytes = 0
-    for count, prompt in enumerate(prompts[:MAX_PROMPTS_PER_CALL]):
-        num_bytes += prompt.ByteSize()
-        if count and num_bytes > MAX_PROMPT_BYTES_PER_CALL:
-            return count
-    return min(len(prompts), MAX_PROMPTS_PER_CALL)

@@ -21,6 +21,7 @@ from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
 from penstock.process.tasks import set_within
 from penstock.v1 import broker_pb2, broker_pb2_grpc
+from penstock.wire.pieces import batched
 
 if TYPE_CHECKING:
     from penstock.v1.broker_pb2_grpc import BrokerServiceAsyncStub
@@ -185,20 +186,15 @@ class ScoringSession:
         sent = [entry.sent_at_s for entry in self._held.values() if entry.sent_at_s is not None]
         if sent and now_s - min(sent) > RECEIPT_LIMIT_S:
             raise DeadlineError(f"{self._stream.peer} did not confirm a score within {RECEIPT_LIMIT_S:.0f} s")
-        part: list[broker_pb2.ScoreResult] = []
-        part_bytes = 0
-        for entry in list(self._held.values()):
-            if entry.result is None or entry.sent_at_s is not None:
-                continue
-            result_bytes = entry.result.ByteSize()
-            if part and (len(part) >= MAX_RESULTS_A_MESSAGE or part_bytes + result_bytes > MAX_MESSAGE_BYTES):
-                yield self._request(results=part)
-                part, part_bytes = [], 0
-            entry.sent_at_s = now_s
-            part.append(entry.result)
-            part_bytes += result_bytes
-        if part:
-            yield self._request(results=part)
+        ready = [
+            (entry, entry.result)
+            for entry in self._held.values()
+            if entry.result is not None and entry.sent_at_s is None
+        ]
+        for part in batched(ready, _result_bytes, MAX_MESSAGE_BYTES, most_items=MAX_RESULTS_A_MESSAGE):
+            for entry, _ in part:
+                entry.sent_at_s = now_s
+            yield self._request(results=[result for _, result in part])
 
     def _request(
         self, *, results: Sequence[broker_pb2.ScoreResult] = (), is_renewal: bool = False
@@ -237,3 +233,7 @@ def _renewal_s(lease: broker_pb2.ScoringLease) -> float:
         return _MOST_RENEWAL_S
     life_s = lease.lease_duration.ToMilliseconds() / 1000
     return min(_MOST_RENEWAL_S, max(_LEAST_RENEWAL_S, life_s / 3))
+
+
+def _result_bytes(ready: tuple[_Held, broker_pb2.ScoreResult]) -> int:
+    return ready[1].ByteSize()

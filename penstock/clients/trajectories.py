@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.clients.streams import BackgroundStream
-from penstock.errors import InternalError, InvalidFieldError, PenstockError, RefusedError
+from penstock.errors import InternalError, PenstockError, RefusedError, require
 from penstock.network.connection import Connection
 from penstock.network.rpc import call_with_retry
 from penstock.process.logger import get_logger
 from penstock.process.tasks import set_within
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import field_prefix, group_parts, packed_parts
-from penstock.wire.pieces import MAX_GROUP_BYTES, joined_pieces
+from penstock.wire.pieces import MAX_GROUP_BYTES, batched, joined_pieces
 from penstock.wire.trajectory_groups import complete_group
 
 MAX_GROUPS_PER_PUT = 1024
@@ -345,17 +345,11 @@ def split(
 
     Raises InvalidFieldError if a single group is larger than MAX_GROUP_BYTES.
     """
-    start, num_bytes = 0, 0
-    for position, group in enumerate(groups):
-        size_bytes = sum(map(len, group_parts(group))) + 8
-        if size_bytes > MAX_GROUP_BYTES:
-            raise InvalidFieldError(
-                f"groups: group {group.prompt.group_id!r} has {size_bytes} bytes; a put holds {MAX_GROUP_BYTES}",
-                field="groups",
-            )
-        if position > start and (position - start >= max_groups or num_bytes + size_bytes > MAX_BYTES_PER_PUT):
-            yield groups[start:position]
-            start, num_bytes = position, 0
-        num_bytes += size_bytes
-    if start < len(groups):
-        yield groups[start:]
+    return batched(groups, _size_bytes, MAX_BYTES_PER_PUT, most_items=max_groups)
+
+
+def _size_bytes(group: types_pb2.TrajectoryGroup) -> int:
+    size_bytes = sum(map(len, group_parts(group))) + 8
+    shown = f"group {group.prompt.group_id!r} of {size_bytes} bytes"
+    require(size_bytes <= MAX_GROUP_BYTES, "groups", shown, f"at most {MAX_GROUP_BYTES} bytes, which a put holds")
+    return size_bytes

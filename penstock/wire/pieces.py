@@ -1,4 +1,4 @@
-"""Splits groups that are too large for one message into pieces, and joins them again.
+"""Fills messages up to their limits, and splits groups that are too large for one into pieces, joined again later.
 
 A piece is a run of bytes of a serialized TrajectoryGroup (of TrajectoryGroups in a put), cut at any place, so that
 cutting and joining are exact whatever a group holds. A receiver keeps what came of one group and nothing else.
@@ -6,7 +6,9 @@ cutting and joining are exact whatever a group holds. A receiver keeps what came
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from penstock.errors import InvalidFieldError
 
@@ -21,6 +23,25 @@ MAX_EXPORTED_BYTES = 1536 * 1024 * 1024
 MAX_WHOLE_BYTES = 4 * 1024 * 1024
 """A larger group travels in pieces."""
 PIECE_BYTES = 1024 * 1024
+
+_Item = TypeVar("_Item")
+
+
+def batched(
+    items: Iterable[_Item], size_of: Callable[[_Item], float], most: float, *, most_items: float = math.inf
+) -> Iterator[list[_Item]]:
+    """Consecutive items in lists of at most `most` in all and at most `most_items`; a larger item is alone."""
+    batch: list[_Item] = []
+    total = 0.0
+    for item in items:
+        size = size_of(item)
+        if batch and (total + size > most or len(batch) >= most_items):
+            yield batch
+            batch, total = [], 0.0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
 
 
 def spans(size_bytes: int) -> Iterator[tuple[int, int]]:

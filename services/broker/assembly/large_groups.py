@@ -13,9 +13,9 @@ from itertools import accumulate
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed, prefix_size
-from penstock.wire.pieces import MAX_WHOLE_BYTES, PIECE_BYTES, spans
+from penstock.wire.pieces import MAX_WHOLE_BYTES, PIECE_BYTES, batched, spans
 from services.broker.assembly.group_loading import give_up
-from services.broker.assembly.messages import batched, kept_indices, trajectory
+from services.broker.assembly.messages import kept_indices, trajectory
 from services.broker.records.store import PayloadSlice
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import group_version

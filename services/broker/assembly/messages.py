@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from penstock.errors import InternalError
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
@@ -17,23 +16,6 @@ KEPT_STATES = frozenset(
     (broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED, broker_pb2.SAMPLE_STATE_TRAINED)
 )
 MAX_FRAME_BYTES = 1024 * 1024
-
-_Item = TypeVar("_Item")
-
-
-def batched(items: Iterable[_Item], size_of: Callable[[_Item], float], most: float) -> Iterator[list[_Item]]:
-    """Consecutive items in lists of at most `most` in all; a larger item is alone."""
-    batch: list[_Item] = []
-    total = 0.0
-    for item in items:
-        size = size_of(item)
-        if batch and total + size > most:
-            yield batch
-            batch, total = [], 0.0
-        batch.append(item)
-        total += size
-    if batch:
-        yield batch
 
 
 def sample_key(sample: SampleId, attempt: int) -> types_pb2.SampleKey:

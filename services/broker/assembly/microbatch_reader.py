@@ -14,9 +14,9 @@ from penstock.errors import InvalidFieldError
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Packed
+from penstock.wire.pieces import batched
 from services.broker.assembly.group_loading import load_records
 from services.broker.assembly.large_groups import cut_group, is_large, read_pieces, size_bytes
-from services.broker.assembly.messages import batched
 from services.broker.assembly.microbatch_frames import Frames
 from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_replica import RunReplica

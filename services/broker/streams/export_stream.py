@@ -23,9 +23,10 @@ import structlog
 from penstock.errors import NotRetainedError, require
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.pieces import batched
 from services.broker.assembly.group_loading import load_records
 from services.broker.assembly.large_groups import is_large, read_pieces, single_groups
-from services.broker.assembly.messages import batched, kept_indices
+from services.broker.assembly.messages import kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
 from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_registry import RunRegistry

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2
+from penstock.wire.pieces import batched
 from penstock.wire.timestamps import timestamp
-from services.broker.assembly.messages import MAX_FRAME_BYTES, batched, sample_key, score_item
+from services.broker.assembly.messages import MAX_FRAME_BYTES, sample_key, score_item
 from services.broker.ingest.validation import (
     MAX_ACTIVE_LEASES,
     MAX_RESULTS,
