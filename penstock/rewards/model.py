@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+from penstock.errors import ServiceUnavailableError
 from penstock.rewards.types import RewardItem, RewardResult
 from penstock.v1 import reward_pb2, types_pb2
 
 DEFAULT_MAX_BATCH_SIZE = 64
 
 
-class ModelAwayError(Exception):
+class ModelAwayError(ServiceUnavailableError):
     """The reward model cannot be reached; nothing was judged, which says nothing about the samples."""
 
 

@@ -11,18 +11,18 @@ import grpc
 import uvloop
 
 from penstock.config import ConfigError
-from penstock.errors import InvalidFieldError, ServiceUnavailableError
+from penstock.errors import InvalidFieldError
 from penstock.network.rpc import Server, Service, run_until_stopped
 from penstock.process.log_setup import configure_logging
 from penstock.process.logger import get_logger
 from penstock.rewards.function import RewardFunction
 from penstock.rewards.loading import as_reward, load_reward
 from penstock.rewards.local import LocalModel
-from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE, BatchReward, ModelAwayError, RewardModel
+from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE, BatchReward, RewardModel
 from penstock.security import Security
 from penstock.security.bearer_tokens import check_token
 from penstock.security.credentials import JUDGES
-from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+from penstock.v1 import reward_pb2, reward_pb2_grpc
 
 SERVICE_NAME = "penstock.v1.RewardService"
 DEFAULT_LISTEN = "127.0.0.1:7310"
@@ -44,12 +44,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         """Score a batch."""
-        description = await self._describe()
+        description = await self._model.describe()
         limit = description.max_batch_size or DEFAULT_MAX_BATCH_SIZE
         if not 1 <= len(request.items) <= limit:
             raise InvalidFieldError(f"items: {len(request.items)} items, must be 1 to {limit}", field="items")
         async with self._slots:
-            scores = await self._score(request, _timeout_s(context))
+            scores = await self._model.score(request.items, timeout_s=_timeout_s(context))
         return reward_pb2.ScoreResponse(scores=scores)
 
     async def GetRewardModel(
@@ -57,19 +57,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward_pb2.GetRewardModelResponse:
         """Describe the model."""
         del request, context
-        return await self._describe()
-
-    async def _describe(self) -> reward_pb2.GetRewardModelResponse:
-        try:
-            return await self._model.describe()
-        except ModelAwayError as error:
-            raise ServiceUnavailableError(str(error)) from error
-
-    async def _score(self, request: reward_pb2.ScoreRequest, timeout_s: float) -> list[types_pb2.Score]:
-        try:
-            return await self._model.score(request.items, timeout_s=timeout_s)
-        except ModelAwayError as error:
-            raise ServiceUnavailableError(str(error)) from error
+        return await self._model.describe()
 
 
 def reward_service(model: RewardModel) -> Service:

@@ -128,24 +128,19 @@ class ScoringPool:
             answer = await self._try(leases)
             if isinstance(answer, list):
                 return [_result(lease, score) for lease, score in zip(leases, answer, strict=True)]
-            if isinstance(answer, PenstockError) and attempts.are_exhausted_by(answer):
+            if not isinstance(answer, ModelAwayError) and attempts.are_exhausted_by(answer):
                 return await self._settle(leases, answer, attempts)
             RETRIES.labels(self._model.name).inc()
             await asyncio.sleep(delay_s)
         raise AssertionError("unreachable: backoff_s never ends")
 
-    async def _try(
-        self, leases: Sequence[broker_pb2.ScoringLease]
-    ) -> list[types_pb2.Score] | PenstockError | ModelAwayError:
+    async def _try(self, leases: Sequence[broker_pb2.ScoringLease]) -> list[types_pb2.Score] | PenstockError:
         items = [lease.item for lease in leases]
         async with self._breaker.permit():
             try:
                 scores = await self._model.score(items, timeout_s=self._config.timeout_s)
                 self._breaker.succeeded()
                 return scores
-            except ModelAwayError as error:
-                self._breaker.failed(str(error), is_away=True)
-                return error
             except PenstockError as error:
                 if error.is_retryable:
                     self._breaker.failed(str(error), is_away=isinstance(error, ServiceUnavailableError))
