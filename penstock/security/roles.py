@@ -121,10 +121,10 @@ class Caller:
 
     def _check_fields(self, message: Message) -> None:
         fields, grants = message.DESCRIPTOR.fields_by_name, self.grants
-        for field, of_grant in (("run_id", _run_of), ("site", _site_of)):
+        for field in ("run_id", "site"):
             if field in fields:
                 value = getattr(message, field)
-                grants = [grant for grant in grants if of_grant(grant) in (ANY, value)]
+                grants = [grant for grant in grants if getattr(grant, field) in (ANY, value)]
                 if not grants:
                     raise ForbiddenError(f"{field}: {value!r} is not open to {self}", field=field)
         for field in _NAMED_FIELDS:
@@ -145,14 +145,6 @@ def _carried(message: Message) -> str | None:
         frame: str | None = message.WhichOneof(_FRAME)
         return frame
     return _HELLO if _HELLO in message.DESCRIPTOR.fields_by_name and message.HasField(_HELLO) else None
-
-
-def _run_of(grant: Grant) -> str:
-    return grant.run_id
-
-
-def _site_of(grant: Grant) -> str:
-    return grant.site
 
 
 OPERATOR = Caller(grants=(Grant(Role.ACCESS_ROLE_OPERATOR),))
