@@ -27,14 +27,22 @@ class StepTimes(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearSteps:
+class _PrefillRate:
+    prefill_tokens_per_second: float | None = None
+    """None when prefill costs next to nothing, or is unknown."""
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """See `StepTimes`."""
+        return num_tokens / self.prefill_tokens_per_second if self.prefill_tokens_per_second else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSteps(_PrefillRate):
     """base + n * per sample + k * per KV token. Raises ValueError where a step would take no time."""
 
     base_s: float = 0.0
     per_sample_s: float = 0.0
     per_kv_token_s: float = 0.0
-    prefill_tokens_per_second: float | None = None
-    """None when prefill costs next to nothing, or is unknown."""
 
     def __post_init__(self) -> None:
         """Refuses what would stand still or never end."""
@@ -44,10 +52,6 @@ class LinearSteps:
     def step_s(self, num_samples: int, kv_tokens: float = 0.0) -> float:
         """See `StepTimes`."""
         return self.base_s + num_samples * self.per_sample_s + kv_tokens * self.per_kv_token_s
-
-    def prefill_s(self, num_tokens: float) -> float:
-        """See `StepTimes`."""
-        return num_tokens / self.prefill_tokens_per_second if self.prefill_tokens_per_second else 0.0
 
     def scaled(self, factor: float) -> Self:
         """The same shape, every step `factor` times as long: how a measured rate corrects a stated profile."""
@@ -60,14 +64,12 @@ class LinearSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableSteps:
+class TableSteps(_PrefillRate):
     """Measured steps by batch size, straight between two of them; the last two go on for ever."""
 
     table: Mapping[int, float]
     """At least two batch sizes; seconds."""
     slowdown: float = 1.0
-    prefill_tokens_per_second: float | None = None
-    """None: prefill costs nothing."""
     _sizes: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,10 +88,6 @@ class TableSteps:
         low_s, high_s = self.table[low_size], self.table[high_size]
         share = (num_samples - low_size) / (high_size - low_size)
         return self.slowdown * (low_s + share * (high_s - low_s))
-
-    def prefill_s(self, num_tokens: int) -> float:
-        """See `StepTimes`."""
-        return num_tokens / self.prefill_tokens_per_second if self.prefill_tokens_per_second else 0.0
 
 
 def line_through(steps: StepTimes, *, max_samples: int) -> LinearSteps:
