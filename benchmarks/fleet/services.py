@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.fleet.workload import group_id
 from benchmarks.weights.contents import make_manifest
-from penstock.network.rpc import Server, Service
+from penstock.network.rpc import Server, service_of
 from penstock.v1 import scheduler_pb2, scheduler_pb2_grpc, weights_pb2, weights_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -90,16 +90,8 @@ async def serving_surroundings(folder: Path) -> AsyncIterator[tuple[ToldSchedule
         scheduler = ToldScheduler()  # type: ignore[abstract]
         weights = OneVersion(path, url)  # type: ignore[abstract]
         services = [
-            Service(
-                name="penstock.v1.SchedulerService",
-                add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
-                servicer=scheduler,
-            ),
-            Service(
-                name="penstock.v1.WeightStoreService",
-                add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-                servicer=weights,
-            ),
+            service_of(scheduler),
+            service_of(weights),
         ]
         server = Server(listen="127.0.0.1:0", services=services)
         port = await server.start()

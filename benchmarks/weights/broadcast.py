@@ -26,13 +26,13 @@ from penstock.clients.weights import WeightsClient
 from penstock.collective.broadcast_backend import Transport
 from penstock.downloads.broadcast_receiver import BroadcastReceiver
 from penstock.downloads.downloader import Downloader
-from penstock.network.rpc import Server, Service
+from penstock.network.rpc import Server, service_of
 from penstock.security import NO_SECURITY
-from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.v1 import weights_pb2
 from services.trainer.publishing.broadcasts import Broadcasts, BroadcastSettings
 from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.publisher import serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 
 MB = 1_000_000
 WARM_UP_BYTES = 1 * MB
@@ -58,11 +58,7 @@ class _Site:
             find_content=self._store.find_content,
         )
         stack.push_async_callback(broadcasts.close)
-        service = Service(
-            name=SERVICE_NAME,
-            add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-            servicer=WeightStoreService(self._store, broadcasts=broadcasts),
-        )
+        service = service_of(WeightStoreService(self._store, broadcasts=broadcasts))
         server = Server(listen="127.0.0.1:0", services=[service], security=NO_SECURITY)
         target = f"127.0.0.1:{await server.start()}"
         stack.push_async_callback(server.stop, grace_s=0.2)

@@ -17,13 +17,13 @@ from benchmarks.weights.contents import RUN_ID, make_manifest, median_and_spread
 from benchmarks.weights.link import ShapedLink, link_to
 from penstock.clients.weights import WeightsClient
 from penstock.downloads.downloader import Download, Downloader
-from penstock.network.rpc import Server, Service
+from penstock.network.rpc import Server, service_of
 from penstock.security import NO_SECURITY
 from penstock.transfer.relay import Relay
-from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.v1 import weights_pb2
 from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.publisher import serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 
 NUM_RECEIVERS = 3
 CUT_TIMEOUT_S = 60.0
@@ -58,8 +58,7 @@ class _Site:
 async def _site(folder: Path, *, bytes_per_second: float, delay_s: float) -> AsyncIterator[_Site]:
     store = WeightStore()
     store.reset(RUN_ID)
-    add = weights_pb2_grpc.add_WeightStoreServiceServicer_to_server
-    service = Service(name=SERVICE_NAME, add=add, servicer=WeightStoreService(store))
+    service = service_of(WeightStoreService(store))
     server = Server(listen="127.0.0.1:0", services=[service])
     async with (
         serving_weights(store, listen="127.0.0.1:0", security=NO_SECURITY) as url,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -90,6 +91,13 @@ class Service:
     name: str
     add: Callable[[Any, grpc.aio.Server], None]
     servicer: object
+
+
+def service_of(servicer: object) -> Service:
+    """The service of the generated class that a servicer is derived from."""
+    base = next(each for each in type(servicer).__mro__ if each.__module__.endswith("_pb2_grpc"))
+    add = getattr(sys.modules[base.__module__], f"add_{base.__name__}_to_server")
+    return Service(name=f"penstock.v1.{base.__name__.removesuffix('Servicer')}", add=add, servicer=servicer)
 
 
 class Server:

@@ -12,7 +12,7 @@ import uvloop
 
 from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError
-from penstock.network.rpc import Server, Service, run_until_stopped
+from penstock.network.rpc import Server, Service, run_until_stopped, service_of
 from penstock.process.log_setup import configure_logging
 from penstock.process.logger import get_logger
 from penstock.rewards.function import RewardFunction
@@ -24,7 +24,6 @@ from penstock.security.bearer_tokens import check_token
 from penstock.security.credentials import JUDGES
 from penstock.v1 import reward_pb2, reward_pb2_grpc
 
-SERVICE_NAME = "penstock.v1.RewardService"
 DEFAULT_LISTEN = "127.0.0.1:7310"
 DEFAULT_TIMEOUT_S = 60.0
 MAX_CONCURRENT_CALLS = 64
@@ -62,11 +61,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
 def reward_service(model: RewardModel) -> Service:
     """RewardService over `model`, to be given to a Server."""
-    return Service(
-        name=SERVICE_NAME,
-        add=reward_pb2_grpc.add_RewardServiceServicer_to_server,
-        servicer=RewardServicer(model),
-    )
+    return service_of(RewardServicer(model))
 
 
 async def serve_async(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_LISTEN) -> None:

@@ -12,7 +12,6 @@ from penstock.network import rpc
 from penstock.network.metrics_server import serve_metrics
 from penstock.process import malloc
 from penstock.security import NO_SECURITY, Security
-from penstock.v1 import broker_pb2_grpc
 from services.broker.config import BrokerConfig
 from services.broker.records.store import Store
 from services.broker.runtime.forecasts import Forecaster
@@ -22,8 +21,6 @@ from services.broker.runtime.retention import Retention
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.service import BrokerService
 from services.broker.storage.stores import StoreSettings, store_kind
-
-SERVICE_NAME = "penstock.v1.BrokerService"
 
 _log = structlog.get_logger()
 
@@ -64,11 +61,7 @@ def make_run_registry(
 
 def make_server(run_registry: RunRegistry, *, listen: str, security: Security) -> rpc.Server:
     """A gRPC server of that core."""
-    service = rpc.Service(
-        name=SERVICE_NAME,
-        add=broker_pb2_grpc.add_BrokerServiceServicer_to_server,
-        servicer=BrokerService(run_registry),
-    )
+    service = rpc.service_of(BrokerService(run_registry))
     # Healthy once the caretaker has seen the store.
     return rpc.Server(listen=listen, services=[service], security=security, serves_at_once=False)
 

@@ -21,12 +21,11 @@ from urllib.parse import urlsplit
 from penstock.config import ConfigError
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
-from penstock.network.rpc import Server, Service, run_until_stopped
+from penstock.network.rpc import Server, run_until_stopped, service_of
 from penstock.secret import read_secret
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.security.session_keys import SECRET_VARIABLE
-from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import load_text_decoder
 from services.generator.generator import Generator
@@ -36,8 +35,6 @@ from services.generator.service import GeneratorServicer
 
 if TYPE_CHECKING:
     from services.generator.openai.server import OpenAIEndpoint
-
-SERVICE_NAME = generator_pb2.DESCRIPTOR.services_by_name["GeneratorService"].full_name
 
 
 async def serve(config: GeneratorConfig) -> None:
@@ -110,11 +107,7 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     generator = Generator(config, engine=engine, text=text, metrics=metrics, security=security)
-    service = Service(
-        name=SERVICE_NAME,
-        add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
-        servicer=GeneratorServicer(generator),
-    )
+    service = service_of(GeneratorServicer(generator))
     server = Server(listen=config.listen, services=[service], security=security, public_hosts=_relay_hosts(config))
     generator.warn_of(lambda: "; ".join(server.certificate_problems))
     return _Member(

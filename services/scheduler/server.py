@@ -9,9 +9,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from penstock.clock import Clock, SystemClock
 from penstock.network.metrics_server import serve_metrics
-from penstock.network.rpc import Server, Service, run_until_stopped
+from penstock.network.rpc import Server, run_until_stopped, service_of
 from penstock.security import Security
-from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.lengths.learner import Learner
@@ -21,8 +20,6 @@ from services.scheduler.lengths.ridge import RidgeLearner
 from services.scheduler.lengths.state_files import StateFiles
 from services.scheduler.lengths.transformer import TransformerLearner
 from services.scheduler.service import SchedulerServicer
-
-SERVICE_NAME = "penstock.v1.SchedulerService"
 
 _log = structlog.get_logger()
 
@@ -42,11 +39,6 @@ def make_forecaster(config: LengthsConfig, *, clock: Clock, registry: CollectorR
     )
 
 
-def make_service(servicer: SchedulerServicer) -> Service:
-    """The gRPC service."""
-    return Service(name=SERVICE_NAME, add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer=servicer)
-
-
 async def serve(config: SchedulerConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortUnavailableError, ConfigError."""
     security = Security.from_environment(insecure=config.insecure)
@@ -59,7 +51,7 @@ async def serve(config: SchedulerConfig) -> None:
         lengths=lengths,
         cost_model=config.cost_model,
     )
-    server = Server(listen=config.listen, services=[make_service(servicer)], security=security)
+    server = Server(listen=config.listen, services=[service_of(servicer)], security=security)
     servicer.stopping = server.stopping
     try:
         await run_until_stopped(

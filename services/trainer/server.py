@@ -10,22 +10,20 @@ from urllib.parse import urlsplit
 from penstock.network.http_server import public_url
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
-from penstock.network.rpc import Server, Service, run_until_stopped
+from penstock.network.rpc import Server, run_until_stopped, service_of
 from penstock.process.grace_periods import CHECKPOINT_S
 from penstock.security import Security
 from penstock.security.addresses import OwnAddresses
-from penstock.v1 import trainer_pb2_grpc, weights_pb2_grpc
 from services.trainer.config import TrainerConfig, TrainingConfig
 from services.trainer.distributed.launch import Place, TorchrunRuns, check_size, check_trust, stay_on_loopback
 from services.trainer.folders.allowed_roots import Roots
 from services.trainer.folders.kept_run import KeptRun, kept_path
 from services.trainer.publishing.broadcast_server import broadcasting
 from services.trainer.publishing.publisher import serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME as WEIGHTS_SERVICE_NAME
 from services.trainer.publishing.version_store import TRUSTED_SETTING, WeightStore, WeightStoreService
 from services.trainer.run.context import Policy, RunSpec
 from services.trainer.run.training_run import TrainingRun
-from services.trainer.service import SERVICE_NAME, TrainerService
+from services.trainer.service import TrainerService
 
 
 async def serve(config: TrainerConfig) -> None:
@@ -109,16 +107,8 @@ async def _serve_grpc(
     server = Server(
         listen=config.listen,
         services=[
-            Service(
-                name=SERVICE_NAME,
-                add=trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-                servicer=trainer,
-            ),
-            Service(
-                name=WEIGHTS_SERVICE_NAME,
-                add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-                servicer=weights,
-            ),
+            service_of(trainer),
+            service_of(weights),
         ],
         security=security,
         public_hosts=[urlsplit(weights_url).hostname or ""] if config.weights_url is not None else [],

@@ -26,7 +26,6 @@ from services.trainer.folders.run_instance import read_instance
 from services.trainer.run.context import RunSpec
 from services.trainer.run.training_run import TrainingRun
 
-SERVICE_NAME = "penstock.v1.TrainerService"
 MAX_CONFIG_BYTES = 1024 * 1024
 _RUN_FILES = ("metrics.jsonl", "checkpoints", "summary.json")
 

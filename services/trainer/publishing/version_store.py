@@ -38,7 +38,6 @@ from services.trainer.publishing.deltas import Published, PublishedDeltas
 from services.trainer.publishing.relay_tree import SiteRelays
 from services.trainer.publishing.source_failures import SourceFailures
 
-SERVICE_NAME = "penstock.v1.WeightStoreService"
 MAX_KEPT_VERSIONS = 3
 MAX_KNOWN_DIGESTS = 256
 MAX_HOLDINGS = 4096

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from penstock.clients.broker import BrokerClient
 from penstock.clients.inventory import this_machine
 from penstock.clock import ManualClock, SystemClock
-from penstock.network.rpc import call
+from penstock.network.rpc import call, service_of
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc, trainer_pb2, types_pb2
 from penstock.wire.timestamps import timestamp
@@ -21,7 +21,7 @@ from services.broker.storage.memory_store import MemoryStore
 from services.generator.decoding.busy_time import BusyTracker
 from services.scheduler.config import LengthsConfig
 from services.scheduler.replanning.replanner import GRACE_INTERVALS
-from services.scheduler.server import make_forecaster, make_service
+from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.run.monitor import RunMonitor
@@ -52,7 +52,7 @@ async def test_a_machine_counts_as_gone_after_missed_reports_and_not_after_a_jum
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
     servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=5.0, lengths=lengths)
 
-    async with channel_to(make_service(servicer)) as channel:
+    async with channel_to(service_of(servicer)) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
         async def seen():

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from console.inspect.status import status_command
-from penstock.network.rpc import Service
-from penstock.rewards.serving import SERVICE_NAME
+from penstock.network.rpc import Service, service_of
 from penstock.v1 import broker_pb2, reward_pb2, reward_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_array
 from services.broker.storage.memory_store import MemoryStore
@@ -41,7 +40,7 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
         self.seen: dict[str, str] = {}
 
     def service(self) -> Service:
-        return Service(name=SERVICE_NAME, add=reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer=self)
+        return service_of(self)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: object) -> reward_pb2.ScoreResponse:
         self.seen |= {item.key.group_id: item.completion_text for item in request.items}

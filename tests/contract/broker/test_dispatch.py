@@ -67,11 +67,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 async def scheduling() -> AsyncIterator[tuple[Scheduler, str]]:
     """A scheduler and its address."""
     scheduler = Scheduler()
-    service = rpc.Service(
-        name="penstock.v1.SchedulerService",
-        add=scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
-        servicer=scheduler,
-    )
+    service = rpc.service_of(scheduler)
     server = rpc.Server(listen="127.0.0.1:0", services=[service])
     port = await server.start()
     try:

@@ -18,7 +18,7 @@ from services.broker.runtime import length_reports
 from services.broker.runtime.length_reports import LengthReporter
 from services.broker.storage.memory_store import MemoryStore
 from services.scheduler.config import LengthsConfig
-from services.scheduler.server import make_forecaster, make_service
+from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
 from tests.helpers.brokers.broker import RUN, Generator, chunk, eventually, prompt, serving
 
@@ -51,7 +51,7 @@ class Listener(scheduler_pb2_grpc.SchedulerServiceServicer):
 @asynccontextmanager
 async def listening(servicer: scheduler_pb2_grpc.SchedulerServiceServicer) -> AsyncIterator[str]:
     """The address of a scheduler."""
-    server = rpc.Server(listen="127.0.0.1:0", services=[make_service(servicer)])
+    server = rpc.Server(listen="127.0.0.1:0", services=[rpc.service_of(servicer)])
     port = await server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry
 from console.node.config import NodeConfig
 from console.node.node import NodeAgent
 from penstock.clock import SystemClock
-from penstock.network.rpc import Service
+from penstock.network.rpc import Service, service_of
 from penstock.security import NO_SECURITY, Security
 from services.scheduler.config import LengthsConfig
-from services.scheduler.server import make_forecaster, make_service
+from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
 from tests.helpers.console import COMMAND, environment
 from tests.helpers.serving import serving
@@ -27,7 +27,7 @@ from tests.helpers.waiting import until
 def _scheduler() -> Service:
     clock = SystemClock()
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
-    return make_service(SchedulerServicer(clock=clock, heartbeat_interval_s=1.0, lengths=lengths))
+    return service_of(SchedulerServicer(clock=clock, heartbeat_interval_s=1.0, lengths=lengths))
 
 
 def _document(folder: Path, scheduler: str) -> dict[str, object]:

@@ -20,7 +20,6 @@ from penstock.network.rpc import call, wait_until_serving
 from penstock.security import Security
 from penstock.v1 import broker_pb2, generator_pb2, types_pb2
 from services.generator.engine.engine import FinishReason
-from services.generator.server import SERVICE_NAME
 from tests.helpers.brokers.scripted_generation import prompt
 from tests.helpers.generators.generator_bench import Bench, emulated
 from tests.helpers.generators.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
@@ -396,4 +395,4 @@ async def test_while_the_engine_is_built_the_state_says_so_and_control_is_refuse
             await call(bench.stub.PullWeights, generator_pb2.PullWeightsRequest(), peer="generator")
         built.set()
         await until(lambda: bench.generator.view().state == generator_pb2.GENERATOR_STATE_SERVING)
-        assert await wait_until_serving(bench.target, service=SERVICE_NAME, timeout_s=5)
+        assert await wait_until_serving(bench.target, service="penstock.v1.GeneratorService", timeout_s=5)

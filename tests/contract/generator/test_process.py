@@ -12,7 +12,6 @@ import pytest
 
 from penstock.network.rpc import call, open_channel, wait_until_serving
 from penstock.v1 import generator_pb2, generator_pb2_grpc
-from services.generator.server import SERVICE_NAME
 
 SERVE = """
 import json, sys, uvloop
@@ -57,7 +56,7 @@ async def test_it_reports_healthy_without_broker_or_trainer_and_ends_on_a_signal
     port = free_port()
     process = await start(SERVE, settings(tmp_path, port))
     try:
-        assert await wait_until_serving(f"127.0.0.1:{port}", service=SERVICE_NAME, timeout_s=45)
+        assert await wait_until_serving(f"127.0.0.1:{port}", service="penstock.v1.GeneratorService", timeout_s=45)
         process.send_signal(number)
         async with asyncio.timeout(10):
             _, errors = await process.communicate()
@@ -106,7 +105,7 @@ async def test_a_process_may_hold_several_emulated_generators_each_with_its_own_
     try:
         for number in range(2):
             target = f"127.0.0.1:{port + number}"
-            assert await wait_until_serving(target, service=SERVICE_NAME, timeout_s=45)
+            assert await wait_until_serving(target, service="penstock.v1.GeneratorService", timeout_s=45)
             async with open_channel(target) as channel:
                 stub = generator_pb2_grpc.GeneratorServiceStub(channel)
                 view = await call(stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")

@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from penstock.network.rpc import Service
+from penstock.network.rpc import service_of
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_model
 from tests.helpers.serving import serving
@@ -30,8 +30,7 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ScoreResponse(scores=[score])
 
     def service(self):
-        add = reward_pb2_grpc.add_RewardServiceServicer_to_server
-        return Service(name="penstock.v1.RewardService", add=add, servicer=self)
+        return service_of(self)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidFieldError
-from penstock.network.rpc import Service, call, open_channel, wait_until_serving
+from penstock.network.rpc import call, open_channel, service_of, wait_until_serving
 from penstock.rewards.check import SERVICE_NAME, CheckStatus, check_server, conforms
 from penstock.rewards.serving import reward_service
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
@@ -42,11 +42,7 @@ class Foreign(reward_pb2_grpc.RewardServiceServicer):
 
 
 def foreign(answer, **options):
-    return Service(
-        name=SERVICE_NAME,
-        add=reward_pb2_grpc.add_RewardServiceServicer_to_server,
-        servicer=Foreign(answer, **options),
-    )
+    return service_of(Foreign(answer, **options))
 
 
 def lengths(items):

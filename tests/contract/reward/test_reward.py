@@ -11,10 +11,11 @@ import pytest
 from penstock.clients.scoring import ScoringSession
 from penstock.errors import BadTokenError, InternalError, InvalidFieldError
 from penstock.network.connection import Connection
-from penstock.network.rpc import Server, Service, call, open_channel, wait_until_serving
+from penstock.network.rpc import Server, call, open_channel, service_of, wait_until_serving
 from penstock.rewards import ModelAwayError, RewardResult, reward
+from penstock.rewards.check import SERVICE_NAME
 from penstock.rewards.local import LocalModel
-from penstock.rewards.serving import SERVICE_NAME, reward_service
+from penstock.rewards.serving import reward_service
 from penstock.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from services.reward.config import RewardConfig, RewardModelConfig
@@ -80,7 +81,7 @@ class Scripted(reward_pb2_grpc.RewardServiceServicer):
         self.requests = []
 
     def service(self):
-        return Service(name=SERVICE_NAME, add=reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer=self)
+        return service_of(self)
 
     async def Score(self, request, context):
         self.requests.append(request)

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import DeadlineError, InvalidFieldError, PenstockError, ServiceUnavailableError
 from penstock.network.failover import FailoverChannel
-from penstock.network.rpc import Server, Service, call, call_with_retry, open_channel
+from penstock.network.rpc import Server, Service, call, call_with_retry, open_channel, service_of
 from penstock.security import Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from tests.helpers.serving import serving
@@ -31,9 +31,7 @@ class Named(broker_pb2_grpc.BrokerServiceServicer):
 
     @property
     def service(self) -> Service:
-        return Service(
-            name="penstock.v1.BrokerService", add=broker_pb2_grpc.add_BrokerServiceServicer_to_server, servicer=self
-        )
+        return service_of(self)
 
     async def ListRuns(self, request: Any, context: Any) -> broker_pb2.ListRunsResponse:
         self.num_calls += 1

@@ -12,11 +12,11 @@ from penstock.network.rpc import (
     MAX_MESSAGE_BYTES,
     PortUnavailableError,
     Server,
-    Service,
     call,
     call_with_retry,
     open_channel,
     run_until_stopped,
+    service_of,
     wait_until_serving,
 )
 from penstock.security import Security
@@ -46,7 +46,7 @@ class Scripted(reward_pb2_grpc.RewardServiceServicer):
 
 
 def service(*script):
-    return Service(name=NAME, add=reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer=Scripted(*script))
+    return service_of(Scripted(*script))
 
 
 def score(channel):

@@ -16,7 +16,7 @@ from console.view.forecast_quality import fetch_lengths, length_lines, lengths_t
 from penstock.clients.inventory import report_node, this_machine
 from penstock.clock import ManualClock
 from penstock.errors import InvalidFieldError, PenstockError, QueueFullError, UnknownRunError
-from penstock.network.rpc import call, open_channel, wait_until_serving
+from penstock.network.rpc import call, open_channel, service_of, wait_until_serving
 from penstock.security import NO_SECURITY
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
@@ -26,7 +26,7 @@ from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
 from services.scheduler.cost_model.reference import RM1, CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.replanning.replanner import document_of
-from services.scheduler.server import SERVICE_NAME, make_forecaster, make_service
+from services.scheduler.server import make_forecaster
 from services.scheduler.service import MAX_QUERIES, SchedulerServicer
 from services.scheduler.solvers.registry import SOLVERS
 from tests.helpers.plans.problems import INSTANCES, document, problem
@@ -36,7 +36,7 @@ from tests.helpers.serving import channel_to, serving
 def scheduler(interval_s=5.0, cost_model=RM1):
     clock = ManualClock()
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
-    return make_service(
+    return service_of(
         SchedulerServicer(clock=clock, heartbeat_interval_s=interval_s, lengths=lengths, cost_model=cost_model)
     )
 
@@ -224,7 +224,7 @@ async def test_a_node_registers_again_with_a_scheduler_that_forgot_it():
         reporting = asyncio.create_task(
             report_node(target, this_machine(node_id="n"), measure=lambda: [measured], security=NO_SECURITY)
         )
-        assert await wait_until_serving(target, service=SERVICE_NAME, timeout_s=5)
+        assert await wait_until_serving(target, service="penstock.v1.SchedulerService", timeout_s=5)
         async with open_channel(target) as channel:
             await _until_listed(channel, "n")
             await ask(channel, "ReportNode", pb.ReportNodeRequest(node_id="n", is_leaving=True))

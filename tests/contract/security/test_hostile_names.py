@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from penstock.clock import ManualClock
 from penstock.errors import PenstockError, from_rpc_error
+from penstock.network.rpc import service_of
 from penstock.v1 import broker_pb2, scheduler_pb2, trainer_pb2
 from services.broker.storage.memory_store import MemoryStore
 from services.scheduler.config import LengthsConfig
-from services.scheduler.server import make_forecaster, make_service
+from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
 from services.trainer.folders.allowed_roots import Roots
 from services.trainer.folders.kept_run import Kept, KeptRun
@@ -80,7 +81,7 @@ async def test_the_broker_takes_no_run_id_that_is_not_one_plain_name(method: Met
 async def test_the_scheduler_takes_no_run_id_that_is_not_one_plain_name(method: MethodDescriptor) -> None:
     lengths = make_forecaster(LengthsConfig(), clock=ManualClock(), registry=CollectorRegistry())
     scheduler = SchedulerServicer(clock=ManualClock(), heartbeat_interval_s=5.0, lengths=lengths)
-    async with channel_to(make_service(scheduler)) as channel:
+    async with channel_to(service_of(scheduler)) as channel:
         for run_id in NO_RUN_IDS:
             error = await refusal(channel, method, request_for(method, run_id))
             expected = "UNKNOWN_RUN" if method.name in LOOK_UPS else "INVALID_FIELD"

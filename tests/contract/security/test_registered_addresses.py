@@ -11,12 +11,12 @@ import structlog
 
 from penstock.clients.weights import WeightsClient
 from penstock.errors import PenstockError, from_rpc_error
-from penstock.network.rpc import Service, open_channel
+from penstock.network.rpc import open_channel, service_of
 from penstock.security import NO_SECURITY
 from penstock.security.addresses import OwnAddresses
 from penstock.v1 import broker_pb2, weights_pb2, weights_pb2_grpc
 from services.broker.storage.memory_store import MemoryStore
-from services.trainer.publishing.version_store import SERVICE_NAME, TRUSTED_SETTING, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import TRUSTED_SETTING, WeightStore, WeightStoreService
 from tests.helpers.brokers.broker import RUN
 from tests.helpers.brokers.broker import serving as serving_broker
 from tests.helpers.certificates import issue, make_authority
@@ -29,11 +29,7 @@ CONTENT = "c" * 64
 async def weight_store(*, security=NO_SECURITY, trusted=()) -> AsyncIterator[str]:
     store = WeightStore()
     store.reset("r")
-    service = Service(
-        name=SERVICE_NAME,
-        add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-        servicer=WeightStoreService(store, own_addresses=OwnAddresses(trusted, setting=TRUSTED_SETTING)),
-    )
+    service = service_of(WeightStoreService(store, own_addresses=OwnAddresses(trusted, setting=TRUSTED_SETTING)))
     async with serving(service, security=security) as (_, target):
         yield target
 

@@ -19,7 +19,7 @@ from console.run.preflight import reward_problems
 from console.serve.rewards import check_reward
 from console.trajectories.rescore_recording import rescore_command
 from penstock.config import ConfigError
-from penstock.network.rpc import Service
+from penstock.network.rpc import service_of
 from penstock.rewards.serving import serve_async
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
@@ -191,9 +191,8 @@ async def test_who_is_refused_by_a_judge_learns_which_credentials_it_showed(worl
     export(monkeypatch, "PENSTOCK", world.cluster)
     export(monkeypatch, JUDGES, issue(world.theirs, name="customer", token="wrong"))
     server = issue(world.theirs, name="judge", token="right")
-    served = reward_pb2_grpc.add_RewardServiceServicer_to_server
 
-    async with serving(Service(name="penstock.v1.RewardService", add=served, servicer=Judge()), security=server) as (
+    async with serving(service_of(Judge()), security=server) as (
         _,
         target,
     ):

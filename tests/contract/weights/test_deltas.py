@@ -17,7 +17,7 @@ from penstock.downloads.downloader import Downloader
 from penstock.downloads.file_check import is_laid_out_alike
 from penstock.errors import InvalidFieldError
 from penstock.model.digests import manifest_digest, safetensors_digests
-from penstock.network.rpc import Service
+from penstock.network.rpc import service_of
 from penstock.security import NO_SECURITY
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.generator.metrics import GeneratorMetrics
@@ -26,7 +26,7 @@ from services.generator.weights.file_cache import Fetched, Way, WeightFetcher
 from services.trainer.publishing import publisher
 from services.trainer.publishing.deltas import MAX_KEPT_DELTAS
 from services.trainer.publishing.publisher import WeightPublisher, serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from tests.helpers.serving import serving
 from tests.helpers.weights.sites import Receiver
 
@@ -53,11 +53,7 @@ class Site:
 
     async def start(self, stack: AsyncExitStack) -> None:
         url = await stack.enter_async_context(serving_weights(self.store, listen="127.0.0.1:0", security=NO_SECURITY))
-        service = Service(
-            name=SERVICE_NAME,
-            add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-            servicer=WeightStoreService(self.store),
-        )
+        service = service_of(WeightStoreService(self.store))
         _, self.target = await stack.enter_async_context(serving(service))
         self.publisher = WeightPublisher(
             store=self.store, run_id="r", directory=self.published, base_url=url, clock=SystemClock()

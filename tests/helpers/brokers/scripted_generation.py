@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.errors import ServiceUnavailableError, UnknownRunError
-from penstock.network.rpc import Service
+from penstock.network.rpc import Service, service_of
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import decode_versions, float32_array, int32_array, int32_bytes
 
@@ -69,11 +69,7 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         self._revocations: asyncio.Queue[str] = asyncio.Queue()
 
     def service(self) -> Service:
-        return Service(
-            name="penstock.v1.BrokerService",
-            add=broker_pb2_grpc.add_BrokerServiceServicer_to_server,
-            servicer=self,
-        )
+        return service_of(self)
 
     def submit(self, prompt: types_pb2.Prompt, *, prefix=()) -> list[Sample]:
         """Queue all samples of a prompt."""

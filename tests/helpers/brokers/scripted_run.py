@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from penstock.errors import InvalidFieldError, UnknownRunError
-from penstock.network.rpc import Service
+from penstock.network.rpc import Service, service_of
 from penstock.v1 import broker_pb2, broker_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tests.helpers.brokers.trajectories import group
 
@@ -30,11 +30,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
     @property
     def service(self) -> Service:
-        return Service(
-            name="penstock.v1.TrainerService",
-            add=trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-            servicer=self,
-        )
+        return service_of(self)
 
     def forget(self) -> None:
         """Be a new process that knows nothing of the run."""
@@ -120,9 +116,7 @@ class ScriptedRunBroker(broker_pb2_grpc.BrokerServiceServicer):
 
     @property
     def service(self) -> Service:
-        return Service(
-            name="penstock.v1.BrokerService", add=broker_pb2_grpc.add_BrokerServiceServicer_to_server, servicer=self
-        )
+        return service_of(self)
 
     async def GetRun(self, request: broker_pb2.GetRunRequest, context: Any) -> broker_pb2.GetRunResponse:
         run = broker_pb2.GetRunResponse(run_id=request.run_id, policy_version=2, audit=self.audit)

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 
 from penstock.errors import ServiceUnavailableError, UnknownRunError
-from penstock.network.rpc import Service
+from penstock.network.rpc import Service, service_of
 from penstock.v1 import broker_pb2, broker_pb2_grpc, reward_pb2, types_pb2
 
 
@@ -44,11 +44,7 @@ class ScriptedBroker(broker_pb2_grpc.BrokerServiceServicer):
         self._given = 0
 
     def service(self) -> Service:
-        return Service(
-            name="penstock.v1.BrokerService",
-            add=broker_pb2_grpc.add_BrokerServiceServicer_to_server,
-            servicer=self,
-        )
+        return service_of(self)
 
     async def StreamScoring(self, request_iterator, context):
         if not self.is_known:

@@ -14,7 +14,7 @@ from penstock.errors import (
     UnknownRunError,
     VersionConflictError,
 )
-from penstock.network.rpc import Service
+from penstock.network.rpc import Service, service_of
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
 
@@ -66,9 +66,7 @@ class ScriptedTrainingBroker(broker_pb2_grpc.BrokerServiceServicer):
         """Forget that many acknowledgements before they take effect, and refuse the next with VERSION_CONFLICT."""
 
     def service(self) -> Service:
-        return Service(
-            name="penstock.v1.BrokerService", add=broker_pb2_grpc.add_BrokerServiceServicer_to_server, servicer=self
-        )
+        return service_of(self)
 
     async def OpenRun(self, request, context):
         existed = bool(self.opened)

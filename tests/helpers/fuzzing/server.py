@@ -11,12 +11,11 @@ import sys
 from prometheus_client import CollectorRegistry
 
 from penstock.clock import SystemClock
-from penstock.network.rpc import Server, Service, open_channel
+from penstock.network.rpc import Server, open_channel, service_of
 from penstock.process.log_setup import configure_logging
 from penstock.security import NO_SECURITY, Security
 from penstock.security.roles import Role, role_name
 from penstock.v1 import broker_pb2_grpc
-from services.broker.server import SERVICE_NAME as BROKER_NAME
 from services.broker.server import make_run_registry
 from services.broker.service import BrokerService
 from services.broker.storage.memory_store import MemoryStore
@@ -35,9 +34,7 @@ async def main() -> None:
     run_registry = make_run_registry(
         MemoryStore(), registry=CollectorRegistry(), clock=SystemClock(), scheduler=None, security=NO_SECURITY
     )
-    broker = Service(
-        name=BROKER_NAME, add=broker_pb2_grpc.add_BrokerServiceServicer_to_server, servicer=BrokerService(run_registry)
-    )
+    broker = service_of(BrokerService(run_registry))
     server = Server(listen="127.0.0.1:0", services=[broker, *make_services()], security=SECURITY)
     port = await server.start()
     care = asyncio.create_task(run_registry.care(server.set_serving))

@@ -12,30 +12,24 @@ from prometheus_client import CollectorRegistry
 from penstock.clients.inventory import this_machine
 from penstock.clock import ManualClock
 from penstock.errors import InvalidFieldError
-from penstock.network.rpc import Service
+from penstock.network.rpc import Service, service_of
 from penstock.rewards.serving import reward_service
 from penstock.v1 import (
     broker_pb2,
     generator_pb2,
-    generator_pb2_grpc,
     reward_pb2,
     scheduler_pb2,
     trainer_pb2,
-    trainer_pb2_grpc,
     types_pb2,
     weights_pb2,
-    weights_pb2_grpc,
 )
 from services.generator.engine.engine import UpdateMode
-from services.generator.server import SERVICE_NAME as GENERATOR_NAME
 from services.generator.service import GeneratorServicer
 from services.reward.models.build import build_model
 from services.scheduler.config import LengthsConfig
-from services.scheduler.server import make_forecaster, make_service
+from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
-from services.trainer.publishing.version_store import SERVICE_NAME as WEIGHTS_NAME
 from services.trainer.publishing.version_store import WeightStore, WeightStoreService
-from services.trainer.service import SERVICE_NAME as TRAINER_NAME
 from services.trainer.service import TrainerService
 from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
 from tests.helpers.brokers.trajectories import groups
@@ -131,14 +125,10 @@ def make_services() -> list[Service]:
     scheduler = SchedulerServicer(clock=ManualClock(), heartbeat_interval_s=5.0, lengths=lengths)
     return [
         reward_service(build_model("exact_match")),
-        make_service(scheduler),
-        Service(name=TRAINER_NAME, add=trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer=trainer),
-        Service(name=WEIGHTS_NAME, add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server, servicer=weights),
-        Service(
-            name=GENERATOR_NAME,
-            add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
-            servicer=GeneratorServicer(StillGenerator()),
-        ),
+        service_of(scheduler),
+        service_of(trainer),
+        service_of(weights),
+        service_of(GeneratorServicer(StillGenerator())),
     ]
 
 

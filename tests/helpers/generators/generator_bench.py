@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from penstock.network.rpc import Service, call, open_channel
+from penstock.network.rpc import call, open_channel, service_of
 from penstock.security import NO_SECURITY
 from penstock.v1 import generator_pb2, generator_pb2_grpc
 from services.generator.config import GeneratorConfig
@@ -16,7 +16,6 @@ from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
-from services.generator.server import SERVICE_NAME
 from services.generator.service import GeneratorServicer
 from tests.helpers.brokers.scripted_generation import ScriptedGenerationBroker
 from tests.helpers.generators.emulated_spec import emulated_spec
@@ -73,11 +72,7 @@ class Bench:
 
     @asynccontextmanager
     async def _serving(self, generator):
-        service = Service(
-            name=SERVICE_NAME,
-            add=generator_pb2_grpc.add_GeneratorServiceServicer_to_server,
-            servicer=GeneratorServicer(generator),
-        )
+        service = service_of(GeneratorServicer(generator))
 
         async def ready():
             pass

@@ -7,14 +7,14 @@ from unittest.mock import patch
 from prometheus_client import CollectorRegistry
 
 from penstock.clock import ManualClock
-from penstock.network.rpc import call
+from penstock.network.rpc import call, service_of
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
 from services.scheduler.cost_model.reference import RM1
 from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS
-from services.scheduler.server import make_forecaster, make_service
+from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
 from tests.helpers.plans.problems import document
 from tests.helpers.serving import channel_to
@@ -58,7 +58,7 @@ async def planned_fleet(*, registered, cost_model=RM1):
     # On a busy machine a search that ends by itself must not be cut short: what it finds would differ.
     patient = patch.object(scheduler_service, "REVISE_BUDGET_S", 60.0)
     with patient, patch.object(scheduler_service, "DEFAULT_BUDGET_S", 60.0):
-        async with channel_to(make_service(servicer)) as channel:
+        async with channel_to(service_of(servicer)) as channel:
             fleet = Fleet(channel, servicer, clock)
             for name in registered:
                 await fleet.join(name, KINDS[name])

@@ -11,19 +11,18 @@ from pathlib import Path
 import grpc
 
 from penstock.clock import Clock
-from penstock.network.rpc import Server, Service, open_channel
+from penstock.network.rpc import Server, open_channel, service_of
 from penstock.security import NO_SECURITY
 from penstock.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2_grpc
 from services.trainer.config import TrainingConfig
 from services.trainer.folders.allowed_roots import Roots
 from services.trainer.folders.kept_run import KeptRun
 from services.trainer.publishing.publisher import serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME as WEIGHTS_SERVICE_NAME
 from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from services.trainer.run.context import Policy, RunSpec
 from services.trainer.run.policy_loading import load_policy
 from services.trainer.run.training_run import TrainingRun
-from services.trainer.service import SERVICE_NAME, TrainerService
+from services.trainer.service import TrainerService
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +73,8 @@ async def running_trainer(
         server = Server(
             listen="127.0.0.1:0",
             services=[
-                Service(name=SERVICE_NAME, add=trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer=service),
-                Service(
-                    name=WEIGHTS_SERVICE_NAME,
-                    add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-                    servicer=weights,
-                ),
+                service_of(service),
+                service_of(weights),
             ],
         )
         service.stopping = weights.stopping = server.stopping

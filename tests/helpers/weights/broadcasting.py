@@ -16,14 +16,14 @@ from penstock.collective.broadcast_backend import Transport
 from penstock.downloads.broadcast_receiver import BroadcastReceiver
 from penstock.downloads.downloader import Download, Downloader
 from penstock.errors import PenstockError
-from penstock.network.rpc import Service
+from penstock.network.rpc import service_of
 from penstock.security import NO_SECURITY
 from penstock.transfer.sources import SourceKind
-from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.v1 import weights_pb2
 from services.trainer.publishing.broadcasts import Broadcasts, BroadcastSettings
 from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.publisher import serving_weights
-from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from tests.helpers.serving import serving
 from tests.helpers.weights.scripted_weight_store import make_manifest
 
@@ -121,11 +121,7 @@ async def broadcasting(folder: Path, *, gather_s: float = 5.0, stall_s: float = 
         listener=socket.create_server(("127.0.0.1", 0)),
         find_content=store.find_content,
     )
-    service = Service(
-        name=SERVICE_NAME,
-        add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-        servicer=WeightStoreService(store, broadcasts=broadcasts),
-    )
+    service = service_of(WeightStoreService(store, broadcasts=broadcasts))
     async with (
         serving_weights(store, listen="127.0.0.1:0", security=NO_SECURITY) as url,
         serving(service) as (_, target),

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from penstock.errors import DigestMismatchError, UnknownVersionError
 from penstock.model.digests import manifest_digest, safetensors_digests
-from penstock.network.rpc import Service
+from penstock.network.rpc import Service, service_of
 from penstock.transfer.chunks import chunks_of
 from penstock.v1 import broker_pb2, weights_pb2, weights_pb2_grpc
 
@@ -72,11 +72,7 @@ class ScriptedWeightStore(weights_pb2_grpc.WeightStoreServiceServicer):
         self._changed = asyncio.Condition()
 
     def service(self) -> Service:
-        return Service(
-            name="penstock.v1.WeightStoreService",
-            add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server,
-            servicer=self,
-        )
+        return service_of(self)
 
     async def publish(
         self,

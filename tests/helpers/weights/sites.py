@@ -12,14 +12,14 @@ from safetensors.numpy import save_file
 from benchmarks.weights.link import ShapedLink, link_to
 from penstock.clients.weights import WeightsClient
 from penstock.downloads.downloader import Download, Downloader
-from penstock.network.rpc import Service
+from penstock.network.rpc import service_of
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer.relay import Relay
-from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.v1 import weights_pb2
 from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.publisher import serving_weights
 from services.trainer.publishing.source_failures import SourceFailures
-from services.trainer.publishing.version_store import SERVICE_NAME, WeightStore, WeightStoreService
+from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from tests.helpers.serving import serving
 from tests.helpers.weights.scripted_weight_store import make_manifest
 
@@ -102,9 +102,7 @@ async def site(
     store = WeightStore()
     store.reset("r")
     servicer = WeightStoreService(store)
-    service = Service(
-        name=SERVICE_NAME, add=weights_pb2_grpc.add_WeightStoreServiceServicer_to_server, servicer=servicer
-    )
+    service = service_of(servicer)
     async with (
         serving_weights(
             store, listen="127.0.0.1:0", security=security, max_bytes_per_second=origin_bytes_per_second
