@@ -177,9 +177,9 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request: broker_pb2.DropGroupsRequest, context: _Context
     ) -> broker_pb2.DropGroupsResponse:
         """Drop groups; see `drops`."""
+        replica = self._replica(request.run_id)
         check_reason(request.reason)
         check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
-        replica = self._replica(request.run_id)
 
         def operation(state: RunState) -> int:
             _admit_trainer(state, request, replica.clock.now_s())
