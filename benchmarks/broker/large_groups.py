@@ -108,15 +108,11 @@ async def put_group(ready: Ready, *, address: str, num_samples: int, num_tokens:
 async def take_group(ready: Ready, *, address: str, num_samples: int, num_tokens: int) -> Result:
     """A worker's role: pull the group as a trainer does, and check that it is whole."""
     # Only the worker in this role needs the client.
-    from penstock.clients.training import MicrobatchSession, Subscription
 
-    subscription = Subscription(
-        run_id=RUN, consumer_id="trainer", purpose=types_pb2.PURPOSE_TRAIN, max_held_groups=1, max_groups=1
-    )
     async with BrokerClient(address) as broker:
         await ready()
         meter, start_s = MemoryMeter(os.getpid()), time.perf_counter()
-        async with MicrobatchSession(broker, subscription) as session:
+        async with broker.consumer(RUN, "trainer", max_held_groups=1, max_groups=1) as session:
             microbatch = await session.next(timeout_s=CLIENT_TIMEOUT_S)
             taken = {"peak_bytes": meter.peak_bytes(), "seconds": time.perf_counter() - start_s}
     if microbatch is None:

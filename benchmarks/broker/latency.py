@@ -13,10 +13,8 @@ from benchmarks.broker.throughput import play
 from benchmarks.broker.worker import Ready
 from benchmarks.broker.workload import SHORT
 from penstock.clients.broker import BrokerClient
-from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
 from penstock.network.connection import Connection
-from penstock.v1 import types_pb2
 
 RATE_PER_S = 200
 NUM_WARM_UP = 50
@@ -42,17 +40,10 @@ async def produce(ready: Ready, *, broker: str, run_id: str, count: int) -> dict
 
 async def consume(ready: Ready, *, broker: str, run_id: str, count: int) -> dict[str, Any]:
     """The trainer's role: when each trajectory arrived, in seconds."""
-    subscription = Subscription(
-        run_id=run_id,
-        consumer_id="trainer-0",
-        purpose=types_pb2.PURPOSE_TRAIN,
-        max_held_groups=SHORT.groups_per_step,
-        max_groups=32,
-    )
     got_s: dict[int, float] = {}
     async with (
         BrokerClient(broker) as client,
-        MicrobatchSession(client, subscription) as session,
+        client.consumer(run_id, "trainer-0", max_held_groups=SHORT.groups_per_step, max_groups=32) as session,
     ):
         await ready()
         while len(got_s) < count:

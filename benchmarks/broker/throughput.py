@@ -14,10 +14,8 @@ from benchmarks.broker.processes import CpuMeter, Stage, Worker
 from benchmarks.broker.worker import Ready
 from benchmarks.broker.workload import WORKLOADS, Workload
 from penstock.clients.broker import BrokerClient
-from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
 from penstock.network.connection import Connection
-from penstock.v1 import types_pb2
 
 CONSUMER = "trainer-0"
 MICROBATCH_GROUPS = 32
@@ -49,19 +47,13 @@ async def consume(ready: Ready, *, broker: str, run_id: str, workload: str, coun
     """The trainer's role."""
     made = WORKLOADS[workload]
     assert made.templates
-    subscription = Subscription(
-        run_id=run_id,
-        consumer_id=CONSUMER,
-        purpose=types_pb2.PURPOSE_TRAIN,
-        # As the real trainer does: see its loop.
-        max_held_groups=2 * made.groups_per_step,
-        max_groups=MICROBATCH_GROUPS,
-    )
+    # As the real trainer does: see its loop.
+    max_held_groups = 2 * made.groups_per_step
     seen: set[str] = set()
     num_doubled = num_damaged = num_microbatches = version = 0
     async with (
         BrokerClient(broker) as client,
-        MicrobatchSession(client, subscription) as session,
+        client.consumer(run_id, CONSUMER, max_held_groups=max_held_groups, max_groups=MICROBATCH_GROUPS) as session,
     ):
         await ready()
         step: list[str] = []

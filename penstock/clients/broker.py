@@ -17,7 +17,7 @@ import grpc
 
 from penstock.clients.export import StepExport
 from penstock.clients.prompts import submit_all
-from penstock.clients.training import MicrobatchSession, Subscription
+from penstock.clients.training import MicrobatchSession
 from penstock.clients.trajectories import TrajectorySession
 from penstock.network.connection import Connection
 from penstock.network.outage import Outage
@@ -141,15 +141,10 @@ class BrokerClient(Connection):
             max_groups: Most groups in one microbatch, >= 1.
             max_held_groups: Most groups received and not acknowledged, >= 1.
         """
-        subscription = Subscription(
-            run_id=run_id,
-            consumer_id=consumer_id,
-            purpose=purpose,
-            max_held_groups=max_held_groups,
-            max_groups=max_groups,
-            owner=self.owner,
+        hello = broker_pb2.TrainerHello(
+            run_id=run_id, consumer_id=consumer_id, purpose=purpose, max_groups=max_groups, owner=self.owner
         )
-        return MicrobatchSession(self, subscription)
+        return MicrobatchSession(self, hello, max_held_groups=max_held_groups)
 
     async def submit(self, run_id: str, prompts: Sequence[types_pb2.Prompt]) -> None:
         """Submit any number of prompts; returns once the broker has all of them, however long its queue is full.

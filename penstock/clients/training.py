@@ -35,24 +35,6 @@ _log = get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subscription:
-    """The groups that a consumer pulls."""
-
-    run_id: str
-    consumer_id: str
-    """Names the consumer; stable over reconnects and restarts."""
-    purpose: types_pb2.Purpose.ValueType
-    max_held_groups: int
-    """Most groups held at once, >= 1."""
-    max_groups: int
-    """Most groups in one microbatch, >= 1."""
-    target_tokens: int = 0
-    """Target number of tokens per microbatch; 0 means no target."""
-    owner: broker_pb2.RunOwner | None = None
-    """The trainer that pulls; None if the run has no named owner."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedMicrobatch:
     """Scored groups, ready to train on."""
 
@@ -68,26 +50,19 @@ class MicrobatchSession(BackgroundStream):
 
     Args:
         broker: Connection to it.
-        subscription: What to pull.
+        hello: Names run and consumer, and says what to pull.
+        max_held_groups: Most groups received and not released, >= 1.
     """
 
-    def __init__(self, broker: Connection, subscription: Subscription) -> None:
-        super().__init__(broker, run_id=subscription.run_id)
+    def __init__(self, broker: Connection, hello: broker_pb2.TrainerHello, *, max_held_groups: int) -> None:
+        super().__init__(broker, run_id=hello.run_id)
         # Responses arrive as bytes and are parsed together with the packed groups in them.
         self._stream_microbatches: Any = broker.channel.stream_stream(
             _METHOD, request_serializer=broker_pb2.StreamMicrobatchesRequest.SerializeToString
         )
-        self._hello = broker_pb2.TrainerHello(
-            run_id=subscription.run_id,
-            consumer_id=subscription.consumer_id,
-            purpose=subscription.purpose,
-            max_groups=subscription.max_groups,
-            target_tokens=subscription.target_tokens,
-            accepts_packed_groups=True,
-            owner=subscription.owner,
-            accepts_group_pieces=True,
-        )
-        self._max_held_groups = subscription.max_held_groups
+        self._hello = hello
+        self._hello.accepts_packed_groups = self._hello.accepts_group_pieces = True
+        self._max_held_groups = max_held_groups
         self._held: dict[str, None] = {}
         self._received: asyncio.Queue[ReceivedMicrobatch | PenstockError] = asyncio.Queue()
         self._num_received_on_stream = 0

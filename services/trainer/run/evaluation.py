@@ -18,7 +18,6 @@ from typing import Any
 
 import structlog
 
-from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.errors import DeadlineError
 from penstock.process.tasks import end
 from penstock.v1 import trainer_pb2, types_pb2
@@ -154,16 +153,12 @@ class Evaluator:
     ) -> dict[str, float | None]:
         """The score of each group, or None."""
         scores: dict[str, float | None] = {}
-        session = MicrobatchSession(
-            self._client,
-            Subscription(
-                run_id=self._run_id,
-                consumer_id=CONSUMER_ID,
-                purpose=types_pb2.PURPOSE_EVALUATE,
-                max_held_groups=MAX_HELD_GROUPS,
-                max_groups=GROUPS_PER_MICROBATCH,
-                owner=self._client.owner,
-            ),
+        session = self._client.consumer(
+            self._run_id,
+            CONSUMER_ID,
+            purpose=types_pb2.PURPOSE_EVALUATE,
+            max_groups=GROUPS_PER_MICROBATCH,
+            max_held_groups=MAX_HELD_GROUPS,
         )
         self._stall.restart()
         async with session:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.errors import (
     DeadlineError,
     FencedError,
@@ -110,18 +109,13 @@ class StepLoop:
         self._line_s = context.clock.monotonic_s()
         self._busy_at_line_s = compute.busy_s
         groups_per_step = context.config.algorithm.prompts_per_step
-        self.session = MicrobatchSession(
-            context.client,
-            Subscription(
-                run_id=context.run_id,
-                consumer_id=CONSUMER_ID,
-                purpose=types_pb2.PURPOSE_TRAIN,
-                # The broker hands out at most one step until that is acknowledged. Credit for the next one lets the
-                # commit of the acknowledgement begin it, without a round trip for the credit.
-                max_held_groups=2 * groups_per_step,
-                max_groups=min(context.config.trainer.max_groups_per_microbatch, groups_per_step),
-                owner=context.client.owner,
-            ),
+        self.session = context.client.consumer(
+            context.run_id,
+            CONSUMER_ID,
+            max_groups=min(context.config.trainer.max_groups_per_microbatch, groups_per_step),
+            # The broker hands out at most one step until that is acknowledged. Credit for the next one lets the
+            # commit of the acknowledgement begin it, without a round trip for the credit.
+            max_held_groups=2 * groups_per_step,
         )
 
     async def take_step(self) -> None:

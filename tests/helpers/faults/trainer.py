@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.clients.broker import BrokerClient
-from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.errors import LeaseLostError, UnknownSampleError, VersionConflictError
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.v1 import broker_pb2
 from tests.helpers.faults import workload
 
 CONSUMER_ID = "trainer"
@@ -72,15 +71,11 @@ class Trainer:
         self._path = folder / "checkpoint.json"
         self._progress = Checkpoint.read(self._path)
         self._acked: list[tuple[int, list[str]]] = []
-        self._session = MicrobatchSession(
-            client,
-            Subscription(
-                run_id=workload.RUN_ID,
-                consumer_id=CONSUMER_ID,
-                purpose=types_pb2.PURPOSE_TRAIN,
-                max_held_groups=workload.GROUPS_PER_STEP,
-                max_groups=workload.GROUPS_PER_STEP,
-            ),
+        self._session = client.consumer(
+            workload.RUN_ID,
+            CONSUMER_ID,
+            max_groups=workload.GROUPS_PER_STEP,
+            max_held_groups=workload.GROUPS_PER_STEP,
         )
 
     async def run(self) -> int:

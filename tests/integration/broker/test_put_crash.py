@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock.clients.broker import BrokerClient
-from penstock.clients.training import MicrobatchSession, Subscription
 from penstock.clients.trajectories import TrajectorySession
 from penstock.network import rpc
-from penstock.v1 import broker_pb2, types_pb2
+from penstock.v1 import broker_pb2
 from tests.helpers.brokers.broker import RUN, limits
 from tests.helpers.brokers.trajectories import group, groups
 from tests.helpers.stores.redis_server import RedisProcess, free_port
@@ -111,10 +110,7 @@ async def _put_and_train(client: BrokerClient, version: int, prefix: str) -> Non
     made = [group(f"{prefix}-{number}", version=version) for number in range(2)]
     async with TrajectorySession(client, run_id=RUN, producer_id="p") as producer:
         assert (await producer.store(made)).num_samples == 4
-    subscription = Subscription(
-        run_id=RUN, consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, max_held_groups=2, max_groups=2
-    )
-    async with MicrobatchSession(client, subscription) as session:
+    async with client.consumer(RUN, "rank-0", max_held_groups=2, max_groups=2) as session:
         step: list[str] = []
         while len(step) < 2:
             microbatch = await session.next(timeout_s=TIMEOUT_S)
@@ -126,15 +122,8 @@ async def _put_and_train(client: BrokerClient, version: int, prefix: str) -> Non
 
 async def _train_all(client: BrokerClient) -> list[str]:
     """Train on whatever comes, in whole steps; the ids in order."""
-    subscription = Subscription(
-        run_id=RUN,
-        consumer_id="rank-0",
-        purpose=types_pb2.PURPOSE_TRAIN,
-        max_held_groups=GROUPS_PER_STEP,
-        max_groups=8,
-    )
     trained: list[str] = []
-    async with MicrobatchSession(client, subscription) as session:
+    async with client.consumer(RUN, "rank-0", max_held_groups=GROUPS_PER_STEP) as session:
         while len(trained) < NUM_GROUPS:
             step: list[str] = []
             while len(step) < GROUPS_PER_STEP:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.clients.training import MicrobatchSession, ReceivedMicrobatch, Subscription
+from penstock.clients.training import MicrobatchSession, ReceivedMicrobatch
 from penstock.clients.trajectories import TrajectorySession
 from penstock.errors import InvalidFieldError, RunClosedError, from_rpc_error
 from penstock.network import rpc
@@ -33,10 +33,10 @@ async def producing(broker: RunningBroker, producer_id: str = "p") -> AsyncItera
 
 @asynccontextmanager
 async def training(broker: RunningBroker, *, max_groups: int = 8) -> AsyncIterator[MicrobatchSession]:
-    subscription = Subscription(
-        run_id=RUN, consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, max_held_groups=64, max_groups=max_groups
+    hello = broker_pb2.TrainerHello(
+        run_id=RUN, consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, max_groups=max_groups
     )
-    async with MicrobatchSession(broker.connection, subscription) as session:
+    async with MicrobatchSession(broker.connection, hello, max_held_groups=64) as session:
         yield session
 
 
