@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from penstock.config import ConfigError
 from penstock.process.logger import get_logger
@@ -94,7 +95,7 @@ def load(files: TlsFiles) -> Loaded:
         cert_pem=cert_pem,
         key_pem=key_pem,
     )
-    if key_pem is not None and loaded.chain and _public_of_key(key_pem, files) != _public(loaded.chain[0]):
+    if key_pem is not None and loaded.chain and _public_key(key_pem, files) != loaded.chain[0].public_key():
         raise ConfigError(
             f"{files.key_variable}: {files.key_file} is not the key of the certificate in {files.cert_file}; name two "
             "files that were made together"
@@ -179,9 +180,9 @@ def _certificates(pem: bytes | None, path: Path | None, variable: str) -> tuple[
         raise ConfigError(f"{variable}: {path} {what}; it begins with -----BEGIN CERTIFICATE-----") from error
 
 
-def _public_of_key(pem: bytes, files: TlsFiles) -> bytes:
+def _public_key(pem: bytes, files: TlsFiles) -> PublicKeyTypes:
     try:
-        key = load_pem_private_key(pem, password=None)
+        return load_pem_private_key(pem, password=None).public_key()
     except TypeError as error:
         raise ConfigError(
             f"{files.key_variable}: {files.key_file} is encrypted; store the key without a password"
@@ -190,8 +191,3 @@ def _public_of_key(pem: bytes, files: TlsFiles) -> bytes:
         raise ConfigError(
             f"{files.key_variable}: {files.key_file} holds no private key in PEM form; name the key's file"
         ) from error
-    return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-
-
-def _public(certificate: x509.Certificate) -> bytes:
-    return certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

@@ -105,8 +105,7 @@ class Sources:
             self._current = chosen
 
     async def _choose(self, failed_relay: str) -> Source:
-        is_relay_wanted = self._find_relays is not None and (self._current is None or failed_relay)
-        if is_relay_wanted and self._find_relays is not None:
+        if self._find_relays is not None and (self._current is None or failed_relay):
             for url in await self._find_relays(failed_relay):
                 if url not in self._failed:
                     return Source(url, SourceKind.RELAY)
