@@ -20,6 +20,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from itertools import count
 
 from penstock.clients.sample_stream import SampleStream, StreamListener
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
@@ -40,19 +41,12 @@ _log = get_logger()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Part:
-    """One chunk of a request: its stream, and whether it is the sample's last."""
-
-    stream: SampleStream
-    is_last: bool
-
-
-@dataclass(slots=True, kw_only=True)
 class _Sent:
     """An unacknowledged request; `request.sequence` is 0 until it is written to the current stream."""
 
     request: broker_pb2.StreamTokensRequest
-    parts: list[_Part]
+    streams: list[SampleStream]
+    """One for each chunk."""
 
 
 class TokenSession:
@@ -130,15 +124,11 @@ class TokenSession:
         await self._stream.converse(call, self._requests(), self._acknowledge, max_silence_s=MAX_SILENCE_S)
 
     async def _requests(self) -> AsyncGenerator[broker_pb2.StreamTokensRequest, None]:
-        sequence = 0
-        for sent in list(self._unacknowledged):
-            sequence += 1
-            sent.request.sequence = sequence
-            yield sent.request
-        while True:
-            await self._wait_until_due()
-            sent = self._take()
-            sequence += 1
+        resent = self._unacknowledged.copy()
+        for sequence in count(1):
+            if not resent:
+                await self._wait_until_due()
+            sent = resent.popleft() if resent else self._take()
             sent.request.sequence = sequence
             yield sent.request
 
@@ -156,9 +146,9 @@ class TokenSession:
 
     def _take(self) -> _Sent:
         request = broker_pb2.StreamTokensRequest(run_id=self._run_id, generator_id=self._generator_id)
-        parts: list[_Part] = []
+        streams: list[SampleStream] = []
         num_bytes = 0
-        while self._dirty and num_bytes < TARGET_REQUEST_BYTES and len(parts) < MAX_CHUNKS_PER_REQUEST:
+        while self._dirty and num_bytes < TARGET_REQUEST_BYTES and len(streams) < MAX_CHUNKS_PER_REQUEST:
             stream = next(iter(self._dirty))
             before_bytes = stream.buffered_bytes
             chunk = stream.take_chunk()
@@ -166,10 +156,9 @@ class TokenSession:
             if not stream.is_dirty:
                 del self._dirty[stream]
             num_bytes += chunk.ByteSize()
-            is_last = chunk.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
-            parts.append(_Part(stream=stream, is_last=is_last))
+            streams.append(stream)
             request.chunks.append(chunk)
-        sent = _Sent(request=request, parts=parts)
+        sent = _Sent(request=request, streams=streams)
         self._unacknowledged.append(sent)
         self._update_events()
         return sent
@@ -180,19 +169,19 @@ class TokenSession:
             raise InternalError(f"{self._stream.peer}: acknowledged request {response.sequence}, which was not sent")
         self._unacknowledged.remove(sent)
         errors = {error.lease_id: error for error in response.errors}
-        for part, chunk in zip(sent.parts, sent.request.chunks, strict=True):
+        for stream, chunk in zip(sent.streams, sent.request.chunks, strict=True):
             error = errors.get(chunk.lease_id)
             if error is not None:
-                part.stream.refuse(error)
-            elif not part.stream.is_closed:
+                stream.refuse(error)
+            elif not stream.is_closed:
                 self.num_tokens_stored += len(chunk.token_ids) // 4
-                if part.is_last:
-                    part.stream.settle()
+                if chunk.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED:
+                    stream.settle()
         self._update_events()
 
     def _void(self, reason: str, message: str) -> None:
         """The run is gone: nothing buffered here can be stored."""
-        streams = dict.fromkeys(part.stream for sent in self._unacknowledged for part in sent.parts) | self._dirty
+        streams = dict.fromkeys(stream for sent in self._unacknowledged for stream in sent.streams) | self._dirty
         if streams:
             _log.info(
                 "tokens given up: the run is closed", peer=self._stream.peer, num_samples=len(streams), reason=message

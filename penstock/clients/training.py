@@ -69,7 +69,8 @@ class MicrobatchSession(BackgroundStream):
         self._assembly = Assembly()
         """The group being received in pieces."""
         self._credit_changed = asyncio.Event()
-        self._reason = f"connecting to {broker.peer}"
+        self.waiting_reason = f"connecting to {broker.peer}"
+        """Why there is no microbatch, from the broker's last message; for display."""
         self._ack_step = broker_pb2_grpc.BrokerServiceStub(broker.channel).AckStep
         self._version = 0
         """The run's policy version, as far as it is known."""
@@ -88,11 +89,6 @@ class MicrobatchSession(BackgroundStream):
     def held_group_ids(self) -> list[str]:
         """Groups received and not yet released, oldest first."""
         return list(self._held)
-
-    @property
-    def waiting_reason(self) -> str:
-        """Why there is no microbatch, from the broker's last message; for display."""
-        return self._reason
 
     async def next(self, *, timeout_s: float | None) -> ReceivedMicrobatch | None:
         """The next microbatch, or None if none came within `timeout_s` seconds (None waits indefinitely).
@@ -168,7 +164,7 @@ class MicrobatchSession(BackgroundStream):
 
     def _note_lost(self, error: PenstockError) -> None:
         super()._note_lost(error)
-        self._reason = self._stream.outage.described(error)
+        self.waiting_reason = self._stream.outage.described(error)
 
     async def _requests(self) -> AsyncGenerator[broker_pb2.StreamMicrobatchesRequest, None]:
         hello = broker_pb2.TrainerHello()
@@ -193,9 +189,9 @@ class MicrobatchSession(BackgroundStream):
             # The broker checked the groups when they were submitted.
             raise InternalError(f"{self._peer}: a response of {len(data)} bytes cannot be read: {error}") from error
         if response.WhichOneof("frame") == "waiting":
-            self._reason = response.waiting.reason
+            self.waiting_reason = response.waiting.reason
             return
-        self._reason = ""
+        self.waiting_reason = ""
         microbatch = response.microbatch
         groups = self._groups(microbatch)
         self._num_received_on_stream += len(groups)

@@ -18,6 +18,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import copy
 import secrets
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,12 +81,9 @@ class PendingPut:
         for first, pending in self._parts:
             receipt = await asyncio.shield(pending)
             whole.num_samples += receipt.num_samples
-            for error in receipt.refused:
-                whole.refused.append(
-                    types_pb2.ItemError(
-                        index=first + error.index, code=error.code, reason=error.reason, message=error.message
-                    )
-                )
+            for error in copy.deepcopy(receipt.refused):
+                error.index += first
+                whole.refused.append(error)
         return whole
 
     def add(self, part: asyncio.Future[PutReceipt], *, num_groups: int) -> None:
