@@ -20,14 +20,19 @@ def read_secret(name: str) -> str | None:
         return value or None
     if value:
         raise ConfigError(f"{name} and {name}_FILE are both set; leave one of them out")
+    text = read_bounded(path, where=f"{name}_FILE").strip()
+    if not text:
+        raise ConfigError(f"{name}_FILE: {path} is empty; it holds the secret and nothing else")
+    return text
+
+
+def read_bounded(path: str, *, where: str) -> str:
+    """The text of a file of at most MAX_SECRET_BYTES. Raises ConfigError; `where` says what names the file."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_SECRET_BYTES + 1)
-        text = content.decode("utf-8").strip()
+        if len(content) > MAX_SECRET_BYTES:
+            raise ConfigError(f"{where}: {path} is too long; it may have {MAX_SECRET_BYTES} bytes")
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}_FILE: {path} cannot be read: {error}") from error
-    if not text or len(content) > MAX_SECRET_BYTES:
-        raise ConfigError(
-            f"{name}_FILE: {path} is {'too long' if text else 'empty'}; it holds the secret and nothing else"
-        )
-    return text
+        raise ConfigError(f"{where}: {path} cannot be read: {error}") from error

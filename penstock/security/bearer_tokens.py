@@ -8,13 +8,12 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from penstock.config import ConfigError
-from penstock.secret import MAX_SECRET_BYTES
+from penstock.secret import read_bounded
 from penstock.security.roles import ANY, OPERATOR, BadRoleError, Caller, Grant, parse_role
 
 ACCEPTED_VARIABLE = "PENSTOCK_ACCEPTED_TOKENS_FILE"
@@ -46,14 +45,7 @@ def read_accepted_tokens() -> tuple[str, ...]:
     path = os.environ.get(ACCEPTED_VARIABLE)
     if not path:
         return ()
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(MAX_SECRET_BYTES + 1)
-        if len(content) > MAX_SECRET_BYTES:
-            raise ConfigError(f"{ACCEPTED_VARIABLE}: {path} is longer than {MAX_SECRET_BYTES} bytes")
-        lines = [line.strip() for line in content.decode("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{ACCEPTED_VARIABLE}: {path} cannot be read: {error}") from error
+    lines = map(str.strip, read_bounded(path, where=ACCEPTED_VARIABLE).splitlines())
     tokens = tuple(line for line in lines if line and not line.startswith("#"))
     for number, token in enumerate(tokens, start=1):
         check_token(token, where=f"{ACCEPTED_VARIABLE}: token {number} of {path}")
