@@ -88,12 +88,22 @@ def test_verification_names_what_differs(tmp_path: Path) -> None:
         {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
         {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]},
         {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": [0, 1 << 64], "data_offsets": [0, 0]},
         {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
         {"dtype": "F32", "shape": [1], "data_offsets": [0]},
         {"dtype": "S99", "shape": [1], "data_offsets": [0, 4]},
         [1, 2],
     ],
-    ids=["wrong size", "beyond the end", "negative", "not a number", "one offset", "unknown type", "not a mapping"],
+    ids=[
+        "wrong size",
+        "beyond the end",
+        "negative",
+        "no message's",
+        "not a number",
+        "one offset",
+        "unknown type",
+        "not a mapping",
+    ],
 )
 def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object) -> None:
     path = write_safetensors(tmp_path / "bad", ARRAYS, a=entry)
@@ -119,8 +129,9 @@ def test_what_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> N
         safetensors_digests(path)
 
 
-def test_a_tensor_name_cannot_forge_a_manifest_line(tmp_path: Path) -> None:
-    path = write_safetensors(tmp_path / "bad", {"a\tF32\t1": ARRAYS["a"]})
+@pytest.mark.parametrize("name", ["a\tF32\t1", "a\ud800"], ids=["forges a line of a manifest", "half a character"])
+def test_an_unusable_tensor_name_is_refused(tmp_path: Path, name: str) -> None:
+    path = write_safetensors(tmp_path / "bad", {name: ARRAYS["a"]})
     with pytest.raises(MalformedWeightsError, match="name"):
         safetensors_digests(path)
 
