@@ -20,13 +20,7 @@ THIRD_PARTY = "grpc://"
 CREDENTIALS_HINT = "it is shown PENSTOCK_JUDGE_TOKEN and PENSTOCK_JUDGE_TLS_*, never the cluster's own credentials"
 MAX_METADATA_BYTES = 64 * 1024
 
-_STATUS_TO_WIRE = {
-    ScoreStatus.OK: types_pb2.SCORE_STATUS_OK,
-    ScoreStatus.ABSTAINED: types_pb2.SCORE_STATUS_ABSTAINED,
-    ScoreStatus.TIMEOUT: types_pb2.SCORE_STATUS_TIMEOUT,
-    ScoreStatus.FAILED: types_pb2.SCORE_STATUS_FAILED,
-    ScoreStatus.INVALID: types_pb2.SCORE_STATUS_INVALID,
-}
+_STATUS_TO_WIRE = {status: types_pb2.ScoreStatus.Value(f"SCORE_STATUS_{status.name}") for status in ScoreStatus}
 
 
 def read_item(message: reward_pb2.ScoreItem) -> RewardItem:
