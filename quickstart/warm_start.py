@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from quickstart.arithmetic import MAX_TERMS, Problem, sample_problem, write_working
@@ -94,14 +96,15 @@ def warm_start(
     """
     batches = _stream_batches(tokenizer, random.Random(seed), settings)
     optimizers = _build_optimizers(model, settings)
-    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    schedules = [
+        LambdaLR(optimizer, lambda num_done: _rate_fraction(num_done + 1, settings.num_decay_steps))
+        for optimizer in optimizers
+    ]
     result = WarmStartResult(num_steps=0, sampled_accuracy=0.0, greedy_accuracy=0.0, is_in_band=False)
     for step in range(1, settings.max_steps + 1):
-        fraction = _rate_fraction(step, settings.num_decay_steps)
-        for optimizer, rates in zip(optimizers, base_rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * fraction
         loss = _train_step(model, optimizers, *next(batches))
+        for schedule in schedules:
+            schedule.step()
         if step % settings.check_every_steps:
             continue
         if step < settings.num_decay_steps and step != settings.max_steps:
@@ -213,10 +216,7 @@ def _split(examples: Sequence[tuple[list[int], int]], max_batch_tokens: int) -> 
 
 
 def _pad(batch: Sequence[tuple[list[int], int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens = max(len(ids) for ids, _ in batch)
-    ids_BT = torch.full((len(batch), num_tokens), pad_token_id)
-    targets_BT = torch.full((len(batch), num_tokens), _IGNORED_TARGET)
-    for row, (ids, num_prompt_tokens) in enumerate(batch):
-        ids_BT[row, : len(ids)] = torch.tensor(ids)
-        targets_BT[row, num_prompt_tokens : len(ids)] = torch.tensor(ids[num_prompt_tokens:])
+    targets = [torch.tensor([_IGNORED_TARGET] * num_prompt + ids[num_prompt:]) for ids, num_prompt in batch]
+    ids_BT = pad_sequence([torch.tensor(ids) for ids, _ in batch], batch_first=True, padding_value=pad_token_id)
+    targets_BT = pad_sequence(targets, batch_first=True, padding_value=_IGNORED_TARGET)
     return ids_BT[:, :-1], targets_BT[:, 1:]

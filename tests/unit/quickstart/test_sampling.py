@@ -16,7 +16,6 @@ class Scripted:
     """Stands in for a model that knows every problem's working by heart, or gets each one wrong."""
 
     def __init__(self, tokenizer: Qwen2Tokenizer, problems: list[Problem], *, is_right: bool) -> None:
-        self.device = torch.device("cpu")
         self.texts: list[list[int]] = []
         for problem in problems:
             working = write_working(problem, rng=random.Random(0)) + ("" if is_right else "0")

@@ -64,11 +64,10 @@ class Row:
 
 
 class BatchDecoder:
-    """Decodes one batch; axes in names below: b rows, t cached positions, v vocabulary."""
+    """Decodes one batch on the CPU; axes in names below: b rows, t cached positions, v vocabulary."""
 
     def __init__(self, model: Any, *, seed: int) -> None:
         self._model = model
-        self._device = model.device
         self._generator = torch.Generator().manual_seed(seed)
         self._cache: Any = None
         self._mask_bt = torch.zeros(0, 0, dtype=torch.long)
@@ -111,7 +110,7 @@ class BatchDecoder:
         elif self._cache is not None:
             indices = torch.tensor([index for index, is_kept in enumerate(keep) if is_kept])
             self._mask_bt = self._mask_bt[indices]
-            self._cache.batch_select_indices(indices.to(self._device))
+            self._cache.batch_select_indices(indices)
 
     def _prefill(self) -> torch.Tensor:
         longest = max(len(row.token_ids) for row in self.rows)
@@ -131,15 +130,15 @@ class BatchDecoder:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self._model(
-            input_ids=ids.to(self._device),
-            attention_mask=self._mask_bt.to(self._device),
-            position_ids=positions.to(self._device),
+            input_ids=ids,
+            attention_mask=self._mask_bt,
+            position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
         )
         self._cache = output.past_key_values
-        logits: torch.Tensor = output.logits[:, -1].float().cpu()
+        logits: torch.Tensor = output.logits[:, -1].float()
         return logits
 
 
