@@ -69,14 +69,15 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def OpenRun(self, request: broker_pb2.OpenRunRequest, context: _Context) -> broker_pb2.OpenRunResponse:
         """Create, re-attach, rewind or catch up; see `lifecycle`."""
+        replica = self._replica(request.run_id)
         check_count("steps", len(request.steps), MAX_STEP_RECORDS)
-        return await self._replica(request.run_id).open(request)
+        return await replica.open(request)
 
     async def CloseRun(self, request: broker_pb2.CloseRunRequest, context: _Context) -> broker_pb2.CloseRunResponse:
         """Mark the run closed, dropping everything in flight if requested; its streams notice."""
+        replica = self._replica(request.run_id)
         if request.drop_reason:
             check_reason(request.drop_reason, field="drop_reason")
-        replica = self._replica(request.run_id)
         closed_s = await replica.store.now_s(request.run_id)
 
         def operation(state: RunState) -> None:
@@ -92,9 +93,9 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request: broker_pb2.SubmitPromptsRequest, context: _Context
     ) -> broker_pb2.SubmitPromptsResponse:
         """Queue prompts; see `submission`."""
+        replica = self._replica(request.run_id)
         check_count("prompts", len(request.prompts), MAX_PROMPTS)
         check_bytes("prompts", request.ByteSize())
-        replica = self._replica(request.run_id)
         retired = await replica.store.retired(request.run_id, [prompt.group_id for prompt in request.prompts])
         forecasts = await self._run_registry.forecaster.forecasts(request.run_id, request.prompts)
 
@@ -158,8 +159,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def AckStep(self, request: broker_pb2.AckStepRequest, context: _Context) -> broker_pb2.AckStepResponse:
         """Mark a step trained; see `delivery.acknowledge`."""
-        check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
         replica = self._replica(request.run_id)
+        check_count("group_ids", len(request.group_ids), MAX_GROUP_IDS)
 
         def operation(state: RunState) -> tuple[broker_pb2.AckStepResponse, bool]:
             ownership.admit(state, request.owner, replica.clock.now_s())
@@ -190,8 +191,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def GetRun(self, request: broker_pb2.GetRunRequest, context: _Context) -> broker_pb2.GetRunResponse:
         """One coherent picture, taken from an up-to-date copy."""
-        check_timestamp("busy_since", request.busy_since)
         replica = self._replica(request.run_id)
+        check_timestamp("busy_since", request.busy_since)
         busy_since_s = unix_s(request.busy_since) if request.HasField("busy_since") else None
         generators, workers = await replica.peers.views(busy_since_s)
         present = replace(replica.peers.present(), generators=generators)
