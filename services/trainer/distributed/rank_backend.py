@@ -28,6 +28,7 @@ from services.trainer.batches.packing import Pack, Trajectory, join
 from services.trainer.config import OptimizerConfig
 from services.trainer.model.attention import packed_inputs, register_packed_attention
 from services.trainer.model.backend import (
+    CheckpointMismatchError,
     LossTotals,
     NonFiniteGradientError,
     NonFiniteLossError,
@@ -45,6 +46,8 @@ from services.trainer.model_state.optimizer_state import TrainingState
 
 MIN_DECAY = 0.1
 IDLE_TOKENS = 8
+_FORMER_FOLDER = "companions"
+"""Where checkpoints once kept a critic and a refreshed reference."""
 
 
 class RankBackend:
@@ -209,6 +212,11 @@ class RankBackend:
 
     def load(self, directory: Path) -> None:
         """Reads and checks everything before it changes anything."""
+        if (directory / _FORMER_FOLDER).exists():
+            raise CheckpointMismatchError(
+                f"{directory}: its critic or refreshed reference is in {_FORMER_FOLDER}/, which this version does not "
+                "read; finish the run with the version that wrote it"
+            )
         self._trained.check_saved(directory)
         self._num_batches = self._state.restore(directory, group=self._ranks.checkpoint_group)
         self.discard_gradients()

@@ -145,6 +145,14 @@ def test_a_refreshed_reference_is_refused_where_none_is_kept(tmp_path, model_dir
         build_backend(model_directory).load(tmp_path)
 
 
+def test_a_reference_of_the_former_format_is_not_lost_silently(tmp_path, model_directory):
+    original = build_backend(model_directory, keep_reference=True)
+    original.save(tmp_path).result()
+    (tmp_path / "companions").mkdir()
+    with pytest.raises(CheckpointMismatchError, match="companions/, which this version does not read"):
+        original.load(tmp_path)
+
+
 def log_ratios(backend):
     return scores_of(backend, only_pack()) - scores_of(backend, only_pack(), "reference_logprobs")
 
