@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from penstock.config import ConfigError
@@ -25,37 +24,16 @@ _LOOKS = 600
 """Approximate number of points in the picture."""
 
 
-def simulate_command(  # noqa: PLR0913 - one argument for each option
-    path: Path,
-    *,
-    plan_path: Path | None,
-    cost_model: str,
-    mode: str,
-    num_steps: int,
-    growth: float,
-    seed: int,
-    changes: Sequence[Change],
-    picture: Path | None,
-    is_json: bool,
+def simulate_command(
+    path: Path, options: Options, *, plan_path: Path | None, cost_model: str, picture: Path | None, is_json: bool
 ) -> int:
     """Simulate and print; exit status 1 if the plan cannot run. Raises ConfigError."""
-    if mode not in tuple(Mode):
-        raise ConfigError(f"--mode: {mode!r} is unknown; there is: {', '.join(Mode)}")
     model = make_model(read_problem(path), cost_model)
     plan = read_plan(plan_path) if plan_path is not None else _made_plan(model, path)
     predicted = model.score(plan).samples_per_second
-    look_s = None
     if picture is not None:
-        look_s = num_steps * model.demand.samples_per_step / (predicted or 1.0) / _LOOKS
-    options = Options(
-        mode=Mode(mode),
-        num_steps=num_steps,
-        skip=min(2, num_steps - 1),
-        seed=seed,
-        growth_per_step=growth,
-        changes=changes,
-        look_s=look_s,
-    )
+        expected_s = options.num_steps * model.demand.samples_per_step / (predicted or 1.0)
+        options = replace(options, look_s=expected_s / _LOOKS)
     began_s = time.process_time()
     try:
         run = simulate_plan(model, plan, options)
@@ -64,7 +42,7 @@ def simulate_command(  # noqa: PLR0913 - one argument for each option
     except ValueError as error:
         raise ConfigError(f"--fail, --join, --slow: {error}") from error
     cpu_s = time.process_time() - began_s
-    report = report_of(model, run, predicted=predicted if mode == Mode.ASYNC else None, cpu_s=cpu_s)
+    report = report_of(model, run, predicted=predicted if options.mode is Mode.ASYNC else None, cpu_s=cpu_s)
     if picture is not None:
         from console.plan.simulate_picture import timeline
 
@@ -72,6 +50,13 @@ def simulate_command(  # noqa: PLR0913 - one argument for each option
         picture.write_text(timeline(title, run.record), encoding="utf-8")
     print(json.dumps(asdict(report), indent=2) if is_json else "\n".join(_lines(report)))
     return 0
+
+
+def mode_of(text: str) -> Mode:
+    """Parse the name of a mode. Raises ConfigError."""
+    if text not in tuple(Mode):
+        raise ConfigError(f"--mode: {text!r} is unknown; there is: {', '.join(Mode)}")
+    return Mode(text)
 
 
 def change_of(text: str, kind: str) -> Change:

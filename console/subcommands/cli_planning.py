@@ -98,20 +98,20 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
       penstock simulate examples/two_sites.yaml --mode streaming --picture timeline.svg
       penstock simulate examples/two_sites.yaml --fail l40s-1@200 --slow l40s-0@100:2
     """
-    from console.plan.simulate_command import change_of, simulate_command
+    from console.plan.simulate_command import change_of, mode_of, simulate_command
+    from simulator.virtual_run.event_loop import Options
 
     named = (("fail", fail), ("join", join), ("slow", slow))
-    return simulate_command(
-        problem,
-        plan_path=plan,
-        cost_model=cost_model,
-        mode=mode,
+    options = Options(
+        mode=mode_of(mode),
         num_steps=steps,
-        growth=growth,
+        skip=min(2, steps - 1),
         seed=seed,
+        growth_per_step=growth,
         changes=[change_of(text, kind) for kind, texts in named for text in texts or ()],
-        picture=picture,
-        is_json=json_output,
+    )
+    return simulate_command(
+        problem, options, plan_path=plan, cost_model=cost_model, picture=picture, is_json=json_output
     )
 
 

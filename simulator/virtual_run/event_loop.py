@@ -214,6 +214,8 @@ class Run:
 
     def _deal(self, engines: Sequence[Engine]) -> None:
         """Give several generators work in turn, so that none gets all the longest samples."""
+        for engine in engines:
+            engine.advance(self._now_s)
         free = [engine for engine in engines if engine.num_free and self._placer is None]
         while free:
             again = []
@@ -333,10 +335,7 @@ class Run:
 
     def _redeliver(self, lost: Sequence[Sample]) -> None:
         self.ledger.give_back(lost)
-        free = [engine for engine in self._engines if engine.num_free]
-        for engine in free:
-            engine.advance(self._now_s)
-        self._deal(free)
+        self._deal([engine for engine in self._engines if engine.num_free])
 
     def _members(self, node: str) -> list[Engine]:
         members = [engine for engine in self._engines if engine.spec.node == node]

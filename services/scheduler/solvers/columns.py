@@ -29,8 +29,8 @@ class ColumnSolution:
 
     parts: Parts | None
     """None if time ended before anything was found, or nothing fits."""
-    upper_bound: float | None
-    """Samples per second that no plan training there exceeds; None if the solver proved no bound."""
+    upper_bound: float
+    """Samples per second that no plan training there exceeds; infinite if the solver proved no bound."""
 
 
 def solve_columns(
@@ -77,7 +77,7 @@ def solve_columns(
         )
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         return ColumnSolution(None, 0.0)
-    return ColumnSolution(parts, bound if math.isfinite(bound) else None)
+    return ColumnSolution(parts, bound if math.isfinite(bound) else math.inf)
 
 
 def _spanning_ceiling(model: CostModel) -> float:

@@ -50,8 +50,8 @@ class MilpSolver:
         given = [parts_of(model, start) for start in starts]
         for start in given:
             search.scored.rate(start)
-        bound, solved = self._programs(model, columns, time_left, seed) if self.has_programs else (None, [])
-        goal = bound / (1 + _GOAL_GAP) if bound is not None else math.inf
+        bound, solved = self._programs(model, columns, time_left, seed) if self.has_programs else (math.inf, [])
+        goal = bound / (1 + _GOAL_GAP)
         for start in solved:
             search.scored.rate(start)
         for start in chain(given, solved, search.plain_starts()):
@@ -59,26 +59,26 @@ class MilpSolver:
                 search.climb(start)
         if search.scored.best_rate < goal:
             search.kick()
-        return search.scored.solution(self.name, bound=bound, is_optimal=search.scored.best_rate >= goal)
+        proved = bound if math.isfinite(bound) else None
+        return search.scored.solution(self.name, bound=proved, is_optimal=search.scored.best_rate >= goal)
 
     @staticmethod
     def _programs(
         model: CostModel, columns: dict[str, list[Split]], time_left: TimeLeft, seed: int
-    ) -> tuple[float | None, list[Parts]]:
-        """The bound over all training sites, None if one proved none; and each program's plan."""
+    ) -> tuple[float, list[Parts]]:
+        """The bound over all training sites, infinite if one proved none; and each program's plan."""
         is_linked = any(link.a != link.b for link in model.problem.links)
         homes = [home for home in homes_of(model.problem) if len(home) == 1 or is_linked]
         limit_s = _PROGRAM_SHARE * time_left() / len(homes)
-        bounds: list[float | None] = []
-        starts: list[Parts] = []
+        bound, starts = 0.0, list[Parts]()
         for home in homes:
             if time_left() <= 0:
-                return None, starts
+                return math.inf, starts
             solved = solve_columns(model, columns, home, limit_s=limit_s, seed=seed)
-            bounds.append(solved.upper_bound)
+            bound = max(bound, solved.upper_bound)
             if solved.parts is not None:
                 starts.append(solved.parts)
-        return (None if None in bounds else max(bound for bound in bounds if bound is not None)), starts
+        return bound, starts
 
 
 class _Search:
