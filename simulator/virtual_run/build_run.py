@@ -11,7 +11,7 @@ from functools import partial
 from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.cost_model.replica import ReplicaModel
 from services.scheduler.cost_model.training_step import training_step
-from services.scheduler.problem.plan_document import PlanDocument, placement_error
+from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from simulator.virtual_run.virtual_generator import GeneratorSpec
 
@@ -72,8 +72,6 @@ def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
     """The generators and trainers of the plan. Raises SetupError."""
     allowed = mode.staleness(model.problem.workload.staleness)
     model = with_staleness(model, allowed)
-    if (reason := placement_error(plan, model.nodes)) is not None:
-        raise SetupError(reason)
     score = model.score(plan)
     if isinstance(score, Infeasible):
         raise SetupError(score.reason)

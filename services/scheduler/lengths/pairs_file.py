@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ def read_pairs(path: Path) -> list[Row]:
     rows: deque[Row] = deque(maxlen=MAX_ROWS)
     try:
         with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_ROW_BYTES + 1):
-                number += 1
+            for number, line in enumerate(iter(partial(file.readline, MAX_ROW_BYTES + 1), b""), start=1):
                 if len(line) > MAX_ROW_BYTES:
                     raise ConfigError(f"{path}:{number}: a row of more than {MAX_ROW_BYTES} bytes")
                 if line.strip():
