@@ -43,20 +43,17 @@ def to_spans(
         raise EngineError("vLLM answered tokens of no known version")
     ends = [start - offset for _, start in starts[1:]] + [len(token_ids)] * bool(starts)
     begin = 0
-    pieces: list[tuple[int, int, int]] = []
     for (version, _), end in zip(starts, ends, strict=True):
         if end > begin:
-            pieces.append((int(version), begin, end))
+            yield TokenSpan(
+                token_ids=token_ids[begin:end],
+                logprobs=logprobs[begin:end],
+                policy_version=int(version),
+                finish_reason=finish if end == len(token_ids) else None,
+            )
             begin = end
-    if not pieces and finish is not None:
+    if begin == 0 and finish is not None:
         yield TokenSpan.empty(policy_version=int(starts[-1][0]) if starts else default_version, finish_reason=finish)
-    for version_number, first, last in pieces:
-        yield TokenSpan(
-            token_ids=token_ids[first:last],
-            logprobs=logprobs[first:last],
-            policy_version=version_number,
-            finish_reason=finish if last == len(token_ids) else None,
-        )
 
 
 def _finish_reason(name: str | None) -> FinishReason | None:
