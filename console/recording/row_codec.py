@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.duration_pb2 import Duration
 
 from console.recording.recorded_sample import Recorded, RecordingError, Step
 from penstock.errors import InvalidFieldError
@@ -237,9 +236,7 @@ def _score(row: Mapping[str, Any]) -> types_pb2.Score:
         model=row.get("model") or "",
     )
     if latency_s is not None:
-        latency = Duration()
-        latency.FromNanoseconds(round(latency_s * 1e9))
-        score.latency.CopyFrom(latency)
+        score.latency.FromNanoseconds(round(latency_s * 1e9))
     return score
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
-from google.protobuf.duration_pb2 import Duration
 
 from penstock.errors import InternalError, PenstockError, ServiceUnavailableError
 from penstock.network.rpc import backoff_s
@@ -175,9 +174,7 @@ class ScoringPool:
 
     def _complete(self, score: types_pb2.Score, latency_s: float) -> None:
         score.model = score.model or self._model.name
-        latency = Duration()
-        latency.FromNanoseconds(int(latency_s * 1e9))
-        score.latency.CopyFrom(latency)
+        score.latency.FromNanoseconds(int(latency_s * 1e9))
         status = types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_").lower()
         SCORES.labels(self._model.name, status).inc()
         if score.status not in (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_ABSTAINED):
