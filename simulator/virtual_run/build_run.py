@@ -87,7 +87,7 @@ def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
         trainer=_trainer(model, score.training.compute_s, score.training.exposed_allreduce_s),
         transfer_s={
             region: model.network.transfer_s(homes, region, model.demand.weight_bytes)
-            for region in {spec.region for spec in specs}
+            for region in dict.fromkeys(spec.region for spec in specs)
         },
         staleness=allowed,
     )
@@ -123,7 +123,7 @@ def colocated(model: CostModel, *, is_blind: bool = False, tp: int | None = None
     return Setup(
         generators=_filled(specs, model.demand.samples_per_step),
         trainer=_trainer(model, compute_s, step.exposed_allreduce_s),
-        transfer_s=dict.fromkeys({spec.region for spec in specs}, 0.0),
+        transfer_s=dict.fromkeys((spec.region for spec in specs), 0.0),
         staleness=0,
     )
 

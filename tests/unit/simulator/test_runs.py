@@ -211,6 +211,12 @@ def test_the_same_seed_gives_the_same_run():
     assert simulated(Mode.ASYNC).samples_per_second != simulated(Mode.ASYNC, seed=2).samples_per_second
 
 
+def test_weights_go_to_regions_in_the_order_of_their_generators_so_that_a_seed_gives_one_run_in_every_process():
+    setup = colocated(make_model(long_tailed(bw_Gbps=100.0), CALIBRATED))
+
+    assert list(setup.transfer_s) == ["far", "r0"]
+
+
 def test_longer_completions_are_slower_and_no_tokens_are_made_up():
     growing, steady = simulated(Mode.ASYNC, growth_per_step=0.2), simulated(Mode.ASYNC)
 
