@@ -20,6 +20,7 @@ BUS_OFFSET = 10_000
 """A node of a Cluster also listens on its port plus this."""
 NUM_SLOTS = 16_384
 READY_TIMEOUT_S = 20.0
+_SYNC_AT_ONCE = ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0")
 
 
 class SentinelGroup:
@@ -40,10 +41,10 @@ class SentinelGroup:
     def start(self) -> None:
         """Start all, and wait until the replicas are in step and the Sentinels know them and each other."""
         master, *replicas = self.servers
-        master.settings = ("--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0")
+        master.settings = _SYNC_AT_ONCE
         master.start()
         for replica in replicas:
-            replica.settings = (*master.settings, "--replicaof", "127.0.0.1", str(master.port))
+            replica.settings = _following(master)
             replica.start()
         _until(lambda: _info(master, "replication").get("connected_slaves") == len(replicas))
         for replica in replicas:
@@ -69,6 +70,15 @@ class SentinelGroup:
                 _, master_port = sentinel.sentinel_get_master_addr_by_name(SERVICE)
                 return next(server for server in self.servers if server.port == master_port)
         raise AssertionError("no Sentinel knows a master")
+
+    def restart_as_replica(self, server: RedisProcess) -> None:
+        """Bring back one that was killed, to follow the present master."""
+        server.settings = _following(self.master())
+        server.start()
+
+    def is_whole(self) -> bool:
+        """Whether all other servers follow the master."""
+        return bool(_info(self.master(), "replication").get("connected_slaves") == len(self.servers) - 1)
 
     def flush(self) -> None:
         """Empty it."""
@@ -164,6 +174,10 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "\r\n".join(f"{key}:{item}" for key, item in value.items())
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _following(master: RedisProcess) -> tuple[str, ...]:
+    return (*_SYNC_AT_ONCE, "--replicaof", "127.0.0.1", str(master.port))
 
 
 def _info(server: RedisProcess, section: str) -> dict[str, Any]:
