@@ -264,8 +264,8 @@ class RunConfig(RunSections, NetworkConfig):
     def _evaluation_has_generators(self) -> Self:
         if self.generator.count == 0 and self.starts_generators and self.data.eval is not None:
             raise ValueError(
-                "generator.count: 0 leaves nobody to decode the rows of data.eval, which is measured before and after "
-                "training; write data.eval=null"
+                "generator.count: 0 leaves no generator to decode the rows of data.eval, which is measured before and "
+                "after training; write data.eval=null"
             )
         return self
 

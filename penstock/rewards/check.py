@@ -114,7 +114,7 @@ class _Checked:
         except (BadTokenError, BadCertificateError) as error:
             raise _ViolationError(f"{error}; {CREDENTIALS_HINT}") from error
         except ServiceUnavailableError as error:
-            raise _ViolationError(f"nobody answers at {self._target}: {error}") from error
+            raise _ViolationError(f"no server answers at {self._target}: {error}") from error
         except NotOfferedError as error:
             raise _ViolationError(f"{self._target} does not serve {SERVICE_NAME}") from error
         return "scores a sample"
@@ -160,7 +160,7 @@ class _Checked:
                     f"item {index} scores {_brief(in_batch)} in a batch and {_brief(alone)} alone; is the order kept?"
                 )
         if len({_brief(score) for score in singles}) == 1:
-            raise _Note("the probed samples all score alike, so the order could not be told")
+            raise _Note("the probed samples all score alike, so their order shows nothing")
         return f"{len(items)} items score in a batch as they do alone"
 
     async def repeats_itself(self) -> str:

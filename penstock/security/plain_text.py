@@ -52,7 +52,8 @@ def plain_listener_problem(listen: str, *, setting: str, fix: str) -> str:
 def plain_listener_warning(listen: str) -> str:
     """The warning for one that is allowed, at every start."""
     return (
-        f"{listen} is in plain text (insecure: true): whoever reaches it or carries what passes can read and change it"
+        f"{listen} is in plain text (insecure: true): anyone who reaches it, or is on the way, can read and change "
+        "what passes"
     )
 
 
@@ -69,7 +70,7 @@ def missing_halves(files: TlsFiles, *, has_token: bool, allows_plain: bool) -> l
     if files.cert_file or files.key_file:
         problems.append(
             f"{ca}: missing beside {cert if files.cert_file else key}; name the file of the authority's certificate "
-            "(ca.pem of penstock certs), without which nobody's certificate is checked"
+            "(ca.pem of penstock certs), without which no certificate is checked"
         )
     elif has_token and not allows_plain:
         problems.append(

@@ -1,7 +1,7 @@
 """Fills messages up to their limits, and splits groups that are too large for one into pieces, joined again later.
 
 A piece is a run of bytes of a serialized TrajectoryGroup (of TrajectoryGroups in a put), cut at any place, so that
-cutting and joining are exact whatever a group holds. A receiver keeps what came of one group and nothing else.
+cutting and joining are exact whatever a group holds. A receiver keeps the pieces of one group and nothing else.
 """
 
 from __future__ import annotations

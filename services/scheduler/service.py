@@ -199,7 +199,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             solving.exception()
 
     def _budget(self, seconds: float) -> TimeLeft:
-        """Time left of so many seconds from now; none once the process stops."""
+        """Seconds left of a budget that starts now; none once the process stops."""
         end_s = time.monotonic() + seconds
         return lambda: 0.0 if self.stopping.is_set() else end_s - time.monotonic()
 

@@ -167,7 +167,7 @@ def _name_findings(certificate: x509.Certificate, where: str, hosts: Sequence[st
     for host in dict.fromkeys(hosts):
         if covers(certificate, host):
             continue
-        why = "health checks and services of this machine ask" if host == LOOPBACK else "others are told to ask"
+        why = "health checks and services of this machine ask" if host == LOOPBACK else "other machines ask"
         yield Finding(
             f"name {host}",
             f"{where} does not name {printable(host)}, where {why}, but {shown_names(certificate)}; issue it again "

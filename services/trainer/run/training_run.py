@@ -193,7 +193,7 @@ class TrainingRun:
         self.events.change_state(trainer_pb2.TRAINER_STATE_STOPPING, "writing a checkpoint")
         when = f"after step {self._progress.policy_version}" if self._is_restored else "before its next step"
         if self._is_drained:
-            message = f"the trainer was told to end {when}; the run goes on when it is back"
+            message = f"the trainer was stopped {when}; the run goes on when it is back"
             return trainer_pb2.RUN_OUTCOME_DRAINED, message, True
         return trainer_pb2.RUN_OUTCOME_STOPPED, f"stopped {when}; can be resumed", True
 

@@ -101,7 +101,7 @@ async def test_nobody_listening_is_one_clear_failure():
 
     assert len(results) == 1
     assert not conforms(results)
-    assert "nobody answers at 127.0.0.1" in results[0].detail
+    assert "no server answers at 127.0.0.1" in results[0].detail
 
 
 @asynccontextmanager

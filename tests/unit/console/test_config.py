@@ -74,7 +74,7 @@ def test_evaluation_without_data_is_refused() -> None:
 
 def test_a_run_without_generators_cannot_evaluate() -> None:
     line = problem(generator={"count": 0}, data={"train": "t", "eval": "e"})
-    assert "generator.count: 0 leaves nobody" in line
+    assert "generator.count: 0 leaves no generator" in line
     assert config(generator={"count": 0}).generator.count == 0
 
 

@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Callable[[Path], Security], bool, str]] = {
     "a name it lacks": (
         lambda folder: issue(folder, hosts=["b.example"]),
         True,
-        r"does not name a.example, where others are told to ask, but b.example, .*certs issue --host a.example",
+        r"does not name a.example, where other machines ask, but b.example, .*certs issue --host a.example",
     ),
 }
 
