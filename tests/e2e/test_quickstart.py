@@ -14,7 +14,7 @@ from tests.helpers.processes import children_of
 
 NUM_STEPS = 30
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_model_learns_and_its_checkpoint_loads(warm_task, tmp_path):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from penstock.process.disk import is_full
 from services.trainer.model.backend import CheckpointMismatchError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proce
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        raise OSError(f"{directory}: {_described(error)}") from error
+        raise _refusal(error, directory) from error
     except SafetensorError as error:
         raise OSError(f"{directory}: {error}") from error
 
@@ -84,6 +85,15 @@ def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proces
         dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise CheckpointMismatchError(f"{directory}: {_described(error)}") from error
+
+
+def _refusal(error: CheckpointException, directory: Path) -> OSError:
+    """The error of a disk, with its number if a process stated one: a full disk is recognised by it."""
+    message = f"{directory}: {_described(error)}"
+    causes = [cause for cause, _ in error.failures.values() if isinstance(cause, OSError) and cause.errno is not None]
+    if not causes:
+        return OSError(message)
+    return OSError(next(filter(is_full, causes), causes[0]).errno, message)
 
 
 def _described(error: CheckpointException) -> str:
