@@ -34,6 +34,8 @@ from tests.helpers.serving import channel_to, serving
 from tests.helpers.trainers.training import run_document, running_trainer
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 JUMPS_S = (60.0, -60.0, 3600.0, -3600.0)
 
 

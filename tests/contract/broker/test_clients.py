@@ -22,6 +22,8 @@ from tests.helpers.brokers.trajectories import group, groups
 from tests.helpers.certificates import make_security
 from tests.helpers.stores.stores import RedisServers, opened_store
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clients"
 TIMEOUT_S = 30.0
 

@@ -34,6 +34,8 @@ from tests.helpers.brokers.broker import serving as serving_broker
 from tests.helpers.certificates import issue, make_authority, make_security
 from tests.helpers.serving import serving
 
+pytestmark = pytest.mark.slow
+
 DAY = timedelta(days=1)
 
 

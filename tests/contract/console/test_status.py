@@ -35,6 +35,8 @@ from tests.helpers.brokers.broker import (
 )
 from tests.helpers.stores.redis_server import free_port
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def clock() -> ManualClock:

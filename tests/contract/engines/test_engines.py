@@ -48,7 +48,7 @@ from tests.helpers.waiting import until
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240), pytest.mark.slow]
 
 PROMPT = (5, 17, 30, 8, 21)
 ENGINES = ["emulated", "transformers", pytest.param("vllm", marks=pytest.mark.vllm)]

@@ -14,6 +14,8 @@ from tests.helpers.fuzzing.grpc_requests import Fuzzer, answer, methods
 from tests.helpers.fuzzing.services import SERVICES, make_services, valid_requests
 from tests.helpers.serving import channel_to
 
+pytestmark = pytest.mark.slow
+
 NUM_ROUNDS = 1000 if IS_LONG else 20
 SEED = random.randrange(1 << 32) if IS_LONG else 21
 

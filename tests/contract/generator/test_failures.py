@@ -29,6 +29,8 @@ from tests.helpers.generators.scripted_engine import PausableScriptedEngine, Scr
 from tests.helpers.models.tiny_model import make_tiny_model
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def bench(tmp_path):

@@ -25,6 +25,8 @@ from tests.helpers.generators.generator_bench import Bench, emulated
 from tests.helpers.generators.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def bench(tmp_path):

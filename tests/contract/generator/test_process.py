@@ -13,6 +13,8 @@ import pytest
 from penstock.network.rpc import call, open_channel, wait_until_serving
 from penstock.v1 import generator_pb2, generator_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 SERVE = """
 import json, sys, uvloop
 from services.generator.config import GeneratorConfig

@@ -15,6 +15,8 @@ from tests.helpers.brokers.broker import Trainer
 from tests.helpers.generators.openai_endpoint import END, endpoint_bench, save_chat_model
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 # Not UTF-8: as text it is not what it was, so whoever tokenised it again would be found out.
@@ -180,7 +182,6 @@ async def test_the_first_prompts_of_siblings_may_differ(model):
     assert tokenizer.decode(ids[: mask.index(1)]) == "Ada<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.slow
 async def test_a_group_whose_time_is_up_is_put_without_those_that_still_go_on(model):
     async with endpoint_bench(model, limits={"group_size": 3}, group_timeout_s=2) as bench:
         for session in ("s1", "s2", "late"):

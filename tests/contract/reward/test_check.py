@@ -23,6 +23,8 @@ from services.reward.models.build import build_model
 from tests.helpers.brokers.scripted_scoring import scoring_item
 from tests.helpers.serving import serving
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 OK = types_pb2.SCORE_STATUS_OK
 

@@ -24,6 +24,8 @@ from tests.helpers.rewards.odd_rewards import GOOD, KINDS, RETURNED
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 def assert_only_the_odd_one_differs(kind, expected, scores):
     assert [check_score(score) for score in scores] == [None, None, None], kind

@@ -14,7 +14,7 @@ from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker, scor
 from tests.helpers.serving import serving
 from tests.helpers.trainers.training import run_document, running_trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.helpers.stores.stores import RedisServers, opened_store
 from tests.helpers.trainers.training import RunningTrainer, run_document, running_trainer
 from tests.helpers.waiting import until
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ POISON_OF_THE_LOSS, POISON_OF_THE_GRADIENT = 3e38, 5e37
 """Advantages that overflow float32 in the sum over a completion; and in the gradient only."""
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 def poisoning(advantage: float, *group_ids: str):

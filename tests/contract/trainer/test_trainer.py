@@ -36,7 +36,7 @@ from tests.helpers.serving import serving
 from tests.helpers.trainers.training import RunningTrainer, run_document, running_trainer
 from tests.helpers.waiting import until
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from services.trainer.publishing import broadcasts as broadcasts_module
 from tests.helpers.waiting import until
 from tests.helpers.weights.broadcasting import CHUNK_BYTES, Origin, Receiver, broadcasting
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torch")
 HANG_S = 600.0
 

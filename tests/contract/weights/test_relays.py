@@ -30,6 +30,8 @@ from tests.helpers.waiting import until
 from tests.helpers.weights.scripted_weight_store import make_manifest
 from tests.helpers.weights.sites import CHUNK_BYTES, site
 
+pytestmark = pytest.mark.slow
+
 HEADERS_BYTES = 1024
 """Of one HTTP answer, and more."""
 MB = 1_000_000

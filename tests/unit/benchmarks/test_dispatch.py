@@ -20,6 +20,8 @@ from services.broker.dispatch.policies import make_policy
 from services.broker.dispatch.situation import Situation
 from services.generator.emulation.length_law import STREAMRL_HISTOGRAM
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl")
 MODEL = LatencyModel(base_s=1.0, per_sample_s=0.5, max_samples=2)
 GRID = (
@@ -131,7 +133,6 @@ def test_a_look_ahead_at_the_true_lengths_is_the_simulation(policy: str, monkeyp
     assert policy not in ("fifo", "streamrl") or report.num_moves > 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_auto_is_never_worse_than_the_best_policy_by_more_than_one_percent() -> None:
     """Summed over seeds: one draw of true lengths is luck, which no choice made beforehand can follow."""

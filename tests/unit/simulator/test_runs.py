@@ -24,6 +24,8 @@ from simulator.virtual_run.simulation import report_of, simulate_plan, simulate_
 from simulator.virtual_run.virtual_generator import Engine, GeneratorSpec
 from tests.helpers.plans.problems import plan, problem
 
+pytestmark = pytest.mark.slow
+
 SPLIT = plan([("h20-0", 1, 8), ("h20-1", 1, 8), ("h20-2", 1, 8)], [("h800-0", 8)])
 
 
@@ -284,7 +286,6 @@ def test_a_machine_that_is_not_there_is_named():
         simulated(Mode.ASYNC, changes=[Change(1.0, "h999-0", "fail")])
 
 
-@pytest.mark.slow
 def test_blind_to_unlike_gpus_all_wait_for_the_slowest():
     model = make_model(long_tailed(), CALIBRATED)
     options = Options(mode=Mode.COLOCATED_SYNC)
@@ -327,7 +328,6 @@ def emulated(*, staleness: int) -> CostModel:
     return CostModel(Problem.model_validate({**EMULATED, "workload": {**EMULATED["workload"], "staleness": staleness}}))
 
 
-@pytest.mark.slow
 def test_a_steady_rate_is_what_the_cost_model_expects_where_staleness_leaves_enough_work_and_far_below_where_not():
     def share(staleness: int) -> float:
         model = emulated(staleness=staleness)
@@ -339,7 +339,6 @@ def test_a_steady_rate_is_what_the_cost_model_expects_where_staleness_leaves_eno
     assert share(3) < 0.8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "places"), [(12, False), (1, True)])
 def test_a_steady_rate_is_that_of_the_dispatch_that_suits_the_fleet(staleness, places):
     model = emulated(staleness=staleness)

@@ -36,6 +36,8 @@ from tests.helpers.brokers.broker import (
 from tests.helpers.brokers.trajectories import group, groups, pack_groups
 from tests.helpers.stores.stores import RedisServers, opened_store
 
+pytestmark = pytest.mark.slow
+
 STOP = types_pb2.FINISH_REASON_STOP
 MAX_CHUNK_TOKENS = 16_000
 
@@ -97,7 +99,6 @@ async def test_a_sampled_group_that_fits_no_message_reaches_the_trainer_and_the_
         assert recorded == made
 
 
-@pytest.mark.slow
 async def test_a_put_of_1024_samples_of_8192_tokens_is_stored_trained_and_exported(servers: RedisServers) -> None:
     made = group("a", num_samples=1024, num_tokens=8192, prompt=prompt("a", group_size=1024))
     assert made.ByteSize() > 64 * 1024 * 1024
