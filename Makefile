@@ -12,8 +12,8 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 # A test of real processes that fails is run once more and shown as "R". Those that search for a broken invariant never are.
 RERUN := -raR --reruns 1
-# Two test processes on two cores, three where many wait for clocks or peers: threads of PyTorch beside them would only
-# wait for each other.
+# Three test processes on two cores, since many tests wait for clocks or peers; two where each starts services or an engine.
+# Threads of PyTorch beside them would only wait for each other.
 PARALLEL := --dist loadfile --no-loadscope-reorder -n
 ONE_THREAD := OMP_NUM_THREADS=1
 # Threads of PyTorch that wait for each other must not spin: others need the core.
@@ -47,13 +47,13 @@ test: setup lint test-unit test-contract test-integration test-vllm test-e2e  ##
 	@echo "all tests passed"
 
 test-fast: setup lint  ## The quick part: no vLLM, nothing that is marked slow
-	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) 2 -m "not vllm and not slow"
+	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) 3 -m "not vllm and not slow"
 
 soak: setup  ## An hour of the quick start's task under faults of every kind; ARGS="--minutes 60 --seed 7"
 	$(BIN)/python -m tests.soak $(ARGS)
 
 test-unit: setup
-	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL) 2
+	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL) 3
 
 test-contract: setup
 	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) 3 -m "not vllm" --durations=12
