@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 # A test of real processes that fails is run once more and shown as "R". Those that search for a broken invariant never are.
 RERUN := -raR --reruns 1
-# Three test processes on two cores, since many tests wait for clocks or peers; two where each starts services or an engine.
+# Three test processes on two cores where tests wait for clocks or peers, two where they compute or start services.
 # Threads of PyTorch beside them would only wait for each other.
 PARALLEL := --dist loadfile --no-loadscope-reorder -n
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -53,7 +53,7 @@ soak: setup  ## An hour of the quick start's task under faults of every kind; AR
 	$(BIN)/python -m tests.soak $(ARGS)
 
 test-unit: setup
-	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL) 3
+	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL) 2
 
 test-contract: setup
 	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) 3 -m "not vllm" --durations=12
