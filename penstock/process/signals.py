@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -34,17 +35,29 @@ class StopSignals:
         self._now_s = now_s
         self._first_s: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pipe = (-1, -1)
         self._previous: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
         """Take both signals from now on, and wake the running event loop by the first."""
         # Not by the loop's own handlers: those end with the loop, and a second signal would kill what is about to exit.
         self._loop = asyncio.get_running_loop()
+        # A signal may reach another thread, which does not wake this one: the byte in the pipe does.
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._loop.add_reader(self._pipe[0], os.read, self._pipe[0], 64)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._take) for number in _SIGNALS}
 
     def release(self) -> None:
         """Restore the previous handlers, unless a stop was requested: then more of the same request change nothing."""
         self._force = None
+        signal.set_wakeup_fd(-1)
+        if self._loop is not None:
+            self._loop.remove_reader(self._pipe[0])
+            for end in self._pipe:
+                os.close(end)
         if self._first_s is None:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)

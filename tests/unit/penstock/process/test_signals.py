@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -39,6 +41,21 @@ async def test_signals_that_come_together_are_one_request(numbers: tuple[signal.
     now_s[0] = 100.0 + FORCE_AFTER_S
     os.kill(os.getpid(), signal.SIGINT)
     await until(lambda: forced == [True])
+
+
+async def test_a_signal_that_another_thread_receives_wakes_an_idle_loop() -> None:
+    signals = StopSignals()
+    signals.listen()
+
+    def receive() -> None:
+        time.sleep(0.2)  # Until the loop waits, with nothing else to wake it.
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    await signals.requested.wait()
+    thread.join()
+    signals.release()
 
 
 STOPS_AND_IS_SIGNALLED_AGAIN = """
