@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(
 DISK_BYTES = 256 * 2**20
 
 
-def test_a_run_on_a_disk_that_fills_up_ends_by_name_and_is_resumed(task, tmp_path):
-    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+def test_a_run_on_a_disk_that_fills_up_ends_by_name_and_is_resumed(task):
+    with small_disk(DISK_BYTES) as disk:
         document = small_run(task, disk, run__num_steps=8, run__checkpoint_every_steps=2)
         run_dir = disk / "runs" / RUN_ID
         with running(document, disk) as run:

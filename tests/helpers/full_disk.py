@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,20 +26,24 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A disk of so many bytes at `folder`; skips the test where this process may not mount one."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=0777", "tmpfs", str(folder)]
-    try:
-        made = subprocess.run(mount, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if made.returncode != 0:
-        pytest.skip(f"a small disk cannot be mounted here: {made.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+def small_disk(num_bytes: int) -> Iterator[Path]:
+    """A disk of that size; skips the test where this process may not mount one.
+
+    It is mounted outside of pytest's own folders: one that a killed test leaves behind cannot be removed,
+    and pytest, which removes old folders when it ends, would fail.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-disk-") as name:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=0777", "tmpfs", name]
+        try:
+            made = subprocess.run(mount, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if made.returncode != 0:
+            pytest.skip(f"a small disk cannot be mounted here: {made.stderr.strip()}")
+        try:
+            yield Path(name)
+        finally:
+            subprocess.run(["umount", "--lazy", name], check=True)
 
 
 def fill(disk: Path, *, leave: int = 0) -> Path:

@@ -50,7 +50,7 @@ async def running(folder: RunFolder, code: str) -> AsyncIterator[tuple[ServicePr
 
 
 async def test_a_log_line_that_the_disk_refuses_ends_the_run_by_name(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+    with small_disk(DISK_BYTES) as disk:
         folder = RunFolder(disk / "r1")
         folder.create()
         go = tmp_path / "go"
@@ -65,7 +65,7 @@ async def test_a_log_line_that_the_disk_refuses_ends_the_run_by_name(tmp_path: P
 
 
 async def test_a_process_record_that_the_disk_refuses_ends_the_run_by_name(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+    with small_disk(DISK_BYTES) as disk:
         folder = RunFolder(disk / "r1")
         folder.create()
         go = tmp_path / "go"
@@ -81,7 +81,7 @@ async def test_a_process_record_that_the_disk_refuses_ends_the_run_by_name(tmp_p
 @pytest.mark.parametrize("leave", [0, MIN_FREE_BYTES // 2])
 async def test_a_run_ends_before_its_disk_is_full_and_is_resumed(tmp_path: Path, leave: int) -> None:
     trainer = ScriptedTrainer()
-    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+    with small_disk(DISK_BYTES) as disk:
         async with attached(disk, trainer, ScriptedRunBroker()) as arguments:
             process = await started(arguments, tmp_path)
             await until(lambda: bool(trainer.starts), timeout_s=20)
@@ -108,7 +108,7 @@ async def test_a_run_ends_before_its_disk_is_full_and_is_resumed(tmp_path: Path,
 
 async def test_a_recording_that_the_disk_refuses_ends_the_run_by_name(tmp_path: Path) -> None:
     trainer = ScriptedTrainer()
-    with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
+    with small_disk(DISK_BYTES) as disk:
         filler = fill(disk)
         async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
             recording = disk / "kept.jsonl"
