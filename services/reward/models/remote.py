@@ -20,6 +20,7 @@ from penstock.rewards.outcomes import MAX_MESSAGE_CHARACTERS, MAX_NAME_CHARACTER
 from penstock.rewards.wire import CREDENTIALS_HINT, THIRD_PARTY, check_score, failed_score
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+from penstock.wire.pieces import batched
 
 PROBE_TIMEOUT_S = 5.0
 # Far below the 4 MiB that gRPC servers accept by default.
@@ -102,18 +103,8 @@ class RemoteModel:
 def _split(
     items: Sequence[reward_pb2.ScoreItem], *, max_items: int, wants_token_ids: bool
 ) -> Iterator[list[reward_pb2.ScoreItem]]:
-    part: list[reward_pb2.ScoreItem] = []
-    part_bytes = 0
-    for item in items:
-        sent = item if wants_token_ids or not item.token_ids else _without_token_ids(item)
-        item_bytes = sent.ByteSize()
-        if part and (len(part) >= max_items or part_bytes + item_bytes > MAX_REQUEST_BYTES):
-            yield part
-            part, part_bytes = [], 0
-        part.append(sent)
-        part_bytes += item_bytes
-    if part:
-        yield part
+    sent = (item if wants_token_ids or not item.token_ids else _without_token_ids(item) for item in items)
+    return batched(sent, reward_pb2.ScoreItem.ByteSize, MAX_REQUEST_BYTES, most_items=max_items)
 
 
 def _without_token_ids(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreItem:
