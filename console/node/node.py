@@ -55,19 +55,17 @@ def node_command(path: Path, overrides: list[str]) -> int:
 
 
 async def _run(config: NodeConfig, security: Security) -> int:
-    signals = StopSignals()
-    signals.listen()
-    node = NodeAgent(config, security=security)
-    try:
-        await race(node.run(), signals.requested.wait())
-    except (ServiceFailedError, FolderRefusedError) as error:
-        _log.error("this machine leaves", reason=str(error))
-        return EXIT_FAILED
-    except (BadTokenError, NotOfferedError) as error:
-        raise ConfigError(str(error)) from error
-    finally:
-        await node.leave()
-        signals.release()
+    with StopSignals() as signals:
+        node = NodeAgent(config, security=security)
+        try:
+            await race(node.run(), signals.requested.wait())
+        except (ServiceFailedError, FolderRefusedError) as error:
+            _log.error("this machine leaves", reason=str(error))
+            return EXIT_FAILED
+        except (BadTokenError, NotOfferedError) as error:
+            raise ConfigError(str(error)) from error
+        finally:
+            await node.leave()
     return EXIT_OK
 
 

@@ -121,11 +121,10 @@ class _Run:
         self._display.start()
         for note in notes:
             self._display.note(f"note: {note}")
-        self._signals.listen()
         try:
-            return await self._carry_out(is_resume=is_resume)
+            with self._signals:
+                return await self._carry_out(is_resume=is_resume)
         finally:
-            self._signals.release()
             self._display.stop()
 
     async def _carry_out(self, *, is_resume: bool) -> int:

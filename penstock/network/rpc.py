@@ -188,21 +188,19 @@ async def run_until_stopped(
 
     `before_stop` runs after the signal and before the server stops, for work that needs the server still up.
     """
-    signals = StopSignals()
-    signals.listen()
-    await server.start()
-    on_started()
-    tasks = [asyncio.create_task(make()) for make in loops]
-    waiter = asyncio.create_task(signals.requested.wait())
-    try:
-        await until_first_failure(waiter, tasks)
-        server.stopping.set()
-        if before_stop is not None:
-            await before_stop()
-    finally:
-        await server.stop(grace_s=grace_s)
-        await end(waiter, *tasks)
-        signals.release()
+    with StopSignals() as signals:
+        await server.start()
+        on_started()
+        tasks = [asyncio.create_task(make()) for make in loops]
+        waiter = asyncio.create_task(signals.requested.wait())
+        try:
+            await until_first_failure(waiter, tasks)
+            server.stopping.set()
+            if before_stop is not None:
+                await before_stop()
+        finally:
+            await server.stop(grace_s=grace_s)
+            await end(waiter, *tasks)
 
 
 def open_channel(target: str, security: Security = NO_SECURITY) -> grpc.aio.Channel:

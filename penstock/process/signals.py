@@ -13,14 +13,17 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Self
 
 FORCE_AFTER_S = 3.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """Takes the signals from `listen` to `release`; one that was taken stays the only request until the process ends.
+    """A context that takes the signals, in the main thread of a running event loop.
+
+    If none came, the previous handlers are back at its end; else more of the same request change nothing until the
+    process has ended.
 
     Args:
         force: Called by a signal that arrives more than FORCE_AFTER_S after the first; without it the process ends
@@ -34,30 +37,25 @@ class StopSignals:
         self._force = force
         self._now_s = now_s
         self._first_s: float | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pipe = (-1, -1)
-        self._previous: dict[signal.Signals, Any] = {}
 
-    def listen(self) -> None:
-        """Take both signals from now on, and wake the running event loop by the first."""
+    def __enter__(self) -> Self:
         # Not by the loop's own handlers: those end with the loop, and a second signal would kill what is about to exit.
         self._loop = asyncio.get_running_loop()
-        # A signal may reach another thread, which does not wake this one: the byte in the pipe does.
         self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, False)
+        # A signal may reach another thread, which does not wake this one: the byte in the pipe does.
         self._loop.add_reader(self._pipe[0], os.read, self._pipe[0], 64)
-        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, self._take) for number in _SIGNALS}
+        return self
 
-    def release(self) -> None:
-        """Restore the previous handlers, unless a stop was requested: then more of the same request change nothing."""
+    def __exit__(self, *_: object) -> None:
         self._force = None
-        signal.set_wakeup_fd(-1)
-        if self._loop is not None:
-            self._loop.remove_reader(self._pipe[0])
-            for end in self._pipe:
-                os.close(end)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        self._loop.remove_reader(self._pipe[0])
+        for end in self._pipe:
+            os.close(end)
         if self._first_s is None:
             for number, handler in self._previous.items():
                 signal.signal(number, handler)
@@ -78,7 +76,6 @@ class StopSignals:
                 signal.raise_signal(number)
 
     def _wake(self, call: Callable[[], None]) -> None:
-        assert self._loop is not None
         with suppress(RuntimeError):  # The loop is closed already, and the process about to end.
             self._loop.call_soon_threadsafe(call)
 

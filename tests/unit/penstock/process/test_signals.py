@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -29,33 +29,38 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGTERM)])
 async def test_signals_that_come_together_are_one_request(numbers: tuple[signal.Signals, ...]) -> None:
     now_s, forced = [100.0], list[bool]()
-    signals = StopSignals(force=lambda: forced.append(True), now_s=lambda: now_s[0])
-    signals.listen()
-    os.kill(os.getpid(), numbers[0])
-    await until(signals.requested.is_set)
-    for number in numbers[1:]:
-        now_s[0] += 0.4 * FORCE_AFTER_S
-        os.kill(os.getpid(), number)
-    await asyncio.sleep(0)
-    assert forced == []
-    now_s[0] = 100.0 + FORCE_AFTER_S
-    os.kill(os.getpid(), signal.SIGINT)
-    await until(lambda: forced == [True])
+    with StopSignals(force=lambda: forced.append(True), now_s=lambda: now_s[0]) as signals:
+        os.kill(os.getpid(), numbers[0])
+        await until(signals.requested.is_set)
+        for number in numbers[1:]:
+            now_s[0] += 0.4 * FORCE_AFTER_S
+            os.kill(os.getpid(), number)
+        await asyncio.sleep(0)
+        assert forced == []
+        now_s[0] = 100.0 + FORCE_AFTER_S
+        os.kill(os.getpid(), signal.SIGINT)
+        await until(lambda: forced == [True])
 
 
-async def test_a_signal_that_another_thread_receives_wakes_an_idle_loop() -> None:
-    signals = StopSignals()
-    signals.listen()
+async def test_a_signal_that_another_thread_receives_wakes_an_idle_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    select, is_idle = selector.select, threading.Event()
+
+    def watched_select(timeout: float | None = None) -> Any:
+        if timeout is None:
+            is_idle.set()
+        return select(timeout)
 
     def receive() -> None:
-        time.sleep(0.2)  # Until the loop waits, with nothing else to wake it.
+        is_idle.wait()
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
     thread = threading.Thread(target=receive)
-    thread.start()
-    await signals.requested.wait()
+    with StopSignals() as signals:
+        monkeypatch.setattr(selector, "select", watched_select)
+        thread.start()
+        await signals.requested.wait()
     thread.join()
-    signals.release()
 
 
 STOPS_AND_IS_SIGNALLED_AGAIN = """
@@ -68,11 +73,9 @@ class Late:
         print("signalled while modules are torn down", flush=True)
 
 async def stopped():
-    signals = StopSignals()
-    signals.listen()
-    os.kill(os.getpid(), signal.SIGTERM)
-    await signals.requested.wait()
-    signals.release()
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await signals.requested.wait()
 
 late = Late()
 asyncio.run(stopped())
@@ -89,9 +92,8 @@ def test_the_same_request_does_not_kill_a_process_that_already_stops() -> None:
 
 def test_without_a_request_the_previous_handlers_come_back() -> None:
     async def served() -> None:
-        signals = StopSignals()
-        signals.listen()
-        signals.release()
+        with StopSignals():
+            pass
 
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     asyncio.run(served())
