@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import threading
 
 import pytest
 
@@ -13,6 +15,7 @@ from penstock.v1 import generator_pb2, types_pb2
 from services.generator.engine.engine import (
     EngineHungError,
     EngineStoppedError,
+    FinishReason,
     GenerateRequest,
     SamplingSettings,
     WeightUpdate,
@@ -26,7 +29,7 @@ from services.generator.weights import puller
 from tests.helpers.brokers.scripted_generation import prompt
 from tests.helpers.generators.generator_bench import Bench, emulated
 from tests.helpers.generators.scripted_engine import PausableScriptedEngine, ScriptedEngine, span
-from tests.helpers.models.tiny_model import make_tiny_model
+from tests.helpers.models.tiny_model import make_tiny_model, make_update, write_perturbed
 from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -192,6 +195,60 @@ async def test_samples_hear_of_a_step_that_fails(tmp_path, monkeypatch):
     for complaint in ("engine died: RuntimeError: no memory", "not running"):
         with pytest.raises(EngineStoppedError, match=complaint):
             await anext(engine.generate(request))
+    await engine.stop()
+
+
+async def test_a_step_of_an_update_that_is_given_up_ends_before_the_next_one_begins(tmp_path, monkeypatch):
+    began, may_end = threading.Event(), threading.Event()
+    step = transformers_engine.BatchDecoder.step
+
+    def slow_recomputation(decoder):
+        if decoder.rows[0].num_decoded and decoder._cache is None:
+            began.set()
+            may_end.wait(timeout=30)
+            decoder.rows[0].num_left = 1
+        return step(decoder)
+
+    monkeypatch.setattr(transformers_engine.BatchDecoder, "step", slow_recomputation)
+    model = ServedModel(model_path=make_tiny_model(tmp_path / "model"), dtype="float32")
+    engine = transformers_engine.TransformersEngine(TransformersEngineConfig(), model)
+    await engine.start()
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingSettings(max_new_tokens=400))
+    spans = engine.generate(request)
+    await anext(spans)
+    update = make_update(write_perturbed(model.model_path, tmp_path / "v1.safetensors", seed=1), policy_version=1)
+    updating = asyncio.create_task(engine.update_weights(dataclasses.replace(update, is_recomputing=True)))
+    await until(began.is_set)
+    updating.cancel()
+    await asyncio.wait({updating})
+    other = asyncio.create_task(anext(engine.generate(dataclasses.replace(request, request_id="s"))))
+    await until(lambda: engine.stats().num_waiting == 1)
+    may_end.set()
+    async with asyncio.timeout(30):
+        assert [part.finish_reason async for part in spans][-1] is FinishReason.LENGTH
+        assert (await other).policy_version == 1
+    await engine.stop()
+
+
+async def test_an_aborted_sample_leaves_the_batch_outside_the_event_loop(tmp_path, monkeypatch):
+    threads = []
+    remove = transformers_engine.BatchDecoder.remove
+
+    def noted(decoder, request_id):
+        threads.append(threading.current_thread())
+        return remove(decoder, request_id)
+
+    monkeypatch.setattr(transformers_engine.BatchDecoder, "remove", noted)
+    model = ServedModel(model_path=make_tiny_model(tmp_path / "model"), dtype="float32")
+    engine = transformers_engine.TransformersEngine(TransformersEngineConfig(), model)
+    await engine.start()
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingSettings(max_new_tokens=400))
+    spans = engine.generate(request)
+    await anext(spans)
+    await engine.abort("r")
+    assert [part.finish_reason async for part in spans][-1] is FinishReason.ABORTED
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
     await engine.stop()
 
 

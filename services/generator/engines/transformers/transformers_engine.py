@@ -147,8 +147,10 @@ class TransformersEngine:
             optional = (TIED_HEAD,) if self._model.config.tie_word_embeddings else ()
             check_layout(_layout(self._model), update.tensors, optional=optional)
         try:
-            async with asyncio.timeout(UPDATE_TIMEOUT_S), self._between_steps:
-                return await self._update(self._check_running(), update)
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
+                await self._between_steps.acquire()
+                # The thread works on even if the caller gives up; until it is done, nothing may touch the batch.
+                return await asyncio.shield(self._update(update))
         except TimeoutError as error:
             raise EngineError(f"installing version {update.policy_version} took too long") from error
 
@@ -180,7 +182,7 @@ class TransformersEngine:
         except TimeoutError as error:
             raise EngineError(f"the step under way did not end within {STOP_TIMEOUT_S} s") from error
         for row in (*self._decoder.rows, *self._waiting):
-            self._end(self._decoder, row.request_id)
+            self._yield_end(row)
         self._thread.close()
         self._model = self._decoder = None
 
@@ -195,7 +197,7 @@ class TransformersEngine:
                 await self._has_work.wait()
                 async with self._between_steps:
                     while self._aborts:
-                        self._end(decoder, self._aborts.popleft())
+                        await self._end(decoder, self._aborts.popleft())
                     may_sample = not self._is_untrusted and not self._is_paused
                     if may_sample and (decoder.rows or self._waiting):
                         self._join(decoder)
@@ -223,18 +225,25 @@ class TransformersEngine:
             if row.finish_reason is not None or len(row.new_token_ids) >= self._stream_interval:
                 self._yield_span(row)
 
-    def _end(self, decoder: BatchDecoder, request_id: str) -> None:
+    async def _end(self, decoder: BatchDecoder, request_id: str) -> None:
         """Ends a sample as aborted; an unknown one is ignored."""
-        row = decoder.remove(request_id)
+        # In the thread: it copies the KV cache of all other rows.
+        row = await self._thread.run(lambda: decoder.remove(request_id))
         if row is None:
             row = next((row for row in self._waiting if row.request_id == request_id), None)
             if row is None:
                 return
             self._waiting.remove(row)
-        row.finish_reason = FinishReason.ABORTED
-        self._yield_span(row)
+        self._yield_end(row)
 
-    async def _update(self, decoder: BatchDecoder, update: WeightUpdate) -> UpdateReport:
+    async def _update(self, update: WeightUpdate) -> UpdateReport:
+        """Installs a version; begins with `_between_steps` held, and releases it."""
+        try:
+            return await self._install_version(self._check_running(), update)
+        finally:
+            self._between_steps.release()
+
+    async def _install_version(self, decoder: BatchDecoder, update: WeightUpdate) -> UpdateReport:
         started_s = time.monotonic()
         # Tokens decoded so far belong to the old version and must be labelled with it.
         for row in decoder.rows:
@@ -264,6 +273,10 @@ class TransformersEngine:
             pause_s=time.monotonic() - started_s,
             num_recomputed_tokens=num_recomputed_tokens,
         )
+
+    def _yield_end(self, row: Row) -> None:
+        row.finish_reason = FinishReason.ABORTED
+        self._yield_span(row)
 
     def _yield_span(self, row: Row) -> None:
         span = TokenSpan(
