@@ -43,6 +43,13 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, res
     else:
         config, source = load_run_config(Path(arguments[0]), arguments[1:]), arguments[0]
     config = resolve(config, now_s=time.time())
+    home = config.run.dir / config.run.id
+    if resume is not None and not home.is_dir():
+        # Otherwise the services would begin another run there, without its checkpoints.
+        raise ConfigError(
+            f"{source}: run.dir: {home.absolute()} does not exist; a run is resumed where it was begun: move its "
+            "folder back there, or change to the folder that it was started from"
+        )
     # Refuse here what the trainer would refuse, before anything starts; addresses do not matter for that.
     training_config(config, broker="127.0.0.1:1", source=source)
     if dry_run:
@@ -67,7 +74,11 @@ def quickstart_command(overrides: list[str], *, seed: int, directory: Path, prep
 def report_command(run_dir: Path) -> int:
     """Run `penstock report`; returns the exit status. Raises ConfigError."""
     folder = open_folder(run_dir)
-    if not write_report(folder):
+    try:
+        has_report = write_report(folder)
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: {error}") from error
+    if not has_report:
         raise ConfigError(f"{run_dir}: nothing to report yet; the first step is not done")
     summary = read_summary(folder.summary)
     for line in summary_lines(summary) if summary is not None else ():

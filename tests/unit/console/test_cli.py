@@ -12,6 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from console.cli import app, main
+from console.config.config import RunConfig, to_yaml
+from console.run.run_commands import run_command
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError
 from tests.helpers.console import ROOT, environment
@@ -87,6 +89,24 @@ def test_a_mistake_is_reported_in_one_line_with_status_2(
     lines = capsys.readouterr().err.splitlines()
     assert all(line.startswith("penstock: ") for line in lines)
     assert [line for line in lines if words in line] == lines[-1:]
+
+
+def test_a_run_whose_folder_was_moved_is_not_begun_again_where_it_was(tmp_path: Path) -> None:
+    elsewhere = "127.0.0.1:1"
+    begun = RunConfig.model_validate(
+        {
+            "run": {"id": "r1", "dir": tmp_path / "runs"},
+            "model": {"path": tmp_path},
+            "data": {"train": tmp_path / "train.jsonl"},
+            "endpoints": {"broker": elsewhere, "trainer": elsewhere},
+        }
+    )
+    (moved := tmp_path / "moved").mkdir()
+    (moved / "config.yaml").write_text(to_yaml(begun), encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=r"run\.dir: .*/runs/r1 does not exist; a run is resumed where it was begun"):
+        run_command([], dry_run=False, resume=moved)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_listen_overrides_the_file(tmp_path: Path) -> None:
