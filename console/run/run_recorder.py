@@ -55,6 +55,8 @@ class RunRecorder:
         self._max_bytes = max_bytes
         self._recording = Recording()
         self._problems: list[str] = []
+        self._noted_missing: set[int] = set()
+        """Steps whose missing samples were reported."""
         self._writer: RecordingWriter | None = None
         self._next: tuple[int, int | None] = (0, None)
         self._has_noted_outage = False
@@ -141,8 +143,9 @@ class RunRecorder:
 
     def _on_step(self, recording: Recording) -> None:
         self._has_settled.set()
-        for version, num_samples in recording.missing.items():
-            self._problem(missing_line(version, num_samples))
+        for version in recording.missing.keys() - self._noted_missing:
+            self._noted_missing.add(version)
+            self._problem(missing_line(version, recording.missing[version]))
 
     def _note_outage(self, text: str) -> None:
         if text and not self._has_noted_outage:
@@ -150,6 +153,5 @@ class RunRecorder:
         self._has_noted_outage = bool(text)
 
     def _problem(self, text: str) -> None:
-        if text not in self._problems:
-            self._problems.append(text)
-            self._note(f"recording: {text}")
+        self._problems.append(text)
+        self._note(f"recording: {text}")

@@ -14,7 +14,7 @@ import pytest
 from console.recording.parts import parts_of
 from console.recording.reader import read_samples
 from console.recording.recorded_sample import RecordingError
-from console.recording.step_recorder import Recording, record, resume_point
+from console.recording.step_recorder import Recording, missing_line, record, resume_point
 from console.recording.writer import open_writer
 from console.run.run_recorder import RunRecorder
 from console.trajectories.export_recording import export_command
@@ -248,6 +248,26 @@ async def test_a_gap_in_a_runs_recording_is_reported_and_the_rest_is_recorded(tm
         await recorder.finish()
     assert names(path) == whole(1, "a", "b") + whole(3, "e", "f")
     assert notes == ["recording: a gap: steps 1 to 2 were forgotten before they were recorded whole"]
+
+
+def test_missing_samples_are_reported_once_however_many_steps_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, worded, notes = Recording(), 0, list[str]()
+
+    def line(version: int, num_samples: int) -> str:
+        nonlocal worded
+        worded += 1
+        return missing_line(version, num_samples)
+
+    monkeypatch.setattr("console.run.run_recorder.missing_line", line)
+    recorder = RunRecorder(run_id=RUN, broker="b:1", path=tmp_path, security=NO_SECURITY, note=notes.append)
+    for version in range(1, 51):
+        found.missing[version] = 2
+        recorder._on_step(found)
+
+    # What a step costs does not grow with the steps before it.
+    assert (worded, len(notes), len([*recorder.closing_lines()])) == (50, 50, 50)
 
 
 async def test_a_recorder_that_cannot_go_on_says_so(broker: RunningBroker, tmp_path: Path) -> None:
