@@ -40,9 +40,9 @@ def keep_results(folder: RunFolder, finished: trainer_pb2.RunFinished, history: 
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file that state a policy version; empty if there is no file."""
+    """The lines of a JSONL file that state a policy version; empty if there is no file. Raises OSError."""
     found: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         for text in path.read_text(encoding="utf-8").splitlines():
             # The last line of a run that was cut short may be torn.
             with contextlib.suppress(ValueError, TypeError, KeyError):

@@ -1,6 +1,8 @@
 """What a console keeps of a run whose trainer writes its files elsewhere, or here."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +43,18 @@ def test_what_a_trainer_wrote_here_itself_stays_as_it_is(folder):
     keep_results(folder, trainer_pb2.RunFinished(summary_json="{}"), steps(3, reward=0.5))
 
     assert folder.metrics.read_text() == text
+
+
+def test_steps_that_cannot_be_read_are_not_replaced(folder, monkeypatch):
+    keep_results(folder, trainer_pb2.RunFinished(), steps(1, 2, reward=0.25))
+    before = folder.metrics.read_text()
+
+    def refuse(*_args, **_options):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", refuse)
+        with pytest.raises(OSError, match="Input/output error"):
+            keep_results(folder, trainer_pb2.RunFinished(), steps(3, reward=0.5))
+
+    assert folder.metrics.read_text() == before
