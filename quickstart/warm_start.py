@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from quickstart.arithmetic import MAX_TERMS, Problem, sample_problem, write_working
+from quickstart.muon import Float32Muon
 from quickstart.sampling import measure_accuracy
 
 # Axes: B examples, T padded length.
@@ -161,7 +162,7 @@ def _build_optimizers(model: Qwen2ForCausalLM, settings: WarmStartSettings) -> l
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        Muon(matrices, lr=settings.matrix_learning_rate, weight_decay=0.01, momentum=0.95),
+        Float32Muon(matrices, lr=settings.matrix_learning_rate, weight_decay=0.01, momentum=0.95),
         AdamW(others, lr=settings.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken
 from torch.nn import functional
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 
+from quickstart.muon import Float32Muon
 from quickstart.tiny_model import build_model, build_tokenizer, save_model
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -81,7 +82,7 @@ def train(model, tokenizer, *, seed: int, num_steps: int = NUM_STEPS) -> float:
     rng = random.Random(seed)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
-    optimizers = [Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95), AdamW(others, lr=2e-3)]
+    optimizers = [Float32Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95), AdamW(others, lr=2e-3)]
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     loss = torch.tensor(0.0)
     for step in range(num_steps):
