@@ -1,7 +1,7 @@
 """Lets one console at a time use a run folder, by a lock on a file in it that the kernel releases with the process.
 
-The file outlives the lock and names its last holder. If the file system has no locks, the folder is used without one,
-and a note says so.
+The file outlives the lock; while it is held, or its holder was killed, it names the holder. If the file system has no
+locks, the folder is used without one, and a note says so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from penstock.config import ConfigError
 from penstock.process.disk import failure_message
 
 LOCK_NAME = "console.lock"
+_NAMED_WITHIN_S = 1.0
+"""A holder names itself at once, but after it has the lock."""
 _HAS_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
@@ -35,7 +38,13 @@ def locked(folder: Path) -> Iterator[str]:
     except OSError as error:
         raise ConfigError(f"run.dir: {failure_message(folder, error)}") from error
     try:
-        yield _lock(descriptor, path)
+        note = _lock(descriptor, path)
+        try:
+            yield note
+        finally:
+            # So that the next holder is not taken for this one before it has named itself.
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
 
@@ -59,8 +68,12 @@ def _lock(descriptor: int, path: Path) -> str:
 
 
 def _holder(path: Path) -> str:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {int(found['pid'])} on {found['host']}"
-    except (OSError, ValueError, TypeError, KeyError):
-        return "another process"
+    end_s = time.monotonic() + _NAMED_WITHIN_S
+    while True:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return f"process {int(found['pid'])} on {found['host']}"
+        except (OSError, ValueError, TypeError, KeyError):
+            if time.monotonic() > end_s:
+                return "another process"
+        time.sleep(0.02)
