@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from penstock.config import ConfigError
-from penstock.security.addresses import as_ip, is_named
+from penstock.security.addresses import is_named
 from penstock.security.certificate_files import Loaded, TlsFiles, load
 
 LOOPBACK = "127.0.0.1"
@@ -60,8 +60,11 @@ def inspect(files: TlsFiles, *, hosts: Sequence[str] = (), now: datetime | None 
 def covers(certificate: x509.Certificate, host: str) -> bool:
     """Whether its alternative names contain that name or address, compared as clients do."""
     names, addresses = _alternative_names(certificate)
-    ip = as_ip(host)
-    return any(is_named(name, host) for name in names) if ip is None else ip in addresses
+    try:
+        # As it is written: to clients, an IPv4 address in IPv6 form is not the IPv4 address.
+        return ipaddress.ip_address(host) in addresses
+    except ValueError:
+        return any(is_named(name, host) for name in names)
 
 
 def shown_names(certificate: x509.Certificate) -> str:

@@ -121,6 +121,16 @@ def test_a_wildcard_covers_one_label(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not covers(certificate, "127.0.0.1")
 
 
+def test_an_ipv4_address_in_ipv6_form_is_not_covered_as_clients_refuse_it(authority: Path) -> None:
+    security = issue(authority, hosts=["10.0.0.1"])
+    assert security.cert_file is not None
+    certificate = x509.load_pem_x509_certificate(security.cert_file.read_bytes())
+    assert covers(certificate, "10.0.0.1")
+    assert not covers(certificate, "::ffff:10.0.0.1")
+    findings = inspect(security.tls_files, hosts=["10.0.0.1", "::ffff:10.0.0.1"])
+    assert [finding.what for finding in findings] == ["name ::ffff:10.0.0.1"]
+
+
 @pytest.mark.parametrize(
     ("listen", "hosts"),
     [("0.0.0.0:1", ["127.0.0.1"]), ("[::]:1", ["127.0.0.1"]), ("127.0.0.1:1", ["127.0.0.1"]), ("10.0.0.1:1", [])],
