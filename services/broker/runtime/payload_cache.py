@@ -56,13 +56,15 @@ class PayloadCache:
 
     async def prompts(self, group_ids: Sequence[str]) -> dict[str, types_pb2.Prompt]:
         """Prompts by group id; groups dropped meanwhile are missing."""
-        missing = [group_id for group_id in dict.fromkeys(group_ids) if group_id not in self._prompts]
+        # Taken before the store is asked: other calls may evict them meanwhile.
+        found = {group_id: self._prompts[group_id] for group_id in group_ids if group_id in self._prompts}
+        missing = [group_id for group_id in dict.fromkeys(group_ids) if group_id not in found]
         if missing:
             for group_id, prompt in zip(missing, await self._store.prompts(self._run_id, missing), strict=True):
                 if prompt is not None:
-                    self._prompts[group_id] = types_pb2.Prompt.FromString(prompt)
-        found = {group_id: self._prompts[group_id] for group_id in group_ids if group_id in self._prompts}
-        for group_id in found:
+                    found[group_id] = types_pb2.Prompt.FromString(prompt)
+        for group_id, kept in found.items():
+            self._prompts[group_id] = kept
             self._prompts.move_to_end(group_id)
         while len(self._prompts) > MAX_CACHED_PROMPTS:
             self._prompts.popitem(last=False)
