@@ -107,8 +107,6 @@ async def put_group(ready: Ready, *, address: str, num_samples: int, num_tokens:
 
 async def take_group(ready: Ready, *, address: str, num_samples: int, num_tokens: int) -> Result:
     """A worker's role: pull the group as a trainer does, and check that it is whole."""
-    # Only the worker in this role needs the client.
-
     async with BrokerClient(address) as broker:
         await ready()
         meter, start_s = MemoryMeter(os.getpid()), time.perf_counter()
