@@ -9,6 +9,7 @@ SUITES = {
     "broker": "throughput, latency and memory of a broker, and its token streams",
     "broker.large_groups": "memory that one very large group takes",
     "broker.reload": "a restarted broker that loads a large run",
+    "broker.retained": "what Redis keeps of trained steps, bytes a token",
     "dispatch": "dispatch policies on simulated fleets",
     "dispatch.depth": "dispatch decisions with a long queue",
     "e2e": "a whole run next to TRL and to the ideal overlap",

@@ -230,6 +230,7 @@ class GroupRecord(_message.Message):
     TRAINED_VERSION_FIELD_NUMBER: _builtins.int
     SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
     PUT_FIELD_NUMBER: _builtins.int
+    IS_COMPACT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its name among the run's records: the id of its group, or of the first group of a put."""
     sequence: _builtins.int
@@ -248,6 +249,8 @@ class GroupRecord(_message.Message):
     """The step that trained it; unset until then."""
     submit_version: _builtins.int
     """The run's policy version when it was accepted."""
+    is_compact: _builtins.bool
+    """Whether the chunks of its delivered samples were replaced by a CompactSample each."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
         """Its samples, by index; none for a put."""
@@ -270,10 +273,11 @@ class GroupRecord(_message.Message):
         trained_version: _builtins.int | None = ...,
         submit_version: _builtins.int = ...,
         put: Global___PutColumns | None = ...,
+        is_compact: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "prompt_min_version", b"prompt_min_version", "put", b"put", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "is_compact", b"is_compact", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_min_version: _TypeAlias = _typing.Literal["prompt_min_version"]  # noqa: Y015
     _WhichOneofArgType__prompt_min_version: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version"]  # noqa: Y015
@@ -285,6 +289,56 @@ class GroupRecord(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_version) -> _WhichOneofReturnType__trained_version | None: ...
 
 Global___GroupRecord: _TypeAlias = GroupRecord  # noqa: Y015
+
+@_typing.final
+class CompactSample(_message.Message):
+    """What is kept of a sample in place of its chunks, from its delivery on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSIONS_FIELD_NUMBER: _builtins.int
+    MASK_RUNS_FIELD_NUMBER: _builtins.int
+    DEFLATED_TEXT_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Completion tokens."""
+    token_ids: _builtins.bytes
+    """Token ids: the low 16 bits of each, little-endian; then bit 16 of each, eight tokens a byte, and so on up to the
+    highest bit that any of them has. A vocabulary of 150,000 takes 2.25 bytes a token.
+    """
+    logprobs: _builtins.bytes
+    """Behaviour log-probs in nats, float32 each."""
+    deflated_text: _builtins.bytes
+    """The completion's text in UTF-8, as a zlib stream; empty if there is none."""
+    @_builtins.property
+    def policy_versions(self) -> _types_pb2.VersionRuns:
+        """Policy versions, in as few runs as they fit."""
+
+    @_builtins.property
+    def mask_runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Lengths of the loss mask's runs of equal values, the first of them ones (0 if it begins with a zero); empty means
+        that all tokens are trained on.
+        """
+
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        policy_versions: _types_pb2.VersionRuns | None = ...,
+        mask_runs: _abc.Iterable[_builtins.int] | None = ...,
+        deflated_text: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_versions", b"policy_versions"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deflated_text", b"deflated_text", "logprobs", b"logprobs", "mask_runs", b"mask_runs", "num_tokens", b"num_tokens", "policy_versions", b"policy_versions", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompactSample: _TypeAlias = CompactSample  # noqa: Y015
 
 @_typing.final
 class GroupHead(_message.Message):

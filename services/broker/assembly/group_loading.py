@@ -11,6 +11,7 @@ from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
 from services.broker.assembly.messages import kept_indices, trajectory_group
 from services.broker.operations import drops
+from services.broker.records.stored_sample import read_sample
 from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.batches import slice_of
@@ -36,13 +37,15 @@ async def _load_submitted(
     replica: RunReplica, groups: Sequence[GroupRecord], *, has_text: bool
 ) -> list[types_pb2.TrajectoryGroup]:
     prompts = await replica.payloads.prompts([group.group_id for group in groups])
-    samples = [(group.group_id, index) for group in groups for index in kept_indices(group)]
-    stored = dict(zip(samples, await replica.store.chunks(replica.run_id, samples), strict=True))
+    wanted = [(group.group_id, index) for group in groups for index in kept_indices(group)]
+    stored = dict(zip(wanted, await replica.store.chunks(replica.run_id, wanted), strict=True))
     loaded: list[types_pb2.TrajectoryGroup] = []
     for group in groups:
-        parts = [stored[(group.group_id, index)] for index in kept_indices(group)]
-        if group.group_id in prompts and all(parts):
-            loaded.append(trajectory_group(group, prompts[group.group_id], parts, has_text=has_text))
+        parts = {index: stored[(group.group_id, index)] for index in kept_indices(group)}
+        if group.group_id in prompts and all(parts.values()):
+            samples = {index: read_sample(chunks) for index, chunks in parts.items()}
+            loaded.append(trajectory_group(group, prompts[group.group_id], list(samples.values()), has_text=has_text))
+            await replica.compactor.offer(group, samples, replica.transact)
     return loaded
 
 

@@ -17,6 +17,7 @@ from penstock.wire.pieces import MAX_WHOLE_BYTES, PIECE_BYTES, batched, spans
 from services.broker.assembly.group_loading import give_up
 from services.broker.assembly.messages import kept_indices, trajectory
 from services.broker.records.store import PayloadSlice
+from services.broker.records.stored_sample import read_sample
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import group_version
 from services.broker.runtime.run_replica import RunReplica
@@ -109,11 +110,11 @@ async def _group_parts(
         stored = await replica.store.chunks(replica.run_id, [(group.group_id, index) for index in indices])
         if not all(stored):
             _note_lost(group.group_id, sum(not parts for parts in stored), left_out)
+        samples = {index: read_sample(parts) for index, parts in zip(indices, stored, strict=True) if parts}
         head.trajectories.extend(
-            trajectory(group, index, parts, has_text=has_text)
-            for index, parts in zip(indices, stored, strict=True)
-            if parts
+            trajectory(group, index, tokens, has_text=has_text) for index, tokens in samples.items()
         )
+        await replica.compactor.offer(group, samples, replica.transact)
         if head.trajectories:
             yield head.SerializeToString()
             head = types_pb2.TrajectoryGroup()

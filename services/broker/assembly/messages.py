@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from penstock.errors import InternalError
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
-from penstock.wire.codec import join_versions
 from penstock.wire.timestamps import timestamp
 from services.broker.records.store import SampleId
+from services.broker.records.stored_sample import read_sample
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import group_version
 
@@ -29,9 +29,9 @@ def kept_indices(group: GroupRecord) -> list[int]:
 
 
 def trajectory_group(
-    group: GroupRecord, prompt: types_pb2.Prompt, chunks: Sequence[Sequence[bytes]], *, has_text: bool = False
+    group: GroupRecord, prompt: types_pb2.Prompt, stored: Sequence[types_pb2.TokenChunk], *, has_text: bool = False
 ) -> types_pb2.TrajectoryGroup:
-    """A group as the broker sends it; `chunks` are the stored chunks of each of `kept_indices(group)`.
+    """A group as the broker sends it; `stored` are the tokens of each of `kept_indices(group)`.
 
     Text is included only with `has_text`: exports need it, trainers do not.
     """
@@ -39,30 +39,28 @@ def trajectory_group(
     return types_pb2.TrajectoryGroup(
         prompt=prompt,
         trajectories=[
-            trajectory(group, index, parts, has_text=has_text) for index, parts in zip(indices, chunks, strict=True)
+            trajectory(group, index, tokens, has_text=has_text) for index, tokens in zip(indices, stored, strict=True)
         ],
         min_policy_version=group_version(group) or 0,
     )
 
 
 def trajectory(
-    group: GroupRecord, index: int, parts: Sequence[bytes], *, has_text: bool = False
+    group: GroupRecord, index: int, stored: types_pb2.TokenChunk, *, has_text: bool = False
 ) -> types_pb2.Trajectory:
-    """One sample, its chunks joined. Raises InternalError if payload is missing."""
+    """One sample with its stored tokens. Raises InternalError if some are missing."""
     sample = group.samples[index]
-    chunks = [types_pb2.TokenChunk.FromString(part) for part in parts]
-    token_ids = b"".join(chunk.token_ids for chunk in chunks)
-    if len(token_ids) != 4 * sample.num_tokens:
+    if len(stored.token_ids) != 4 * sample.num_tokens:
         raise InternalError(
-            f"sample {group.group_id}/{index}: {len(token_ids)} bytes of tokens for {sample.num_tokens} tokens"
+            f"sample {group.group_id}/{index}: {len(stored.token_ids)} bytes of tokens for {sample.num_tokens} tokens"
         )
     return types_pb2.Trajectory(
         key=sample_key((group.group_id, index), sample.attempt),
         num_leases=sample.num_leases,
-        token_ids=token_ids,
-        behavior_logprobs=b"".join(chunk.logprobs for chunk in chunks),
-        policy_versions=join_versions([chunk.policy_versions for chunk in chunks]),
-        loss_mask=_join_masks(chunks),
+        token_ids=stored.token_ids,
+        behavior_logprobs=stored.logprobs,
+        policy_versions=stored.policy_versions,
+        loss_mask=stored.loss_mask,
         finish_reason=sample.finish_reason,
         score=sample.score,
         min_policy_version=sample.min_version if sample.num_tokens else sample.lease_version,
@@ -72,19 +70,13 @@ def trajectory(
         lease_time=timestamp(sample.first_lease_s),
         finish_time=timestamp(sample.finish_s),
         score_time=timestamp(sample.score_s),
-        text=chunks[-1].text if has_text and chunks else "",
+        text=stored.text if has_text else "",
     )
-
-
-def _join_masks(chunks: Sequence[types_pb2.TokenChunk]) -> bytes:
-    if not any(chunk.loss_mask for chunk in chunks):
-        return b""
-    return b"".join(chunk.loss_mask or b"\1" * (len(chunk.token_ids) // 4) for chunk in chunks)
 
 
 def prefix_token_ids(parts: Sequence[bytes]) -> bytes:
     """The token ids of a sample so far."""
-    return b"".join(types_pb2.TokenChunk.FromString(part).token_ids for part in parts)
+    return read_sample(parts).token_ids
 
 
 def score_item(
@@ -95,15 +87,15 @@ def score_item(
     parts: Sequence[bytes],
 ) -> reward_pb2.ScoreItem:
     """A finished sample for a reward worker."""
-    chunks = [types_pb2.TokenChunk.FromString(part) for part in parts]
+    stored = read_sample(parts)
     return reward_pb2.ScoreItem(
         key=key,
         prompt_text=prompt.text,
         messages=prompt.messages,
-        completion_text=chunks[-1].text if chunks else "",
+        completion_text=stored.text,
         answer=prompt.answer,
         metadata_json=prompt.metadata_json,
-        token_ids=b"".join(chunk.token_ids for chunk in chunks),
+        token_ids=stored.token_ids,
         finish_reason=finish_reason,
         run_id=run_id,
     )

@@ -143,6 +143,7 @@ def reset_sample(state: RunState, group: GroupRecord, index: int) -> None:
     if old.HasField("predicted_tokens"):
         fresh.predicted_tokens = old.predicted_tokens
     old.CopyFrom(fresh)
+    group.is_compact = False
     state.clear((group.group_id, index))
 
 

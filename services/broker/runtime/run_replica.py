@@ -31,6 +31,7 @@ from services.broker.fleet.worker_registry import Peers
 from services.broker.operations.lifecycle import create_run, reopen_run
 from services.broker.records.run_clock import MAX_GAP_S, RunClock, max_gap_s
 from services.broker.records.store import ConflictError, LostMarkError, Mark, RetiredError, Snapshot, Store
+from services.broker.runtime.compactor import Compactor
 from services.broker.runtime.deadlines import Deadlines
 from services.broker.runtime.payload_cache import PayloadCache
 from services.broker.state.run_state import RunState
@@ -100,6 +101,7 @@ class RunReplica:
         self.receiving_bytes = 0
         """Payload of puts that arrive in parts, until they are stored; see `trajectory_parts`."""
         self.payloads = PayloadCache(run_id, store=store)
+        self.compactor = Compactor(run_id)
         self.peers = Peers(run_id, store=store, clock=self.clock)
         self.dispatcher = Dispatcher(self.peers)
 

@@ -34,8 +34,9 @@ from services.broker.state.tally_names import is_tally, tally_name, tally_versio
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
 
-FORMAT = 2
-"""Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`."""
+FORMAT = 3
+"""Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`. 3: see
+`CompactSample`."""
 Leases = dict[str, dict[str, SampleId]]
 """Samples by lease id, for each holder."""
 SLICE_BYTES = 128 * 1024
