@@ -230,6 +230,7 @@ class RunPolicy(_message.Message):
     NUM_EXTRA_SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_RETAINED_STEPS_FIELD_NUMBER: _builtins.int
     DISPATCH_FIELD_NUMBER: _builtins.int
+    MAX_RETAINED_BYTES_FIELD_NUMBER: _builtins.int
     stale: Global___StalePolicy.ValueType
     """Samples that would become too stale."""
     partial_groups: Global___PartialGroupPolicy.ValueType
@@ -248,6 +249,11 @@ class RunPolicy(_message.Message):
     """The order in which samples are leased, and to which generators: fifo, least_loaded, lpt, streamrl or auto. Empty
     means auto.
     """
+    max_retained_bytes: _builtins.int
+    """Bytes of prompts, tokens and puts that the run may have in the store, at least 1 MiB: half for trained steps, the oldest
+    of which are forgotten beyond it, the newest never; half for what waits or is under way, beyond which new work waits
+    once a whole step is out. 0 means 4 GiB.
+    """
     def __init__(
         self,
         *,
@@ -257,10 +263,11 @@ class RunPolicy(_message.Message):
         num_extra_samples: _builtins.int = ...,
         num_retained_steps: _builtins.int = ...,
         dispatch: _builtins.str = ...,
+        max_retained_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "max_retained_bytes", b"max_retained_bytes", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

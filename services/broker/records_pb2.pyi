@@ -54,6 +54,7 @@ class SampleRecord(_message.Message):
     LAST_CHUNK_S_FIELD_NUMBER: _builtins.int
     NUM_MOVES_FIELD_NUMBER: _builtins.int
     MOVE_S_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
     state: _broker_pb2.SampleState.ValueType
     """Its state."""
     num_leases: _builtins.int
@@ -100,6 +101,8 @@ class SampleRecord(_message.Message):
     """Leases taken back to give the sample to another generator; they do not count against max_leases_per_sample."""
     move_s: _builtins.float
     """When it was last moved."""
+    stored_bytes: _builtins.int
+    """Bytes of its tokens in the store; 0 in records older than this field."""
     @_builtins.property
     def score(self) -> _types_pb2.Score:
         """The score; set from SCORED on."""
@@ -131,10 +134,11 @@ class SampleRecord(_message.Message):
         last_chunk_s: _builtins.float = ...,
         num_moves: _builtins.int = ...,
         move_s: _builtins.float = ...,
+        stored_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "max_version", b"max_version", "min_version", b"min_version", "predicted_tokens", b"predicted_tokens", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "last_chunk_s", b"last_chunk_s", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "move_s", b"move_s", "num_leases", b"num_leases", "num_moves", b"num_moves", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "last_chunk_s", b"last_chunk_s", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "move_s", b"move_s", "num_leases", b"num_leases", "num_moves", b"num_moves", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "stored_bytes", b"stored_bytes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
     _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015
@@ -231,6 +235,8 @@ class GroupRecord(_message.Message):
     SUBMIT_VERSION_FIELD_NUMBER: _builtins.int
     PUT_FIELD_NUMBER: _builtins.int
     IS_COMPACT_FIELD_NUMBER: _builtins.int
+    PROMPT_BYTES_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its name among the run's records: the id of its group, or of the first group of a put."""
     sequence: _builtins.int
@@ -251,6 +257,10 @@ class GroupRecord(_message.Message):
     """The run's policy version when it was accepted."""
     is_compact: _builtins.bool
     """Whether the chunks of its delivered samples were replaced by a CompactSample each."""
+    prompt_bytes: _builtins.int
+    """Bytes of its prompt; 0 for a put, and in records older than this field."""
+    stored_bytes: _builtins.int
+    """Bytes that it takes in the store, set when it is trained; 0 for a put, and in records older than this field."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
         """Its samples, by index; none for a put."""
@@ -274,10 +284,12 @@ class GroupRecord(_message.Message):
         submit_version: _builtins.int = ...,
         put: Global___PutColumns | None = ...,
         is_compact: _builtins.bool = ...,
+        prompt_bytes: _builtins.int = ...,
+        stored_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "prompt_min_version", b"prompt_min_version", "put", b"put", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "is_compact", b"is_compact", "num_prompt_tokens", b"num_prompt_tokens", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "is_compact", b"is_compact", "num_prompt_tokens", b"num_prompt_tokens", "prompt_bytes", b"prompt_bytes", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "stored_bytes", b"stored_bytes", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_min_version: _TypeAlias = _typing.Literal["prompt_min_version"]  # noqa: Y015
     _WhichOneofArgType__prompt_min_version: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version"]  # noqa: Y015
@@ -349,22 +361,26 @@ class GroupHead(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TRAINED_VERSION_FIELD_NUMBER: _builtins.int
     PUT_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number in order of submission, from 1. 0 shows that the record is a ParcelRecord."""
     trained_version: _builtins.int
     """The step that trained it; unset until then."""
     put: _builtins.bytes
     """The groups of a put, not parsed."""
+    stored_bytes: _builtins.int
+    """Bytes that it takes in the store; see GroupRecord."""
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         trained_version: _builtins.int | None = ...,
         put: _builtins.bytes | None = ...,
+        stored_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_put", b"_put", "_trained_version", b"_trained_version", "put", b"put", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_put", b"_put", "_trained_version", b"_trained_version", "put", b"put", "sequence", b"sequence", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_put", b"_put", "_trained_version", b"_trained_version", "put", b"put", "sequence", b"sequence", "stored_bytes", b"stored_bytes", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__put: _TypeAlias = _typing.Literal["put"]  # noqa: Y015
     _WhichOneofArgType__put: _TypeAlias = _typing.Literal["_put", b"_put"]  # noqa: Y015

@@ -197,6 +197,10 @@ class SamplePolicyConfig(StrictModel):
     """Samples drawn beyond algorithm.group_size; the first to be scored form the group, the others are aborted."""
     num_retained_steps: int = Field(default=64, ge=1, le=1024)
     """Steps whose samples are kept after training, for resuming and export."""
+    max_retained_bytes: int = Field(default=4 * 1024**3, ge=1024**2, le=2**50)
+    """Bytes of samples and prompts that the run may have in the broker's store: half for steps after training, of which
+    the newest is always kept; half for samples that wait or are under way, beyond which new work waits once a step is
+    out."""
     dispatch: Literal["fifo", "least_loaded", "lpt", "streamrl", "auto"] = "auto"
     """Which samples go to which generator, and in which order."""
 

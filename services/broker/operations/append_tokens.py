@@ -65,9 +65,11 @@ class _Acceptance:
             self._store_welcome(group, chunks[start:])
 
     def _store_welcome(self, group: GroupRecord, chunks: Sequence[ChunkFacts]) -> None:
+        num_bytes = 0
         for chunk in chunks:
             if self._is_welcome(group, chunk):
-                _store(self._state, group, chunk, self._now_s)
+                num_bytes += _store(self._state, group, chunk, self._now_s)
+        self._state.index.grow(group.group_id, num_bytes)
 
     def _is_welcome(self, group: GroupRecord, chunk: ChunkFacts) -> bool:
         """Whether to store a chunk; if not, the reason is recorded in `accepted`."""
@@ -113,19 +115,23 @@ def _fault(state: RunState, chunk: ChunkFacts) -> str:
     return ""
 
 
-def _store(state: RunState, group: GroupRecord, chunk: ChunkFacts, now_s: float) -> None:
-    sample = group.samples[chunk.sample_index]
+def _store(state: RunState, group: GroupRecord, chunk: ChunkFacts, now_s: float) -> int:
+    """Store a chunk; returns the bytes that it takes."""
+    sample, num_bytes = group.samples[chunk.sample_index], 0
     if chunk.num_tokens or chunk.finish_reason in (
         types_pb2.FINISH_REASON_STOP,
         types_pb2.FINISH_REASON_LENGTH,
     ):
         state.append((chunk.group_id, chunk.sample_index), chunk.payload)
+        num_bytes = len(chunk.payload)
+        sample.stored_bytes += num_bytes
     _add_tokens(state, sample, chunk)
     sample.last_chunk_s = now_s
     if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
         leasing.requeue(state, group, chunk.sample_index)
     elif chunk.finish_reason:
         sample.state, sample.finish_reason, sample.finish_s = _FINISHED, chunk.finish_reason, now_s
+    return num_bytes
 
 
 def _add_tokens(state: RunState, sample: SampleRecord, chunk: ChunkFacts) -> None:

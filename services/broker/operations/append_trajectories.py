@@ -4,7 +4,8 @@ Promises:
 - A put is stored once: groups that the run knows are accepted again without effect, in whatever request they arrive.
 - Unless the run's StalenessPolicy accepts late puts, a group that would be too stale by the time it is trained
   is refused; it is never accepted and then dropped.
-- The payload that waits for the trainer is bounded: beyond the bound a whole request is refused, to be sent again.
+- The payload that waits for the trainer, and all that the run has in the store, is bounded: beyond that a whole request
+  is refused, to be sent again.
 """
 
 from __future__ import annotations
@@ -148,8 +149,15 @@ def _is_idle(state: RunState, rewards: Sequence[float]) -> bool:
 
 
 def is_full(state: RunState, num_groups: int, size_bytes: int) -> bool:
-    """Whether the waiting payload leaves no capacity; no request is too large for a run in which nothing waits."""
-    num_waiting, waiting_bytes = state.index.num_ready_puts, state.index.ready_bytes
+    """Whether there is no capacity: too much payload waits, or the run has all that its policy allows in the store.
+
+    No request is too large for a run in which nothing waits, nor for one that has no whole step yet.
+    """
+    index = state.index
+    num_waiting, waiting_bytes = index.num_ready_puts, index.ready_bytes
+    has_step = index.num_started >= state.limits.groups_per_step
+    if num_groups and has_step and index.live_bytes + size_bytes > state.policy.max_live_bytes:
+        return True
     if not num_groups or not num_waiting:
         return False
     return num_waiting + num_groups > state.limits.max_queued_groups or waiting_bytes + size_bytes > MAX_WAITING_BYTES

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2
 from services.broker.records.store import SampleId
+from services.broker.state import batches
 from services.broker.state.run_state import FORMAT, RunState
 
 _WHOLE_STATES = frozenset(
@@ -40,7 +41,13 @@ def replace_chunks(state: RunState, samples: Sequence[CompactSample]) -> int:
         if sample.attempt != compact.attempt or sample.state not in _WHOLE_STATES:
             continue
         state.grow(group_id)
-        state.groups.opened(group_id).is_compact = True
+        record = state.groups.opened(group_id)
+        kept = record.samples[index]
+        num_bytes = len(compact.payload) - batches.sample_bytes(kept)
+        state.index.grow(group_id, num_bytes)
+        record.is_compact, kept.stored_bytes = True, len(compact.payload)
+        if record.HasField("trained_version"):
+            record.stored_bytes = state.index.stored_bytes(group_id)
         state.clear(compact.sample)
         state.append(compact.sample, compact.payload)
         state.run.format = FORMAT

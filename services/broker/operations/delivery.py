@@ -7,7 +7,7 @@ groups trained and advances the policy version in one change; nothing beyond the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import (
@@ -227,6 +227,8 @@ def train(state: RunState, name: str, group_ids: Collection[str], policy_version
     for piece in state.carve(name, group_ids):
         with state.edit(piece) as record:
             record.trained_version, record.consumer_id = policy_version, ""
+            if not record.HasField("put"):
+                record.stored_bytes = state.index.stored_bytes(piece)
             for sample in record.samples:
                 if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
                     sample.state = _TRAINED
@@ -236,19 +238,24 @@ def train(state: RunState, name: str, group_ids: Collection[str], policy_version
 def advance(state: RunState, policy_version: int, now_s: float) -> None:
     """Advance the run to a later version: forget steps and rows too old to keep, drop groups that became too stale."""
     state.run.policy_version, state.run.version_s = policy_version, now_s
-    oldest_kept = max(policy_version - state.policy.num_retained_steps + 1, _oldest_affordable(state))
+    index = state.index
+    oldest_kept = max(
+        policy_version - state.policy.num_retained_steps + 1,
+        _oldest_affordable(index.trained_bytes, MAX_TRAINED_BYTES),
+        _oldest_affordable(index.retained_bytes, state.policy.max_trained_bytes),
+    )
     for version in sorted(version for version in state.index.trained if version < oldest_kept):
         tallies.forget_step(state, version)
     counters.fold(state)
     drops.drop_stale(state)
 
 
-def _oldest_affordable(state: RunState) -> int:
-    """The oldest step that may be retained: puts' payload is at most MAX_TRAINED_BYTES, or that of the newest step."""
+def _oldest_affordable(bytes_of_steps: Mapping[int, int], most: int) -> int:
+    """The oldest step that may be retained: together they have at most so many bytes, or those of the newest step."""
     size_bytes, oldest = 0, 0
-    for version in sorted(state.index.trained_bytes, reverse=True):
-        size_bytes += state.index.trained_bytes[version]
-        if oldest and size_bytes > MAX_TRAINED_BYTES:
+    for version in sorted(bytes_of_steps, reverse=True):
+        size_bytes += bytes_of_steps[version]
+        if oldest and size_bytes > most:
             return oldest
         oldest = version
     return 0

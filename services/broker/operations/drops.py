@@ -139,6 +139,7 @@ def _restart(state: RunState, group_id: str, reason: str) -> None:
 def reset_sample(state: RunState, group: GroupRecord, index: int) -> None:
     """Queue a sample as its next attempt, inside an `edit`: its tokens, score and leases are discarded."""
     old = group.samples[index]
+    state.index.grow(group.group_id, -batches.sample_bytes(old))
     fresh = SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED, attempt=old.attempt + 1)
     if old.HasField("predicted_tokens"):
         fresh.predicted_tokens = old.predicted_tokens
@@ -159,6 +160,7 @@ def keep_trained(state: RunState, group: GroupRecord, indices: Collection[int]) 
 
 def _drop_sample(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
     sample = group.samples[index]
+    state.index.grow(group.group_id, -batches.sample_bytes(sample))
     sample.state = _DROPPED
     state.clear((group.group_id, index))
     if group.purpose == types_pb2.PURPOSE_TRAIN:

@@ -23,9 +23,9 @@ def submit(
 ) -> list[types_pb2.ItemError]:
     """Queue prompts; returns the refused ones. Ids seen before are accepted again without effect.
 
-    Training and evaluation each may have `max_queued_groups` waiting: an evaluation that fills its share never keeps
-    training prompts out, and vice versa. `forecasts` are expected completion lengths in tokens by group id,
-    if known.
+    Training and evaluation each may have `max_queued_groups` waiting, and no more than a step's groups once the run has
+    all that its policy allows in the store: an evaluation that fills its share never keeps training prompts out, and
+    vice versa. `forecasts` are expected completion lengths in tokens by group id, if known.
     """
     state.check_open()
     limits = state.limits
@@ -39,6 +39,10 @@ def submit(
             if num_waiting[prompt.purpose] >= limits.max_queued_groups:
                 bound = f"{limits.max_queued_groups} groups wait unleased, the run's limit"
                 raise QueueFullError(f"prompts: {bound}; send it again later")
+            is_full = state.index.live_bytes >= state.policy.max_live_bytes
+            if is_full and num_waiting[prompt.purpose] >= limits.groups_per_step:
+                bound = f"samples that wait or are under way take half of its {state.policy.max_retained_bytes} bytes"
+                raise QueueFullError(f"policy.max_retained_bytes: {bound}; send it again later")
         except (InvalidFieldError, QueueFullError) as error:
             errors.append(item_error(index, error))
             continue
@@ -50,7 +54,7 @@ def submit(
 def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_tokens: float | None) -> None:
     run = state.run
     run.last_sequence += 1
-    num_samples = prompt.group_size
+    num_samples, data = prompt.group_size, prompt.SerializeToString()
     if prompt.purpose == types_pb2.PURPOSE_TRAIN:
         num_samples += state.policy.num_extra_samples
         counters.count_submitted(state, version=run.policy_version, num_samples=num_samples)
@@ -59,6 +63,7 @@ def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_toke
         sequence=run.last_sequence,
         purpose=prompt.purpose,
         num_prompt_tokens=len(prompt.token_ids) // 4,
+        prompt_bytes=len(data),
         submit_s=now_s,
         submit_version=run.policy_version,
         samples=[
@@ -70,4 +75,4 @@ def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_toke
         group.prompt_min_version = prompt.min_policy_version
     # It may have been retired since the caller checked.
     state.pending.fresh.append(prompt.group_id)
-    state.add(group, prompt.SerializeToString())
+    state.add(group, data)

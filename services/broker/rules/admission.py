@@ -11,6 +11,9 @@ trained, so that a step of fewer groups does not loosen the bound.
 
 The run's StalenessPolicy (`penstock.staleness`) decides which version m is. If it is not the generator's own, a
 lagging generator may start groups that end too late, which `drops.drop_stale` drops.
+
+Besides, once the run has as much in the store as its policy allows, nothing is started beyond one step's groups: those
+always come, or the trainer could never make room.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ class AdmissionRule:
     """The trainer's version."""
     num_started: int
     """Training groups started and neither trained nor dropped."""
+    is_full: bool = False
+    """Whether what waits and is under way takes as much of the store as the run's policy allows."""
 
     def max_started(self, generator_version: int) -> int:
         """Groups that may be under way, the new one included, when this version starts one."""
@@ -70,7 +75,16 @@ class AdmissionRule:
             return _no(f"the prompt asks for version {prompt_min_version}, the generator holds {generator_version}")
         if min_version is not None and self.policy.stale.may_join(group=min_version, generator=generator_version):
             return ALLOWED
-        num_started = self.num_started + (1 if min_version is None else 0)
+        return self._judge_number(generator_version, is_start=min_version is None)
+
+    def _judge_number(self, generator_version: int, *, is_start: bool) -> Verdict:
+        """Whether so many groups may be out, the sample's included."""
+        if is_start and self.is_full and self.num_started >= self.limits.groups_per_step:
+            return _no(
+                f"policy.max_retained_bytes: half of its {self.policy.max_retained_bytes} bytes wait or are under way, "
+                f"and {self.num_started} groups are out, enough for a step; the trainer must finish one"
+            )
+        num_started = self.num_started + is_start
         if num_started <= self.max_started(generator_version):
             return ALLOWED
         return _no(

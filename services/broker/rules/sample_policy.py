@@ -13,6 +13,8 @@ from services.broker.rules.limits import MAX_GROUP_SIZE, Limits
 
 DEFAULT_RETAINED_STEPS = 64
 MAX_RETAINED_STEPS = 1_024
+DEFAULT_RETAINED_BYTES = 4 * 1024**3
+MIN_RETAINED_BYTES, MAX_RETAINED_BYTES = 1024**2, 2**50
 DEFAULT_DISPATCH = "auto"
 DISPATCH_NAMES = tuple(DISPATCH_POLICIES)
 
@@ -28,7 +30,18 @@ class Policy:
     drops_zero_variance: bool
     num_extra_samples: int
     num_retained_steps: int
+    max_retained_bytes: int
     dispatch: str
+
+    @property
+    def max_trained_bytes(self) -> int:
+        """Bound on what trained steps take in the store."""
+        return self.max_retained_bytes // 2
+
+    @property
+    def max_live_bytes(self) -> int:
+        """Bound on what waits or is under way, beyond which only the step being filled goes on."""
+        return self.max_retained_bytes // 2
 
     @property
     def dispatches_by_length(self) -> bool:
@@ -60,6 +73,13 @@ class Policy:
         )
         retained, dispatch = policy.num_retained_steps, policy.dispatch
         require(retained <= MAX_RETAINED_STEPS, "policy.num_retained_steps", retained, f"at most {MAX_RETAINED_STEPS}")
+        num_bytes = policy.max_retained_bytes
+        require(
+            not num_bytes or MIN_RETAINED_BYTES <= num_bytes <= MAX_RETAINED_BYTES,
+            "policy.max_retained_bytes",
+            num_bytes,
+            f"{MIN_RETAINED_BYTES} to {MAX_RETAINED_BYTES}, or 0 for {DEFAULT_RETAINED_BYTES}",
+        )
         is_known = not dispatch or dispatch in DISPATCH_NAMES
         require(is_known, "policy.dispatch", dispatch[:80], f"one of {', '.join(DISPATCH_NAMES)}")
         return cls(
@@ -68,6 +88,7 @@ class Policy:
             drops_zero_variance=policy.drops_zero_variance,
             num_extra_samples=policy.num_extra_samples,
             num_retained_steps=retained or DEFAULT_RETAINED_STEPS,
+            max_retained_bytes=num_bytes or DEFAULT_RETAINED_BYTES,
             dispatch=dispatch or DEFAULT_DISPATCH,
         )
 
@@ -79,5 +100,6 @@ class Policy:
             drops_zero_variance=self.drops_zero_variance,
             num_extra_samples=self.num_extra_samples,
             num_retained_steps=self.num_retained_steps,
+            max_retained_bytes=self.max_retained_bytes,
             dispatch=self.dispatch,
         )

@@ -19,7 +19,7 @@ from sortedcontainers import SortedList
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.records_pb2 import GroupRecord
-from services.broker.state.batches import num_groups, oldest_version, payload_bytes, sample_states
+from services.broker.state.batches import num_groups, oldest_version, sample_states, stored_bytes
 
 _TRAIN, _EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
 _READY_STATES = frozenset((broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED))
@@ -62,6 +62,12 @@ class BatchIndex:
         """The groups of `num_ready` that were put, and their payload bytes."""
         self.trained_bytes: Counter[int] = Counter()
         """Payload of puts by the step that trained it."""
+        self.retained_bytes: Counter[int] = Counter()
+        """What trained records take in the store, by step."""
+        self.live_bytes = 0
+        """What live records take in the store."""
+        self._stored_bytes: dict[str, int] = {}
+        """What each record takes in the store."""
         self._num_started_by_version: Counter[int] = Counter()
         self._num_delivered_by_version: Counter[int] = Counter()
         self._trained_by: dict[str, int] = {}
@@ -82,6 +88,10 @@ class BatchIndex:
     def is_put(self, name: str) -> bool:
         """Whether a record's groups arrived finished."""
         return name in self._payload_bytes
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes that a record takes in the store."""
+        return self._stored_bytes.get(name, 0)
 
     def is_used(self, payload_id: str) -> bool:
         """Whether any record uses a part of the payload."""
@@ -132,9 +142,10 @@ class BatchIndex:
     # -- changing ------------------------------------------------------------------------------------------------------
 
     def enter(self, record: GroupRecord) -> None:
-        """Register a new record: the groups and payload of a put that it has."""
+        """Register a new record: its bytes, and the groups and payload of a put that it has."""
+        num_bytes = self._stored_bytes[record.group_id] = stored_bytes(record)
         if record.HasField("put"):
-            self._payload_bytes[record.group_id] = payload_bytes(record)
+            self._payload_bytes[record.group_id] = num_bytes
             self._num_uses[record.put.payload_id] += 1
             self.record_of.update(dict.fromkeys(record.put.group_ids, record.group_id))
 
@@ -149,12 +160,25 @@ class BatchIndex:
             if self.record_of.get(group_id) == record.group_id:
                 del self.record_of[group_id]
 
+    def forget(self, name: str) -> None:
+        """Forget a record's bytes; it is not counted any more."""
+        self._stored_bytes.pop(name, None)
+
+    def grow(self, name: str, num_bytes: int) -> None:
+        """Note that a record takes so many bytes more in the store, or less; it may be counted or being changed."""
+        self._stored_bytes[name] = self._stored_bytes.get(name, 0) + num_bytes
+        if name in self._places:
+            self.live_bytes += num_bytes
+        elif name in self._trained_by:
+            _add(self.retained_bytes, self._trained_by[name], num_bytes)
+
     def add(self, record: GroupRecord) -> bool:
         """Count a record by its state; returns whether any of its samples are still under way."""
         name, purpose = record.group_id, record.purpose
         if record.HasField("trained_version"):
-            self.add_trained(name, record.trained_version)
+            self.add_trained(name, record.trained_version, self.stored_bytes(name))
             return False
+        self.live_bytes += self.stored_bytes(name)
         oldest, states = oldest_version(record), sample_states(record)
         place = self._places[name] = _Place(purpose, oldest, num_groups(record), states)
         if oldest is not None and purpose == _TRAIN:
@@ -169,9 +193,11 @@ class BatchIndex:
             self._count(name, place, 1)
         return not place.is_delivered and place.ready is None
 
-    def add_trained(self, name: str, version: int) -> None:
-        """Count a trained record."""
+    def add_trained(self, name: str, version: int, num_bytes: int) -> None:
+        """Count a trained record that takes so many bytes in the store."""
         self._trained_by[name] = version
+        self._stored_bytes[name] = num_bytes
+        _add(self.retained_bytes, version, num_bytes)
         self.trained.setdefault(version, set()).add(name)
         if self.is_put(name):
             _add(self.trained_bytes, version, self._payload_bytes[name])
@@ -180,6 +206,7 @@ class BatchIndex:
         """Remove a record from the counts, if present."""
         version = self._trained_by.pop(name, None)
         if version is not None:
+            _add(self.retained_bytes, version, -self.stored_bytes(name))
             self.trained[version].discard(name)
             if not self.trained[version]:
                 del self.trained[version]
@@ -188,6 +215,7 @@ class BatchIndex:
         place = self._places.pop(name, None)
         if place is None:
             return
+        self.live_bytes -= self.stored_bytes(name)
         if place.purpose == _TRAIN:
             self._count(name, place, -1)
         self.versions.pop(name, None)

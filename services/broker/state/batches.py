@@ -12,11 +12,15 @@ from itertools import accumulate, pairwise
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.records.store import PayloadSlice
-from services.broker.records_pb2 import GroupHead, GroupRecord, ParcelRecord, PutColumns
+from services.broker.records_pb2 import GroupHead, GroupRecord, ParcelRecord, PutColumns, SampleRecord
 from services.broker.rules.staleness import group_version
 
 _SCORED, _DELIVERED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED
 _DROPPED = broker_pb2.SAMPLE_STATE_DROPPED
+SAMPLE_BYTES = 350
+"""What a sample takes in Redis besides its tokens: its part of the record, and its key."""
+OLD_TOKEN_BYTES = 12
+"""Of a token of a sample in whose record they are not counted."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -119,6 +123,20 @@ def num_tokens(record: GroupRecord) -> int:
         return sum(record.put.num_tokens)
     kept = [sample.num_tokens for sample in record.samples if sample.state == _SCORED]
     return sum(kept) + record.num_prompt_tokens * len(kept)
+
+
+def stored_bytes(record: GroupRecord) -> int:
+    """Bytes that a record's groups take in the store, with their prompts; the payload alone for a put."""
+    if record.HasField("put"):
+        return payload_bytes(record)
+    return record.prompt_bytes + sum(SAMPLE_BYTES + sample_bytes(sample) for sample in record.samples)
+
+
+def sample_bytes(sample: SampleRecord) -> int:
+    """Bytes of a sample's tokens in the store."""
+    if sample.state == _DROPPED:
+        return 0
+    return sample.stored_bytes or OLD_TOKEN_BYTES * sample.num_tokens
 
 
 # -- payload of a put --------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ class RunState:
             policy=self.policy,
             policy_version=self.run.policy_version,
             num_started=self.index.num_started,
+            is_full=self.index.live_bytes >= self.policy.max_live_bytes,
         )
 
     def num_waiting(self, purpose: int) -> int:
@@ -352,7 +353,7 @@ class RunState:
         head = head_of(data)
         if head.HasField("trained_version") and not head.HasField("put"):
             self.groups.pack(name, data)
-            self.index.add_trained(name, head.trained_version)
+            self.index.add_trained(name, head.trained_version, head.stored_bytes)
         else:
             self._take_in(read_record(name, data, head))
 
@@ -366,6 +367,7 @@ class RunState:
         self._unindex(name)
         if self.groups.is_open(name):
             self.index.leave(self.groups[name])
+        self.index.forget(name)
         self.groups.remove(name)
 
     # -- the queues ----------------------------------------------------------------------------------------------------

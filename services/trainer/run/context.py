@@ -146,5 +146,6 @@ def run_policy(config: SamplePolicyConfig) -> broker_pb2.RunPolicy:
         drops_zero_variance=config.drops_zero_variance,
         num_extra_samples=config.num_extra_samples,
         num_retained_steps=config.num_retained_steps,
+        max_retained_bytes=config.max_retained_bytes,
         dispatch=config.dispatch,
     )

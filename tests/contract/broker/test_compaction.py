@@ -1,4 +1,4 @@
-"""Delivered samples in the store, on every store: kept in compact form, and sent again as they were."""
+"""What a run keeps, on every store: delivered samples in compact form, and no more than its policy allows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
+from penstock.clients.trajectories import TrajectorySession
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import merge_versions
 from services.broker.assembly import large_groups
 from services.broker.operations.compaction import CompactSample, replace_chunks
-from services.broker.records.store import Store
+from services.broker.records.store import PayloadSlice, Store
 from services.broker.records.stored_sample import read_sample
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import FORMAT, RunState
 from tests.helpers.brokers.broker import RUN, Generator, RunningBroker, Trainer, Worker, chunk, prompt, serving
+from tests.helpers.brokers.trajectories import group
 
 SAMPLES = [("a", 0), ("a", 1)]
 STOP = types_pb2.FINISH_REASON_STOP
@@ -49,8 +51,8 @@ async def _ready(broker: RunningBroker, name: str = "a", *, version: int = 0) ->
 def _told(groups: list[types_pb2.TrajectoryGroup]) -> list[types_pb2.TrajectoryGroup]:
     """Groups as a client decodes them: with neighbouring runs of one version joined, and without the text."""
     found: list[types_pb2.TrajectoryGroup] = []
-    for group in groups:
-        copy = types_pb2.TrajectoryGroup.FromString(group.SerializeToString())
+    for each in groups:
+        copy = types_pb2.TrajectoryGroup.FromString(each.SerializeToString())
         for trajectory in copy.trajectories:
             trajectory.policy_versions.CopyFrom(merge_versions(trajectory.policy_versions))
             trajectory.text = ""
@@ -167,3 +169,30 @@ async def test_a_sample_that_changed_since_it_was_read_is_left_alone(broker: Run
 
     assert await _replica(broker).transact(replace) == 0
     assert await store.chunks(RUN, [*SAMPLES, ("b", 0)]) == before
+
+
+async def test_what_a_run_keeps_stays_below_its_bound(store: Store) -> None:
+    """Steps of two groups of 128 kB each under a bound of 1 MiB, half of which holds two steps."""
+    policy = broker_pb2.RunPolicy(max_retained_bytes=1024**2)
+    async with serving(store) as broker:
+        await broker.open(groups_per_step=2, max_completion_tokens=8192, policy=policy)
+        replica, trainer = _replica(broker), Trainer.connect(broker.channel)
+        payload_ids: list[str] = []
+        async with TrajectorySession(broker.connection, run_id=RUN, producer_id="p") as session:
+            for version in range(8):
+                made = [group(f"g{version}-{number}", version=version, num_tokens=8000) for number in range(2)]
+                await session.send(made)
+                await session.flush()
+                state = await replica.transact(lambda state: state)
+                payload_ids += sorted({record.put.payload_id for record in state.groups.values()} - set(payload_ids))
+                assert state.index.live_bytes + state.index.retained_bytes.total() <= policy.max_retained_bytes
+                names = [each.prompt.group_id for each in await trainer.groups(2)]
+                await trainer.ack(names, version + 1)
+        state = await replica.transact(lambda state: state)
+        assert sorted(state.index.trained) == [7, 8]
+        used = {record.put.payload_id for record in state.groups.values()}
+        slices = [PayloadSlice(payload_id=payload_id, start=0, end=1 << 20) for payload_id in payload_ids]
+        found = await store.payloads(RUN, slices)
+        assert [bool(data) for data in found] == [payload_id in used for payload_id in payload_ids]
+        assert sum(map(len, found)) <= policy.max_retained_bytes // 2
+        await broker.audit()

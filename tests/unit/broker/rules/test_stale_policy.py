@@ -48,6 +48,7 @@ def test_an_unset_policy_is_every_default() -> None:
     assert (found.stale.number, found.partial_groups) == (WAIT, broker_pb2.PARTIAL_GROUP_POLICY_SHRINK)
     assert (found.drops_zero_variance, found.num_extra_samples) == (False, 0)
     assert (found.num_retained_steps, found.dispatch) == (64, "auto")
+    assert found.max_retained_bytes == 4 * 1024**3
     assert Policy.from_proto(found.to_proto(), _limits()) == found
 
 
@@ -59,6 +60,8 @@ def test_an_unset_policy_is_every_default() -> None:
         (broker_pb2.RunPolicy(drops_zero_variance=True), 1, "drops_zero_variance"),
         (broker_pb2.RunPolicy(num_extra_samples=1023), 2, "num_extra_samples"),
         (broker_pb2.RunPolicy(num_retained_steps=1025), 2, "num_retained_steps"),
+        (broker_pb2.RunPolicy(max_retained_bytes=2**20 - 1), 2, "max_retained_bytes"),
+        (broker_pb2.RunPolicy(max_retained_bytes=2**50 + 1), 2, "max_retained_bytes"),
         (broker_pb2.RunPolicy(dispatch="random"), 2, "dispatch"),
     ],
 )

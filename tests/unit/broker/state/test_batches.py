@@ -41,7 +41,7 @@ def check(state: RunState) -> None:
     records = {name: record.SerializeToString() for name, record in state.groups.items()}
     again = loaded(state.run.SerializeToString(), records)
     queues = ("live", "ready", "delivered", "trained", "versions", "record_of", "trained_bytes", "ready_bytes")
-    counts = ("num_started", "num_ready", "num_delivered", "num_ready_puts")
+    counts = ("num_started", "num_ready", "num_delivered", "num_ready_puts", "live_bytes", "retained_bytes")
     for field in (*queues, *counts):
         assert getattr(state.index, field) == getattr(again.index, field), field
     assert +state.index.num_samples == +again.index.num_samples

@@ -15,6 +15,7 @@ def test_the_defaults_are_the_brokers_own() -> None:
         stale=broker_pb2.STALE_POLICY_WAIT,
         partial_groups=broker_pb2.PARTIAL_GROUP_POLICY_SHRINK,
         num_retained_steps=64,
+        max_retained_bytes=4 * 1024**3,
         dispatch="auto",
     )
 
