@@ -453,6 +453,8 @@ class BrokerMachine(RuleBasedStateMachine):
     async def _close_and_open(self) -> None:
         await self.world.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN))
         await settle()
+        # A new process holds nothing: what the former one held is delivered to it again.
+        self.trainer.held.clear()
         await self.trainer.take_over()
 
     @rule()
