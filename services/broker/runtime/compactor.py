@@ -27,6 +27,8 @@ from services.broker.state.run_state import RunState
 MAX_WAITING_BYTES = 16 * 1024 * 1024
 COMMIT_BYTES = 512 * 1024
 """Written by one commit, which others of the run wait for; one sample may be larger."""
+LINGER_S = 0.25
+"""How long less than that waits for more, so that frequent small deliveries share a commit."""
 MAX_SAMPLE_BYTES = 4 * 1024 * 1024
 """A larger sample keeps its chunks, which are large, too, and cost it little."""
 
@@ -82,6 +84,8 @@ class Compactor:
     async def _work(self, transact: Transact) -> None:
         try:
             while self._jobs:
+                if self._num_bytes < COMMIT_BYTES:
+                    await asyncio.sleep(LINGER_S)
                 await self._compact(self._next_jobs(), transact)
         finally:
             self._jobs.clear()
