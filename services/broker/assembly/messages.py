@@ -8,7 +8,7 @@ from penstock.errors import InternalError
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from penstock.wire.timestamps import timestamp
 from services.broker.records.store import SampleId
-from services.broker.records.stored_sample import read_sample
+from services.broker.records.stored_sample import StoredSample, read_sample
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.staleness import group_version
 
@@ -29,7 +29,7 @@ def kept_indices(group: GroupRecord) -> list[int]:
 
 
 def trajectory_group(
-    group: GroupRecord, prompt: types_pb2.Prompt, stored: Sequence[types_pb2.TokenChunk], *, has_text: bool = False
+    group: GroupRecord, prompt: types_pb2.Prompt, stored: Sequence[StoredSample], *, has_text: bool = False
 ) -> types_pb2.TrajectoryGroup:
     """A group as the broker sends it; `stored` are the tokens of each of `kept_indices(group)`.
 
@@ -45,9 +45,7 @@ def trajectory_group(
     )
 
 
-def trajectory(
-    group: GroupRecord, index: int, stored: types_pb2.TokenChunk, *, has_text: bool = False
-) -> types_pb2.Trajectory:
+def trajectory(group: GroupRecord, index: int, stored: StoredSample, *, has_text: bool = False) -> types_pb2.Trajectory:
     """One sample with its stored tokens. Raises InternalError if some are missing."""
     sample = group.samples[index]
     if len(stored.token_ids) != 4 * sample.num_tokens:
@@ -76,7 +74,7 @@ def trajectory(
 
 def prefix_token_ids(parts: Sequence[bytes]) -> bytes:
     """The token ids of a sample so far."""
-    return read_sample(parts).token_ids
+    return read_sample(parts, has_text=False).token_ids
 
 
 def score_item(

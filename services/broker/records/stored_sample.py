@@ -8,39 +8,52 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.errors import InternalError
 from penstock.v1 import types_pb2
-from penstock.wire.codec import join_versions, merge_versions
+from penstock.wire.codec import int32_bytes, join_versions, merge_versions
 from services.broker.records_pb2 import CompactSample
 
 _MARK = b"\0"
 _UINT16, _UINT32 = np.dtype("<u2"), np.dtype("<u4")
+_VERSION_BYTES = 8
 _TEXT_LEVEL = 1
 """Of zlib; higher ones make text 5 % smaller, for half as much time again."""
 
 
-def read_sample(parts: Sequence[bytes]) -> types_pb2.TokenChunk:
-    """All tokens of a sample, with its text and its loss mask if it has any; `parts` are as the store has them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSample:
+    """All tokens of a sample, in the wire's form."""
+
+    token_ids: bytes
+    logprobs: bytes
+    policy_versions: types_pb2.VersionRuns
+    """In as few runs as they fit."""
+    loss_mask: bytes
+    """Empty if all tokens are trained on."""
+    text: str
+
+
+def read_sample(parts: Sequence[bytes], *, has_text: bool = True) -> StoredSample:
+    """A sample as the store has it, in chunks, compact or both; without its text unless that is asked for."""
     chunks = [_expanded(part) if part[:1] == _MARK else types_pb2.TokenChunk.FromString(part) for part in parts]
-    if len(chunks) == 1:
-        return chunks[0]
-    return types_pb2.TokenChunk(
-        token_ids=b"".join([chunk.token_ids for chunk in chunks]),
+    token_ids = b"".join([chunk.token_ids for chunk in chunks])
+    return StoredSample(
+        token_ids=token_ids,
         logprobs=b"".join([chunk.logprobs for chunk in chunks]),
-        policy_versions=merge_versions(join_versions([chunk.policy_versions for chunk in chunks])),
+        policy_versions=_joined_versions(chunks, num_tokens=len(token_ids) // 4),
         loss_mask=_joined_masks(chunks),
-        text=chunks[-1].text if chunks else "",
+        text=chunks[-1].text if has_text and chunks else "",
     )
 
 
-def compacted(sample: types_pb2.TokenChunk) -> bytes:
-    """What to keep of a sample that `read_sample` read."""
-    num_tokens = len(sample.token_ids) // 4
+def compacted(sample: StoredSample) -> bytes:
+    """What to keep of a sample that was read with its text."""
     compact = CompactSample(
-        num_tokens=num_tokens,
+        num_tokens=len(sample.token_ids) // 4,
         token_ids=_narrow(sample.token_ids),
         logprobs=sample.logprobs,
         policy_versions=sample.policy_versions,
@@ -59,6 +72,15 @@ def _expanded(part: bytes) -> types_pb2.TokenChunk:
         loss_mask=_mask(compact.mask_runs),
         text=zlib.decompress(compact.deflated_text).decode() if compact.deflated_text else "",
     )
+
+
+def _joined_versions(chunks: Sequence[types_pb2.TokenChunk], *, num_tokens: int) -> types_pb2.VersionRuns:
+    versions = b"".join([chunk.policy_versions.versions for chunk in chunks])
+    first = versions[:_VERSION_BYTES]
+    if versions == first * (len(versions) // _VERSION_BYTES):
+        # One version: nearly all samples.
+        return types_pb2.VersionRuns(versions=first, lengths=int32_bytes([num_tokens]) if first else b"")
+    return merge_versions(join_versions([chunk.policy_versions for chunk in chunks]))
 
 
 def _narrow(token_ids: bytes) -> bytes:

@@ -20,7 +20,7 @@ from penstock.errors import PenstockError
 from penstock.v1 import types_pb2
 from services.broker.operations import compaction
 from services.broker.operations.compaction import CompactSample
-from services.broker.records.stored_sample import compacted
+from services.broker.records.stored_sample import StoredSample, compacted
 from services.broker.records_pb2 import GroupRecord
 from services.broker.state.run_state import RunState
 
@@ -41,7 +41,7 @@ class _Job:
     group_id: str
     index: int
     attempt: int
-    stored: types_pb2.TokenChunk
+    stored: StoredSample
 
     @property
     def size_bytes(self) -> int:
@@ -59,8 +59,8 @@ class Compactor:
         self._has_room = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
 
-    async def offer(self, group: GroupRecord, stored: Mapping[int, types_pb2.TokenChunk], transact: Transact) -> None:
-        """Compact samples of a group, by index, that were read from the store; none of one that is compact.
+    async def offer(self, group: GroupRecord, stored: Mapping[int, StoredSample], transact: Transact) -> None:
+        """Compact samples of a group, by index, that were read with their text; none of one that is compact.
 
         Waits while too much waits already.
         """
@@ -117,5 +117,5 @@ class Compactor:
         self._has_room.set()
 
 
-def _size_bytes(stored: types_pb2.TokenChunk) -> int:
+def _size_bytes(stored: StoredSample) -> int:
     return 2 * len(stored.token_ids) + len(stored.text)

@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
+from services.broker.records.stored_sample import StoredSample
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.runtime import compactor
 from services.broker.runtime.compactor import Compactor
@@ -21,11 +22,13 @@ def record(name: str, **changes: bool) -> GroupRecord:
     return GroupRecord(group_id=name, purpose=types_pb2.PURPOSE_TRAIN, samples=[SampleRecord()] * 2, **changes)
 
 
-def tokens(count: int) -> types_pb2.TokenChunk:
-    return types_pb2.TokenChunk(
+def tokens(count: int) -> StoredSample:
+    return StoredSample(
         token_ids=int32_bytes(range(count)),
         logprobs=float32_bytes([-0.5] * count),
         policy_versions=encode_versions([0] * count),
+        loss_mask=b"",
+        text="",
     )
 
 
