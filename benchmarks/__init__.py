@@ -8,6 +8,7 @@ and it is not installed.
 SUITES = {
     "broker": "throughput, latency and memory of a broker, and its token streams",
     "broker.large_groups": "memory that one very large group takes",
+    "broker.leases": "CPU time of a lease at the start of a step, by size of the fleet",
     "broker.reload": "a restarted broker that loads a large run",
     "broker.retained": "what Redis keeps of trained steps, bytes a token",
     "dispatch": "dispatch policies on simulated fleets",

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import redis.asyncio
 
-from benchmarks.broker import bare, latency, memory, queue_depth, throughput, token_stream
-from benchmarks.broker.peers import peer
+from benchmarks.broker import latency, memory, queue_depth, throughput, token_stream
+from benchmarks.broker.peers import bare, peer
 from benchmarks.broker.processes import Stage, Worker, free_port
 from benchmarks.broker.workload import WORKLOADS
 from benchmarks.scratch import scratch_folder
@@ -147,7 +147,7 @@ class _Floor:
     async def start(cls, stage: Stage, workers: list[Worker], *, is_plain: bool) -> _Floor:
         """Start its server; `workers` are its clients."""
         server, address = await stage.start_worker(is_plain=is_plain), f"127.0.0.1:{free_port()}"
-        await server.prepare("bare:serve", address=address)
+        await server.prepare("peers.bare:serve", address=address)
         return cls(server=server, address=address, workers=workers)
 
     async def measure(self, workload: str, count: int) -> dict[str, float]:

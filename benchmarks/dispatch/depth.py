@@ -20,9 +20,11 @@ from services.broker.dispatch.calibration import normal
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.policies import make_policy
 from services.broker.dispatch.situation import DispatchPolicy
+from services.broker.fleet.deal_round import Seat
+from services.broker.fleet.dealer import Dealer
 from services.broker.fleet.snapshot import Fleet, GeneratorStatus, SeenLengths
 from services.broker.operations import leasing, submission
-from services.broker.operations.leasing import Choice, GeneratorFacts
+from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.operations.lifecycle import create_run
 from services.broker.state.run_state import RunState
 
@@ -44,6 +46,7 @@ class Queue:
         self._fleet = Fleet(
             SeenLengths(mean_tokens=1500.0, error=0.3, calibration=normal(shared_error=0.2, own_error=0.22))
         )
+        self._dealer = Dealer(self._fleet)
         model = LatencyModel(max_samples=256)
         self._statuses = {
             f"gen-{index}": GeneratorStatus(
@@ -58,6 +61,7 @@ class Queue:
         self._facts = GeneratorFacts(
             generator_id="gen-0", policy_version=0, max_context_tokens=1 << 20, longest_context_tokens=1 << 20
         )
+        self._seats = {"gen-0": Seat(self._facts, num_free=NUM_LEASES)}
 
     def review_s(self, policy: DispatchPolicy) -> float:
         """Time of one review."""
@@ -70,24 +74,34 @@ class Queue:
         """Time of one reply to a generator that asks; the leases are put back."""
         self._now_s += 0.05
         start_s = time.perf_counter()
-        choice = leasing.EVERYTHING
+        grants = self._grants(policy)
+        self._state.settle()
+        took_s = time.perf_counter() - start_s
+        if len(grants) != NUM_LEASES:
+            raise RuntimeError(f"{policy.name} gave {len(grants)} leases, not {NUM_LEASES}")
+        return took_s
+
+    def _grants(self, policy: DispatchPolicy) -> list[Grant]:
         if policy.needs_situation:
-            situation = self._fleet.situation(self._state, self._statuses, "gen-0", self._now_s)
-            decision = policy.decide(situation)
-            choice = Choice(order=policy.order, decision=decision, mean_tokens=situation.mean_tokens)
+            dealt = self._dealer.deal(
+                self._state,
+                policy,
+                self._seats,
+                lambda: self._statuses,
+                self._now_s,
+                make_suffix=lambda: next(self._suffixes),
+                longest_context_tokens=1 << 20,
+            )
+            if dealt is not None:
+                return [grant for grants in dealt.grants.values() for grant in grants]
         found = leasing.lease(
             self._state,
             self._facts,
             max_leases=NUM_LEASES,
             now_s=self._now_s,
             make_suffix=lambda: next(self._suffixes),
-            choice=choice,
         )
-        self._state.settle()
-        took_s = time.perf_counter() - start_s
-        if len(found.grants) != NUM_LEASES:
-            raise RuntimeError(f"{policy.name} gave {len(found.grants)} leases: {found.reason}")
-        return took_s
+        return found.grants
 
     def put_back(self) -> None:
         """Let every lease expire."""

@@ -1,7 +1,7 @@
 """Simulates one or a few steps of a run under a dispatch policy, on a virtual clock, until every sample is decoded.
 
-The queue is a real `RunState`; leases are chosen through the policies and the snapshot of the fleet
-(`services.broker.fleet.snapshot`) that a broker uses; only the generators are emulated. Admission never refuses.
+The queue is a real `RunState`; leases are dealt by the policies and by the rounds (`services.broker.fleet.dealer`) that
+a broker uses; only the generators are emulated. Admission never refuses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.dispatch.emulated_fleet import EmulatedGenerator, Engine
@@ -18,16 +18,16 @@ from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.policies import make_policy
 from services.broker.dispatch.stealing_rule import MOVE_COST_S
 from services.broker.fleet import work_stealing
+from services.broker.fleet.deal_round import Seat
+from services.broker.fleet.dealer import Dealer
 from services.broker.fleet.snapshot import Fleet, GeneratorStatus, SeenLengths, lengths_seen
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations import append_tokens, leasing, submission
-from services.broker.operations.leasing import Choice, GeneratorFacts, Grant
+from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.operations.lifecycle import create_run
 from services.broker.state.run_state import RunState
 
 GIVE_UP_S = 60.0
-ASK_AGAIN_S = 0.25
-"""Time before an idle generator asks again, as in the broker's lease stream."""
 _MAX_CONTEXT_TOKENS = 1 << 20
 
 
@@ -84,11 +84,12 @@ class _Simulation:
     def __init__(self, scenario: Scenario, policy_name: str, *, can_move: bool) -> None:
         self._can_move = can_move
         self._num_moves = 0
-        self._ask_again_s: dict[str, float] = {}
         self._scenario = scenario
         self._policy = make_policy(policy_name)
         self._fleet = Fleet(_seen_before(scenario), look_s=scenario.tick_s)
+        self._dealer = Dealer(self._fleet)
         self._engines = {item.generator_id: Engine(item.model) for item in scenario.generators}
+        self._seats = {name: Seat(_facts(name)) for name in self._engines}
         self._numbers = itertools.count()
         self._last_end_s = 0.0
         self._lengths = {f"g{index}": group for index, group in enumerate(scenario.lengths)}
@@ -173,23 +174,34 @@ class _Simulation:
             self._policy.review(self._fleet.look(self._state, self._statuses(), now_s))
 
     def _lease(self, now_s: float) -> None:
-        for name, engine in self._engines.items():
-            num_free = engine.model.max_samples - engine.num_held
-            if num_free <= 0 or not self._state.queue or now_s < self._ask_again_s.get(name, 0.0):
-                continue
-            choice = leasing.EVERYTHING
-            if self._policy.needs_situation:
-                situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
-                decision = self._policy.decide(situation)
-                choice = Choice(order=self._policy.order, decision=decision, mean_tokens=situation.mean_tokens)
-            found = leasing.lease(
-                self._state, _facts(name), max_leases=num_free, now_s=now_s, make_suffix=self._suffix, choice=choice
+        is_cut = True
+        while is_cut and self._state.queue:
+            for name, engine in self._engines.items():
+                self._seats[name].num_free = engine.model.max_samples - engine.num_held
+            dealt = self._dealer.deal(
+                self._state,
+                self._policy,
+                self._seats,
+                self._statuses,
+                now_s,
+                make_suffix=self._suffix,
+                longest_context_tokens=_MAX_CONTEXT_TOKENS,
             )
             self._state.settle()
-            for grant in found.grants:
-                self._begin(engine, grant)
-            if not found.grants:
-                self._ask_again_s[name] = now_s + ASK_AGAIN_S
+            is_cut = dealt is not None and dealt.is_cut
+            for name, grants in self._all_to_each(now_s) if dealt is None else dealt.grants.items():
+                for grant in grants:
+                    self._begin(self._engines[name], grant)
+
+    def _all_to_each(self, now_s: float) -> Iterator[tuple[str, list[Grant]]]:
+        """First come, first served."""
+        for name, seat in self._seats.items():
+            if seat.num_free and self._state.queue:
+                found = leasing.lease(
+                    self._state, seat.facts, max_leases=seat.num_free, now_s=now_s, make_suffix=self._suffix
+                )
+                self._state.settle()
+                yield name, found.grants
 
     def _move(self, now_s: float) -> None:
         """Let idle generators steal work, as a lease stream does once a second when it finds nothing to lease."""

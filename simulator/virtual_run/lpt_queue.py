@@ -6,10 +6,10 @@ are as old as the last look, as in a broker; only the asking generator's is curr
 
 from __future__ import annotations
 
+from services.broker.dispatch.dealing.table import Member, Table
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.length_histogram import remaining_tokens
-from services.broker.dispatch.placing import EarliestFinish
-from services.broker.dispatch.situation import Work
+from services.broker.dispatch.situation import Order, Rule, Work
 from services.broker.fleet.snapshot import REFRESH_S
 from simulator.virtual_run.ledger import Choice, Group
 from simulator.virtual_run.stealing import Mover
@@ -32,13 +32,15 @@ class Placer:
         if now_s - self._refreshed_s >= REFRESH_S:
             self._refreshed_s, self._loads = now_s, {}
             self._mover.learn()
-        alive = (other for other in self._mover.engines if other is not engine and other.is_alive)
-        others = [self._load(other, now_s).copy() for other in alive]
-        self._loads.pop(id(engine), None)
+        alive = [other for other in self._mover.engines if other is not engine and other.is_alive]
         seen = self._mover.seen
-        decision = EarliestFinish(
-            self._load(engine, now_s), others, queued_tokens=queued_tokens, length_error=seen.error
-        )
+        table = Table(Rule(order=Order.LENGTH), length_error=seen.error)
+        for other in alive:
+            _put(table, other, self._load(other, now_s).copy())
+        self._loads.pop(id(engine), None)
+        asking = _put(table, engine, self._load(engine, now_s))
+        table.see_tokens(queued_tokens)
+        table.measure_faster({0})
 
         def num_taken(group: Group, num_samples: int, num_done: float, most: int) -> int:
             work = Work(
@@ -47,7 +49,14 @@ class Placer:
                 length_tokens=group.forecast,
                 remaining_tokens=remaining_tokens(group.forecast or seen.mean_tokens, num_done),
             )
-            return decision.take(work, most)
+            taken = 0
+            for _ in range(num_samples):
+                member = table.first_done(work, table.kinds) if taken < most and asking.load.room else None
+                if member is None:
+                    break
+                table.add(member, work)
+                taken += member is asking
+            return taken
 
         return num_taken
 
@@ -59,3 +68,7 @@ class Placer:
             load = self._loads[id(engine)] = self._mover.load(engine)
         load.max_leases = engine.num_free
         return load
+
+
+def _put(table: Table, engine: Engine, load: Load) -> Member:
+    return table.put(str(id(engine)), load, policy_version=0, is_here=True)

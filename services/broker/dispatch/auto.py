@@ -8,7 +8,8 @@
   steps overlap the samples' average finish time counts too. Before the first look-ahead, `lpt`.
 
 Hysteresis: the current policy stays while it is within MIN_GAIN of the best. It looks again when the queue or the
-fleet has changed, and while more is queued than under way: the policy that decided most of a step also ends it.
+fleet has changed, and while more is queued than under way: the policy that decided most of a step also ends it. A
+look-ahead that exceeds its budget is abandoned, and `lpt` is picked.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.latency import token_s
 from services.broker.dispatch.least_loaded import LeastLoaded
 from services.broker.dispatch.length_draws import Draws, scaled_down
-from services.broker.dispatch.lookahead import cost_s
+from services.broker.dispatch.lookahead import UNLIMITED, Budget, TooLateError, cost_s
 from services.broker.dispatch.lpt import LongestFirst
-from services.broker.dispatch.situation import Decision, DispatchPolicy, Order, Situation
+from services.broker.dispatch.situation import DispatchPolicy, Rule, Situation
 from services.broker.dispatch.streamrl import StreamRl
 
 MIN_GAIN = 0.005
@@ -60,23 +61,25 @@ UNLIKE: Candidates = {
 
 
 class Auto:
-    """See the module."""
+    """See the module.
+
+    Args:
+        look_limit_s: The budget of a look-ahead; None for as long as it takes.
+    """
 
     name = "auto"
     needs_situation = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, look_limit_s: float | None = None) -> None:
+        self._look_limit_s = look_limit_s
+        self.is_late = False
+        """Whether the last look-ahead exceeded its budget."""
         self.picked: DispatchPolicy | None = None
         """None before the first request."""
         self._candidate = ""
         """The name of `picked` among the candidates; empty if it was not chosen from them."""
         self._looked_at: tuple[frozenset[str], int] | None = None
         """The fleet and the length of the queue at the last look-ahead."""
-
-    @property
-    def order(self) -> Order:
-        """Name of the policy that gave the last answer."""
-        return self.picked.order if self.picked else Order.ARRIVAL
 
     def review(self, situation: Situation) -> None:
         """Look ahead and pick, if enough is queued and has changed."""
@@ -89,11 +92,11 @@ class Auto:
         elif self.picked is not None:
             self.picked.review(situation)
 
-    def decide(self, situation: Situation) -> Decision:
-        """The picked policy's answer."""
+    def rule(self, situation: Situation) -> Rule | None:
+        """The picked policy's rule."""
         if self.picked is None:
             self.picked = usual_policy(situation)
-        return self.picked.decide(situation)
+        return self.picked.rule(situation)
 
     def _is_due(self, situation: Situation) -> bool:
         if self._looked_at is None:
@@ -106,7 +109,13 @@ class Auto:
 
     def _pick(self, situation: Situation) -> None:
         candidates = UNLIKE if _spread(situation) > MIN_SPREAD else ALIKE
-        times_s = looks_ahead(situation, candidates)
+        try:
+            times_s = looks_ahead(situation, candidates, Budget(self._look_limit_s))
+        except TooLateError:
+            self.is_late = True
+            self.picked, self._candidate = LongestFirst(), "lpt"
+            return
+        self.is_late = False
         good_s = (1 + MIN_GAIN) * min(times_s.values())
         best = next(name for name in (self._candidate, *candidates) if times_s.get(name, math.inf) <= good_s)
         if best != self._candidate:
@@ -115,8 +124,10 @@ class Auto:
             self.picked, self._candidate = picked, best
 
 
-def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float]:
+def looks_ahead(situation: Situation, candidates: Candidates, budget: Budget = UNLIMITED) -> dict[str, float]:
     """Mean cost of each policy (`cost_s`) over the draws, in seconds; eliminated ones are left out.
+
+    Raises TooLateError.
 
     A race: all policies share the draws, so that a difference between two is known far better than either's time. A
     policy is eliminated when it is surely worse than the best one; the race ends when the rest are equally good.
@@ -128,7 +139,7 @@ def looks_ahead(situation: Situation, candidates: Candidates) -> dict[str, float
     for seed in range(MAX_DRAWS if situation.length_error else 1):
         draw = draws.draw(seed)
         for name, found in times_s.items():
-            found.append(cost_s(candidates[name](), situation, draw))
+            found.append(cost_s(candidates[name](), situation, draw, budget))
         if seed + 1 == MIN_DRAWS:
             twins = _twins(times_s)
             times_s = {name: found for name, found in times_s.items() if name not in twins}

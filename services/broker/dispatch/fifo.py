@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from services.broker.dispatch.situation import Order, Situation, Work
-
-
-class TakeAll:
-    """A `Decision` that gives everything."""
-
-    is_done = False
-
-    def take(self, work: Work, most: int) -> int:
-        """See `Decision`."""
-        return min(work.num_samples, most)
+from services.broker.dispatch.situation import Situation
 
 
 class Fifo:
     """See the module."""
 
     name = "fifo"
-    order = Order.ARRIVAL
     needs_situation = False
 
     def review(self, situation: Situation) -> None:
         """Nothing to review."""
 
-    def decide(self, situation: Situation) -> TakeAll:
-        """Give everything to any generator that asks."""
-        return TakeAll()
+    def rule(self, situation: Situation) -> None:
+        """None: a generator that asks gets what it can hold."""

@@ -109,6 +109,21 @@ class Load:
         self.sum_tokens += count * remaining_tokens
         self.sum_kv_tokens += count * kv_reads(remaining_tokens, context_tokens)
 
+    def resize(self, num_samples: int, mean_tokens: float) -> None:
+        """Assume another number of samples of the same lengths; of the mean length if it held none."""
+        count = self.num_samples
+        self.max_leases += count - num_samples
+        if count and num_samples:
+            self.num_samples = num_samples
+            self.sum_tokens *= num_samples / count
+            self.sum_kv_tokens *= num_samples / count
+            return
+        self.num_samples, self.longest_tokens, self.shortest_tokens = 0, 0.0, 0.0
+        self.sum_tokens = self.sum_kv_tokens = 0.0
+        if num_samples:
+            self.add(mean_tokens, 0.0, num_samples)
+            self.max_leases += num_samples
+
     def finish_s(self, remaining_tokens: float = 0.0, context_tokens: float = 0.0, *, risk: float = 1.0) -> float:
         """When everything it holds, and one more sample if given, will be done: seconds from now.
 

@@ -1,20 +1,19 @@
 """Shares work by load relative to speed, in order of arrival. Pure.
 
-Each sample goes to the generator that is done first with it (`placing`), so that a slow generator does not take what a
-faster one would have finished sooner.
+Each sample goes to the generator that is done first with it (`dealing.table`), so that a slow generator does not take
+what a faster one would have finished sooner.
 """
 
 from __future__ import annotations
 
-from services.broker.dispatch.placing import USUAL_RISK, EarliestFinish
-from services.broker.dispatch.situation import Order, Situation
+from services.broker.dispatch.situation import USUAL_RISK, Order, Rule, Situation
 
 
 class LeastLoaded:
     """See the module.
 
     Args:
-        risk: See `EarliestFinish`.
+        risk: See `Rule`.
     """
 
     name: str = "least_loaded"
@@ -27,6 +26,6 @@ class LeastLoaded:
     def review(self, situation: Situation) -> None:
         """Nothing to review."""
 
-    def decide(self, situation: Situation) -> EarliestFinish:
-        """Place everything in the policy's order."""
-        return EarliestFinish.over_fleet(situation, risk=self._risk)
+    def rule(self, situation: Situation) -> Rule:
+        """Deal everything in the policy's order."""
+        return Rule(order=self.order, risk=self._risk)

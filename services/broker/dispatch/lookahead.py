@@ -1,26 +1,62 @@
 """Looks ahead: when a policy would finish the current situation, by the latency model on a virtual clock. Pure.
 
-Plays a draw of true lengths (`length_draws`). The policy under test sees forecasts only and answers through `decide`
-and `review` as it does for real generators; idle generators steal work by the same rule as real ones
-(`stealing_rule`).
+Plays a draw of true lengths (`length_draws`). The policy under test sees forecasts only; its rule deals the queue by
+the same table as in the broker (`dealing`), and idle generators steal work as real ones do (`stealing_rule`).
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.batching.batched_engine import SAME_TIME_S, BatchedEngine, Running
+from services.broker.dispatch.dealing.table import Table
 from services.broker.dispatch.latency import Load
-from services.broker.dispatch.length_draws import Draw, Item
+from services.broker.dispatch.length_draws import Draw, Item, QueuedPrompt
 from services.broker.dispatch.length_histogram import LengthCounts, remaining_tokens
-from services.broker.dispatch.situation import DispatchPolicy, Order, Situation
+from services.broker.dispatch.situation import DispatchPolicy, Order, Rule, Situation
 from services.broker.dispatch.stealing_rule import MAX_MOVES, MIN_STAY_S, MOVE_COST_S, is_worth_moving, late_generators
 
 MAX_TICKS = 64
 """Ticks of a look-ahead, at which the policy is reviewed and idle generators look for work to steal."""
 MAX_LOAD_AGE = 0.25
 """Fraction of the tick interval: the largest age of a load's lengths, and the delay of a generator that got no work."""
+
+SLICE_S = 0.002
+"""Work between two pauses: a thread that computes without one keeps the interpreter for 5 ms at a time."""
+PAUSE_S = 0.0002
+
+
+class TooLateError(Exception):
+    """A look-ahead exceeds its budget."""
+
+
+class Budget:
+    """The time for one look-ahead, which runs in a thread and gives way to the event loop.
+
+    Args:
+        limit_s: None for as long as it takes, without pauses.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self._limit_s = limit_s
+        self._begin_s = self._paused_s = time.monotonic()
+
+    def check(self) -> None:
+        """Pause if it is time to. Raises TooLateError once the budget is spent."""
+        if self._limit_s is None:
+            return
+        now_s = time.monotonic()
+        if now_s - self._begin_s >= self._limit_s:
+            raise TooLateError
+        if now_s - self._paused_s >= SLICE_S:
+            time.sleep(PAUSE_S)
+            self._paused_s = time.monotonic()
+
+
+UNLIMITED = Budget()
 
 
 class _Generator(BatchedEngine[Item]):
@@ -42,6 +78,11 @@ class _Generator(BatchedEngine[Item]):
             self.advance(now_s)
         self.begin(item, length=item.tokens, position=item.num_done, kv_tokens=item.tokens / 2, delay_s=delay_s)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it can hold another sample."""
+        return self.num_running < self.load.max_samples
+
     def to_go(self, running: Running[Item]) -> float:
         """Expected remaining tokens of an item."""
         return remaining_tokens(running.item.expected, self.position(running))
@@ -57,11 +98,14 @@ class _Generator(BatchedEngine[Item]):
         return self._longest[1]
 
     def seen(self, now_s: float, max_age_s: float = 0.0) -> Load:
-        """Its load by the forecasts; lengths may be outdated, counts not, as in `Fleet`."""
+        """Its load by the forecasts, kept until it is measured again; lengths may be outdated, counts not.
+
+        Samples that are placed on it are remembered, as in the broker's `Fleet`.
+        """
         if self._seen.num_samples != self.num_running or now_s - self._seen_s > max_age_s:
             self.advance(now_s)
             self._seen, self._seen_s = self._measured(), now_s
-        return self._seen.copy()
+        return self._seen
 
     def _measured(self) -> Load:
         load = Load(model=self.load.model, max_samples=self.load.max_samples, max_leases=0)
@@ -86,14 +130,14 @@ def finish_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
     return _Run(policy, situation, draw).finish_s()
 
 
-def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
-    """The cost by which policies are compared, in seconds; arguments as for `finish_s`.
+def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw, budget: Budget = UNLIMITED) -> float:
+    """The cost by which policies are compared, in seconds; arguments as for `finish_s`. Raises TooLateError.
 
     The finish time of everything; if steps overlap, plus a sample's average finish time. The next step then begins
     while this one ends: a policy that ends 2 % later but finishes most samples in half the time finishes three
     steps sooner.
     """
-    run = _Run(policy, situation, draw)
+    run = _Run(policy, situation, draw, budget)
     last_s = run.finish_s()
     return last_s + run.mean_end_s if situation.steps_overlap else last_s
 
@@ -101,13 +145,16 @@ def cost_s(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
 class _Run:
     """One look-ahead."""
 
-    def __init__(self, policy: DispatchPolicy, situation: Situation, draw: Draw) -> None:
+    def __init__(self, policy: DispatchPolicy, situation: Situation, draw: Draw, budget: Budget = UNLIMITED) -> None:
+        self._budget = budget
         self._policy = policy
         self._situation = situation
         self._num_ended, self._sum_ends_s = 0, 0.0
         self._now_s = 0.0
         self._queue = [prompt.copy() for prompt in draw.queued]
-        self._put_in_order()
+        self._rule: Rule | None = None
+        """The policy's, since the last tick."""
+        self._table: Table | None = None
         self._lengths, self._under_way = LengthCounts(), LengthCounts()
         for group in self._queue:
             self._lengths.add(group.predicted, len(group.waiting))
@@ -162,46 +209,84 @@ class _Run:
 
     def _tick(self) -> None:
         if self._queue:
-            self._policy.review(self._seen(next(iter(self._generators))))
+            situation = self._seen(next(iter(self._generators)))
+            self._policy.review(situation)
+            self._rule = self._policy.rule(situation)
+            self._put_in_order()
         elif self._now_s:
             loads = {name: generator.seen(self._now_s) for name, generator in self._generators.items()}
             for name in self._generators:
+                self._budget.check()
                 num_moves = 0
                 while num_moves < MAX_MOVES and self._take_over(name, loads):
                     num_moves += 1
 
     def _lease(self) -> None:
-        for name, generator in self._generators.items():
-            if not self._queue:
-                return
-            if generator.num_running < generator.load.max_samples and generator.ask_again_s <= self._now_s:
-                self._lease_to(name, generator)
-
-    def _lease_to(self, name: str, generator: _Generator) -> None:
-        room = room_before = generator.load.max_samples - generator.num_running
-        decision = self._policy.decide(self._seen(name))
-        is_other_order = False
-        for group in self._queue:
-            if decision.is_done or room == 0:
-                break
-            num_taken = decision.take(group.work, room)
-            if num_taken:
-                room -= num_taken
-                self._lengths.add(group.predicted, -num_taken)
-                for _ in range(num_taken):
-                    self._begin(generator, group.waiting.pop())
-                is_other_order = is_other_order or not group.is_begun
-                group.is_begun = True
-        if room == room_before:
-            generator.ask_again_s = self._now_s + MAX_LOAD_AGE * self._tick_s
-        else:
+        """Deal the queue if a generator asks: to all with room at once, as in the broker."""
+        asking = [generator for generator in self._generators.values() if generator.has_room]
+        if not self._queue or not any(generator.ask_again_s <= self._now_s for generator in asking):
+            return
+        taking = self._take_all(asking) if self._rule is None else self._deal(self._rule)
+        for generator in asking:
+            if generator not in taking:
+                generator.ask_again_s = self._now_s + MAX_LOAD_AGE * self._tick_s
+        if taking:
             self._queue = [group for group in self._queue if group.waiting]
-        if is_other_order:
             self._put_in_order()
+
+    def _take_all(self, asking: Sequence[_Generator]) -> set[_Generator]:
+        """Give each that asks, in turn, all that it can hold; returns those that got something."""
+        taking: set[_Generator] = set()
+        for group in self._queue:
+            while group.waiting:
+                generator = next((generator for generator in asking if generator.has_room), None)
+                if generator is None:
+                    return taking
+                self._start(group, generator)
+                taking.add(generator)
+        return taking
+
+    def _deal(self, rule: Rule) -> set[_Generator]:
+        """Deal by a rule; returns the generators that got something."""
+        taking: set[_Generator] = set()
+        table = self._table_for(rule)
+        for group in self._queue:
+            self._budget.check()
+            if not table.is_open:
+                break
+            work = group.work
+            while group.waiting:
+                member = table.first_done(work, table.kinds)
+                if member is None:
+                    break
+                table.add(member, work)
+                generator = self._generators[member.name]
+                self._start(group, generator)
+                taking.add(generator)
+        return taking
+
+    def _table_for(self, rule: Rule) -> Table:
+        """The table of the generators as they are seen now."""
+        table = self._table
+        if table is None or table.rule != rule:
+            table = self._table = Table(rule, length_error=self._situation.length_error)
+        for name, generator in self._generators.items():
+            load = generator.seen(self._now_s, MAX_LOAD_AGE * self._tick_s)
+            member = table.get(name)
+            if member is None or not member.is_same(load, 0, is_here=True):
+                table.put(name, load, policy_version=0, is_here=True)
+        table.see_queue(self._lengths, self._situation.mean_tokens)
+        table.measure_faster({0})
+        return table
+
+    def _start(self, group: QueuedPrompt, generator: _Generator) -> None:
+        self._lengths.add(group.predicted, -1)
+        self._begin(generator, group.waiting.pop())
+        group.is_begun = True
 
     def _put_in_order(self) -> None:
         """Started prompts first, as in the broker; then in the policy's order. Stable."""
-        if self._policy.order is Order.LENGTH:
+        if self._rule is not None and self._rule.order is Order.LENGTH:
             self._queue.sort(key=lambda group: (not group.is_begun, group.step, -group.predicted))
         else:
             self._queue.sort(key=lambda group: not group.is_begun)

@@ -16,8 +16,8 @@ DISPATCH_POLICIES: Mapping[str, Callable[[], DispatchPolicy]] = {
 }
 
 
-def make_policy(name: str) -> DispatchPolicy:
-    """A new policy of this name. Raises ValueError if there is none."""
+def make_policy(name: str, *, look_limit_s: float | None = None) -> DispatchPolicy:
+    """A new policy of this name, with the budget of its look-aheads. Raises ValueError if there is none."""
     if name not in DISPATCH_POLICIES:
         raise ValueError(f"dispatch: no policy is called {name!r}; one of {', '.join(DISPATCH_POLICIES)}")
-    return DISPATCH_POLICIES[name]()
+    return Auto(look_limit_s=look_limit_s) if name == Auto.name else DISPATCH_POLICIES[name]()

@@ -13,6 +13,8 @@ from services.broker.dispatch.length_histogram import LengthCounts
 
 EXACT = Calibration()
 """The calibration of exact forecasts."""
+USUAL_RISK = 2.0
+"""Standard deviations: with a hundred samples a few are that much longer than forecast."""
 NEW_RANK = 2
 """First number of the rank of a training group that has not started."""
 Rank = tuple[int, ...]
@@ -26,6 +28,20 @@ class Order(StrEnum):
     """In order of submission."""
     LENGTH = "length"
     """Longest forecast first among `groups_per_step` consecutive submissions: no group is overtaken by a later step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a policy deals the queue to the fleet; see `dealing.table`."""
+
+    order: Order
+    risk: float = USUAL_RISK
+    """Samples are placed as if they were this many standard deviations longer than forecast, so that none turns out
+    long on a slow generator."""
+    threshold: float = 0.0
+    """A longer forecast belongs to the long tail, see `streamrl`; meaningless if nothing is separated."""
+    long_tail_ids: frozenset[str] = frozenset()
+    """Generators that decode the long tail; empty if nothing is separated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +105,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The fleet and the queue when a generator asks. A policy may modify `loads`: they are its own copy."""
+    """The fleet and the queue when a generator asks."""
 
     asking: str
     """Id of the generator that asks; its load is among `loads`."""
@@ -128,19 +144,6 @@ class Situation:
         )
 
 
-class Decision(Protocol):
-    """One answer to one generator that asks; it is shown the queue in the policy's order, one group after the other."""
-
-    def take(self, work: Work, most: int) -> int:
-        """Number of the group's samples it gets, at most `most` and `work.num_samples`."""
-        ...
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it gets nothing more, whatever follows in the queue."""
-        ...
-
-
 class DispatchPolicy(Protocol):
     """One run's policy in one broker process; its memory is a hint and may be lost at any time."""
 
@@ -150,19 +153,14 @@ class DispatchPolicy(Protocol):
         ...
 
     @property
-    def order(self) -> Order:
-        """The order in which `decide`'s answer reads the queue."""
-        ...
-
-    @property
     def needs_situation(self) -> bool:
-        """False if `decide` uses only the asking generator: the caller may then pass an empty situation."""
+        """Whether `review` and `rule` use the situation; there need not be one otherwise."""
         ...
 
     def review(self, situation: Situation) -> None:
         """Reconsider the choices that outlast one answer; called about once a second."""
         ...
 
-    def decide(self, situation: Situation) -> Decision:
-        """Answer a generator that asks."""
+    def rule(self, situation: Situation) -> Rule | None:
+        """How to deal the queue to the whole fleet; None if a generator that asks gets all that it can hold."""
         ...

@@ -12,15 +12,17 @@ and P50 of past lengths; generators may differ; no generator stays idle beside a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from services.broker.dispatch.latency import Load
 from services.broker.dispatch.length_histogram import LengthCounts
-from services.broker.dispatch.placing import EarliestFinish
-from services.broker.dispatch.situation import Decision, Order, Situation, Work
+from services.broker.dispatch.situation import Order, Rule, Situation
 
 LONG_TAIL_SHARE = 0.2
 """StreamRL's alpha."""
+MAX_SPLIT_AT_ONCE = 32
+"""Different loads for which a split takes a few milliseconds; a fleet with more is split by its next review."""
 _NUM_HALVINGS = 40
 
 
@@ -28,7 +30,6 @@ class StreamRl:
     """See the module."""
 
     name = "streamrl"
-    order = Order.LENGTH
     needs_situation = True
 
     def __init__(self) -> None:
@@ -46,45 +47,12 @@ class StreamRl:
         self.long_tail_ids = long_tail_instances(situation.loads, long, regular, situation.mean_tokens)
         self._split_for = frozenset(situation.loads)
 
-    def decide(self, situation: Situation) -> Decision:
-        """Place the asking generator's part of the queue; everything once that part is done."""
-        if self._split_for != frozenset(situation.loads):
+    def rule(self, situation: Situation) -> Rule:
+        """Deal each part to its own generators, with a new split if the fleet is another one."""
+        is_other_fleet = self._split_for != frozenset(situation.loads)
+        if is_other_fleet and len(set(map(id, _merged(situation.loads.values())))) <= MAX_SPLIT_AT_ONCE:
             self.review(situation)
-        is_long_tail = situation.asking in self.long_tail_ids
-        long, regular = situation.queue.parted(self.threshold)
-        own = long if is_long_tail else regular
-        if not self.long_tail_ids or not own.num_samples:
-            return EarliestFinish.over_fleet(situation)
-        asking = situation.loads[situation.asking]
-        beside = [
-            load
-            for generator_id, load in situation.loads.items()
-            if load is not asking and (generator_id in self.long_tail_ids) == is_long_tail
-        ]
-        placing = EarliestFinish(
-            asking, beside, queued_tokens=own.sum_tokens(situation.mean_tokens), length_error=situation.length_error
-        )
-        return _OnePart(placing, threshold=self.threshold, is_long_tail=is_long_tail)
-
-
-class _OnePart:
-    """A `Decision` that skips the samples of the other part."""
-
-    def __init__(self, placing: EarliestFinish, *, threshold: float, is_long_tail: bool) -> None:
-        self._placing = placing
-        self._threshold = threshold
-        self._is_long_tail = is_long_tail
-
-    @property
-    def is_done(self) -> bool:
-        """See `Decision`."""
-        return self._placing.is_done
-
-    def take(self, work: Work, most: int) -> int:
-        """See `Decision`."""
-        if (work.length_tokens > self._threshold) != self._is_long_tail:
-            return 0
-        return self._placing.take(work, most)
+        return Rule(order=Order.LENGTH, threshold=self.threshold, long_tail_ids=self.long_tail_ids)
 
 
 def long_tail_instances(
@@ -97,7 +65,7 @@ def long_tail_instances(
     by_speed = sorted(loads, key=lambda generator_id: (loads[generator_id].model.step_s(1), generator_id))
     if len(by_speed) < 2 or not long.num_samples or not regular.num_samples:
         return frozenset()
-    ordered = [loads[generator_id] for generator_id in by_speed]
+    ordered = _merged(loads[generator_id] for generator_id in by_speed)
 
     def times_s(count: int) -> tuple[float, float]:
         return part_s(ordered[:count], long, mean_tokens), part_s(ordered[count:], regular, mean_tokens)
@@ -111,6 +79,15 @@ def long_tail_instances(
     return frozenset(by_speed[:best])
 
 
+def _merged(loads: Iterable[Load]) -> list[Load]:
+    """The loads, with the same object for those that finish alike."""
+    kinds: dict[tuple[object, ...], Load] = {}
+    return [
+        kinds.setdefault((load.model, load.max_samples, load.longest_tokens, load.sum_tokens, load.sum_kv_tokens), load)
+        for load in loads
+    ]
+
+
 def part_s(loads: Sequence[Load], lengths: LengthCounts, mean_tokens: float) -> float:
     """When these generators finish their load and samples of these lengths, all ending together.
 
@@ -118,12 +95,19 @@ def part_s(loads: Sequence[Load], lengths: LengthCounts, mean_tokens: float) -> 
     """
     longest = max((length or mean_tokens for length, _ in lengths.items()), default=0.0)
     num_tokens = lengths.sum_tokens(mean_tokens)
+    by_id = {id(load): load for load in loads}
+    # At the start of a step most loads are the same: each different one is computed once.
+    counted = [(by_id[key], count) for key, count in Counter(map(id, loads)).items()]
+
+    def tokens_by(by_s: float) -> float:
+        return sum(count * _tokens_by(load, by_s, longest) for load, count in counted)
+
     low_s, high_s = 0.0, 1.0
-    while sum(_tokens_by(load, high_s, longest) for load in loads) < num_tokens:
+    while tokens_by(high_s) < num_tokens:
         low_s, high_s = high_s, 2 * high_s
     for _ in range(_NUM_HALVINGS):
         middle_s = (low_s + high_s) / 2
-        if sum(_tokens_by(load, middle_s, longest) for load in loads) < num_tokens:
+        if tokens_by(middle_s) < num_tokens:
             low_s = middle_s
         else:
             high_s = middle_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import pstdev
@@ -11,13 +11,19 @@ from statistics import pstdev
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.calibration import Calibration, calibrated, normal
 from services.broker.dispatch.latency import LatencyModel, Load
-from services.broker.dispatch.length_histogram import LengthCounts, remaining_tokens
+from services.broker.dispatch.length_histogram import remaining_tokens
 from services.broker.dispatch.situation import NEW_RANK, Prompt, Situation
 from services.broker.records_pb2 import GroupRecord
 from services.broker.state.run_state import RunState
 
 REFRESH_S = 0.25
 """How old the lengths in a generator's load may be; the number of its samples is always current."""
+MAX_LEASES_READ = 1024
+"""Leases read at once for the lengths in loads, about 3 ms; of a larger fleet the oldest loads are read first."""
+KEPT_S = 60.0
+"""A load that was not read for this long belongs to a generator that left."""
+SLICE = 1024
+"""Leases and groups shown to a review between two pauses, 2 to 3 ms."""
 MAX_GROUPS_MEASURED = 128
 MAX_GROUPS_SHOWN = 1024
 """Queued samples shown to a policy that is reviewed; a look-ahead goes no further."""
@@ -42,6 +48,7 @@ class GeneratorStatus:
     """Number of leases it could get."""
     max_context_tokens: int
     is_speed_known: bool
+    policy_version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +73,8 @@ class Fleet:
     def __init__(self, seen: SeenLengths | None = None, *, look_s: float = 1.0) -> None:
         self._look_s = look_s
         self._loads: dict[str, Load] = {}
-        self._under_way = LengthCounts()
-        self._refreshed_s = -math.inf
+        self._read_s: dict[str, float] = {}
+        """When the lengths in each load were read."""
         self._seen = seen
 
     def mean_tokens(self, state: RunState) -> float:
@@ -86,28 +93,21 @@ class Fleet:
     def situation(
         self, state: RunState, statuses: Mapping[str, GeneratorStatus], asking: str, now_s: float
     ) -> Situation:
-        """The situation for the generator that asks, which must be among `statuses`.
+        """The situation for the generator that asks, which must be among `statuses`."""
+        return self.situation_of(state, statuses, self.loads(state, statuses, now_s), asking)
 
-        Its load is kept, and so includes the samples it gets; the others' are copies.
-        """
-        mean_tokens = self.mean_tokens(state)
-        if now_s - self._refreshed_s >= REFRESH_S or self._loads.keys() != statuses.keys():
-            self._refreshed_s = now_s
-            self._under_way = leased_lengths(state)
-            self._loads = {name: load_of(state, status, mean_tokens) for name, status in statuses.items()}
-        for name, status in statuses.items():
-            if self._loads[name].num_samples != len(state.generation_leases.get(name, ())):
-                self._loads[name] = load_of(state, status, mean_tokens)
-            self._loads[name].max_leases = status.num_free
+    def situation_of(
+        self, state: RunState, statuses: Mapping[str, GeneratorStatus], loads: Mapping[str, Load], asking: str
+    ) -> Situation:
+        """The same with loads that are known; of a large fleet some statuses are enough."""
         has_forecasts = any(length for length, _ in state.queued_lengths.items())
         unseen_error = UNSEEN_FORECAST_ERROR if has_forecasts else UNSEEN_LENGTH_ERROR
-        loads = {name: load if name == asking else load.copy() for name, load in self._loads.items()}
         return Situation(
             asking=asking,
             loads=loads,
             queue=state.queued_lengths,
-            under_way=self._under_way,
-            mean_tokens=mean_tokens,
+            under_way=state.leased_lengths,
+            mean_tokens=self.mean_tokens(state),
             has_forecasts=has_forecasts,
             has_speeds=any(status.is_speed_known for status in statuses.values()),
             max_tokens=state.limits.max_completion_tokens,
@@ -121,20 +121,83 @@ class Fleet:
         """The situation for a review, with queued and leased samples prompt by prompt."""
         return replace(self.situation(state, statuses, min(statuses), now_s), prompts=prompts_of(state))
 
+    def loads(self, state: RunState, statuses: Mapping[str, GeneratorStatus], now_s: float) -> dict[str, Load]:
+        """The loads of these generators, kept: leases placed on them until the next call are remembered."""
+        num_left = MAX_LEASES_READ
+        outdated = [name for name, status in statuses.items() if self._is_outdated(state, status, now_s)]
+        for name in sorted(outdated, key=lambda name: self._read_s.get(name, -math.inf)):
+            num_held = len(state.generation_leases.get(name, ()))
+            if num_held <= num_left:
+                num_left -= num_held
+                self.read(state, statuses[name], now_s)
+        mean_tokens = self.mean_tokens(state)
+        return {name: self._counted(state, status, mean_tokens) for name, status in statuses.items()}
+
+    def known(self, name: str) -> Load | None:
+        """A generator's load as it was last read."""
+        return self._loads.get(name)
+
+    def forget_others(self, names: Collection[str], now_s: float) -> None:
+        """Forget the loads of generators that left: they are not among these, and were not read for a while."""
+        if len(self._loads) > 2 * len(names):
+            for name in [name for name, read_s in self._read_s.items() if now_s - read_s > KEPT_S]:
+                if name not in names:
+                    del self._loads[name], self._read_s[name]
+
+    def read(self, state: RunState, status: GeneratorStatus, now_s: float) -> Load:
+        """A generator's load, read from the records."""
+        load = self._loads[status.generator_id] = load_of(state, status, self.mean_tokens(state))
+        self._read_s[status.generator_id] = now_s
+        return load
+
+    def _is_outdated(self, state: RunState, status: GeneratorStatus, now_s: float) -> bool:
+        name = status.generator_id
+        load = self._loads.get(name)
+        return (
+            load is None
+            or now_s - self._read_s[name] >= REFRESH_S
+            or load.num_samples != len(state.generation_leases.get(name, ()))
+            or not (load.model is status.model or load.model == status.model)
+        )
+
+    def _counted(self, state: RunState, status: GeneratorStatus, mean_tokens: float) -> Load:
+        """A load with the current numbers of samples and leases, though its lengths may be older."""
+        name = status.generator_id
+        num_held = len(state.generation_leases.get(name, ()))
+        load = self._loads.get(name)
+        if load is None:
+            load = self._loads[name] = empty_load(status, mean_tokens)
+            self._read_s[name] = -math.inf
+        if load.num_samples != num_held:
+            load.resize(num_held, mean_tokens)
+        load.model, load.max_leases, load.max_context_tokens = status.model, status.num_free, status.max_context_tokens
+        return load
+
 
 def prompts_of(state: RunState) -> list[Prompt]:
     """The front of the queue and the generators' samples, with the siblings that have ended."""
+    return [prompt for part in prompts_in_slices(state) for prompt in part]
+
+
+def prompts_in_slices(state: RunState) -> Iterator[list[Prompt]]:
+    """The same in parts, each of at most SLICE samples; the run may change between them."""
     running: dict[str, list[tuple[str, int]]] = {}
-    for name, held in state.generation_leases.items():
-        for group_id, index in held.values():
+    leases = [(name, sample_id) for name, held in state.generation_leases.items() for sample_id in held.values()]
+    for number, (name, (group_id, index)) in enumerate(leases, 1):
+        if group_id in state.groups:
             running.setdefault(group_id, []).append((name, state.groups[group_id].samples[index].num_tokens))
-    found: list[Prompt] = []
-    for rank in state.queue[:MAX_GROUPS_SHOWN]:
-        if group := state.groups.at(rank[-1]):
-            is_begun = rank[0] < NEW_RANK
-            found.append(_prompt(state, group, running.pop(group.group_id, ()), is_begun=is_begun))
-    found += [_prompt(state, state.groups[group_id], held, is_begun=True) for group_id, held in running.items()]
-    return found
+        if number % SLICE == 0:
+            yield []
+    front = [(rank[-1], rank[0] < NEW_RANK) for rank in state.queue[:MAX_GROUPS_SHOWN]]
+    queued = {sequence for sequence, _ in front}
+    held = [state.groups[group_id].sequence for group_id in running if group_id in state.groups]
+    front += [(sequence, True) for sequence in held if sequence not in queued]
+    for first in range(0, len(front), SLICE // 8):
+        part: list[Prompt] = []
+        for sequence, is_begun in front[first : first + SLICE // 8]:
+            if group := state.groups.at(sequence):
+                part.append(_prompt(state, group, running.get(group.group_id, ()), is_begun=is_begun))
+        yield part
 
 
 def _prompt(state: RunState, group: GroupRecord, running: Sequence[tuple[str, int]], *, is_begun: bool) -> Prompt:
@@ -148,30 +211,26 @@ def _prompt(state: RunState, group: GroupRecord, running: Sequence[tuple[str, in
     )
 
 
-def leased_lengths(state: RunState) -> LengthCounts:
-    """Forecast lengths of everything that generators hold."""
-    lengths = LengthCounts()
-    for held in state.generation_leases.values():
-        for group_id, index in held.values():
-            lengths.add(state.groups[group_id].samples[index].predicted_tokens)
-    return lengths
-
-
 def load_of(state: RunState, status: GeneratorStatus, mean_tokens: float) -> Load:
     """A generator's load, by the forecasts."""
     held = state.generation_leases.get(status.generator_id, {})
     lengths = list(_held_lengths(state, held.values(), mean_tokens))
     mean_final = sum(sum(item) for item in lengths) / len(lengths) if lengths else mean_tokens
-    load = Load(
-        model=status.model,
-        max_samples=status.model.max_batch(mean_final),
-        max_leases=status.num_free,
-        max_context_tokens=status.max_context_tokens,
-    )
+    load = empty_load(status, mean_final)
     for remaining, context in lengths:
         load.add(remaining, context)
     load.max_leases = status.num_free
     return load
+
+
+def empty_load(status: GeneratorStatus, mean_tokens: float) -> Load:
+    """The load of a generator that holds nothing, with room for samples of this length."""
+    return Load(
+        model=status.model,
+        max_samples=status.model.max_batch(mean_tokens),
+        max_leases=status.num_free,
+        max_context_tokens=status.max_context_tokens,
+    )
 
 
 def _held_lengths(

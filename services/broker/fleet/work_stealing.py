@@ -28,6 +28,8 @@ from services.broker.records.store import SampleId
 from services.broker.records_pb2 import SampleRecord
 from services.broker.state.run_state import RunState
 
+MAX_DONORS = 16
+"""Generators whose leases one look reads."""
 MIN_WAIT_S = 1.0
 """A lease without tokens counts as never started after this long: its first chunk may be on its way."""
 
@@ -57,7 +59,7 @@ def take_over(
     Args:
         state: The run.
         generator: The idle one; its load is `situation.loads[situation.asking]`.
-        situation: The fleet; the loads are used up.
+        situation: The fleet.
         num_waiting: Samples that wait inside each other generator, by its last heartbeat.
         now_s: Unix seconds.
         make_suffix: See `leasing.lease`.
@@ -84,7 +86,7 @@ class _Taker:
         self._mean_tokens = situation.mean_tokens
         self._has_speeds = situation.has_speeds
         self._length_error = situation.length_error
-        self._asking = situation.loads[situation.asking]
+        self._asking = situation.loads[situation.asking].copy()
         self._donors = {name: load for name, load in situation.loads.items() if name != situation.asking}
         self._num_waiting = dict(num_waiting)
         self._held: dict[str, list[_Held]] = {}
@@ -103,9 +105,9 @@ class _Taker:
 
     def _never_begun(self) -> tuple[str, _Held] | None:
         """The newest lease without tokens of an engine in which samples wait: engines begin in turn."""
-        for name, load in self._donors.items():
-            if self._num_waiting.get(name, 0) <= 0:
-                continue
+        waiting_at = [name for name in self._donors if self._num_waiting.get(name, 0) > 0]
+        for name in waiting_at[:MAX_DONORS]:
+            load = self._donors[name]
             self._num_waiting[name] -= 1
             waiting = [
                 item for item in self._held_by(name) if not item.is_begun and self._now_s - item.lease_s >= MIN_WAIT_S
@@ -119,7 +121,8 @@ class _Taker:
         """The longest sample of a generator that may end last: only moving such a one shortens the step."""
         if not self._has_speeds:
             return None
-        for name in late_generators(self._asking, self._donors, length_error=self._length_error):
+        late = late_generators(self._asking, self._donors, length_error=self._length_error)
+        for name in late[:MAX_DONORS]:
             begun = [item for item in self._held_by(name) if item.is_begun]
             item = max(begun, key=lambda item: item.remaining, default=None)
             if item is not None and self._gains(self._donors[name].finish_s(), item):
@@ -137,7 +140,7 @@ class _Taker:
 
     def _shift(self, name: str, item: _Held) -> None:
         """Record a move in the loads."""
-        donor = self._donors[name]
+        donor = self._donors[name] = self._donors[name].copy()
         self._asking.add(item.remaining, item.context)
         donor.num_samples -= 1
         donor.sum_tokens -= item.remaining

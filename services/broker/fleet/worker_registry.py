@@ -30,6 +30,8 @@ CONTEXT_GRACE_S = 5.0
 """Time after the first generator connects for one with a longer context, before long prompts are dropped."""
 WRITE_EVERY_S = 1.0
 REFRESH_EVERY_S = 2.0
+LONGEST_EVERY_S = 0.25
+"""Interval at which the largest generator is looked for anew: every decision asks for it."""
 MAX_BUFFERED_SPANS = 4096
 MAX_SPAN_AGE_US = 24 * 3600 * 1_000_000
 _GENERATOR, _WORKER = "g:", "w:"
@@ -47,6 +49,9 @@ class Peers:
         self._refreshed_s = -math.inf
         self._first_seen_s: float | None = None
         self._speeds: dict[str, Speed] = {}
+        self._longest: int | None = None
+        """Capacity of the largest generator at `_longest_s`, or of a larger one seen since."""
+        self._longest_s = -math.inf
         self._gone: set[str] = set()
         """Generators whose stream to this process ended."""
 
@@ -54,17 +59,26 @@ class Peers:
         """Capacity of the largest generator; None until others had time to connect."""
         if self._first_seen_s is None or self._clock.monotonic_s() - self._first_seen_s < CONTEXT_GRACE_S:
             return None
-        live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view)]
-        return max(live, default=None)
+        at_s = self._clock.monotonic_s()
+        if at_s - self._longest_s >= LONGEST_EVERY_S:
+            live = [view.hello.max_context_tokens for view in self._generators.values() if self._is_live(view)]
+            self._longest_s, self._longest = at_s, max(live, default=None)
+        return self._longest
+
+    def generator(self, generator_id: str) -> broker_pb2.GeneratorView | None:
+        """A generator as last seen by any broker process."""
+        return self._generators.get(generator_id)
 
     def generators(self, *, max_age_s: float) -> list[broker_pb2.GeneratorView]:
         """The generators with a recent heartbeat at any broker process."""
+        # The clock is read once: there may be thousands.
+        now_s, unbroken_since_s = self._clock.now_s(), self._clock.unbroken_since_s
         return [
             view
             for generator_id, view in self._generators.items()
             if generator_id not in self._gone
             and view.HasField("beat")
-            and self._clock.age_s(_beat_s(view)) <= max_age_s
+            and now_s - max(_beat_s(view), unbroken_since_s) <= max_age_s
         ]
 
     def sample_speed(self, generator_id: str) -> float | None:
@@ -96,6 +110,7 @@ class Peers:
             spans.extend(span.SerializeToString() for span in _by_run_clock(beat, self._clock.now_s()))
             del spans[:-MAX_BUFFERED_SPANS]
         self._generators[hello.generator_id] = view
+        self._longest = max(self._longest or 0, hello.max_context_tokens)
         self._gone.discard(hello.generator_id)
         if at_s - self._written_s.get(_GENERATOR + hello.generator_id, -math.inf) >= WRITE_EVERY_S:
             await self.flush(hello.generator_id)
@@ -146,6 +161,7 @@ class Peers:
         if at_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = at_s
             stored = await self._store.peers(self._run_id)
+            self._longest_s = -math.inf
             for view in _generators_in(stored):
                 known = self._generators.get(view.hello.generator_id)
                 if known is None or _beat_s(view) > _beat_s(known):

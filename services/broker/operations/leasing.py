@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.dispatch.fifo import TakeAll
 from services.broker.dispatch.length_histogram import remaining_tokens
-from services.broker.dispatch.situation import Decision, Order, Work
+from services.broker.dispatch.situation import Work
 from services.broker.operations import drops
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import GroupRecord
@@ -38,7 +37,7 @@ class GeneratorFacts:
     generator_id: str
     policy_version: int
     max_context_tokens: int
-    longest_context_tokens: int | None
+    longest_context_tokens: int | None = None
     """Capacity of the largest connected generator: longer work is dropped. None while others may still connect."""
     history: int | None = None
     """The run's history that its weights belong to; None if not given."""
@@ -70,21 +69,6 @@ class Grants:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Dispatch's answer to the generator that asks."""
-
-    order: Order
-    """The order in which it reads the queue."""
-    decision: Decision
-    mean_tokens: float
-    """Assumed length of a completion without a forecast."""
-
-
-EVERYTHING = Choice(order=Order.ARRIVAL, decision=TakeAll(), mean_tokens=1.0)
-"""First come, first served."""
-
-
 def lease(
     state: RunState,
     generator: GeneratorFacts,
@@ -92,9 +76,8 @@ def lease(
     max_leases: int,
     now_s: float,
     make_suffix: Callable[[], str],
-    choice: Choice = EVERYTHING,
 ) -> Grants:
-    """Lease up to `max_leases` samples to a generator: in the queue's order, what dispatch chooses for it.
+    """Lease up to `max_leases` samples to a generator, in order of arrival; `fleet.dealer` chooses among generators.
 
     `make_suffix` returns random characters for lease ids: two leases of one sample and attempt must differ even
     after the store has lost its last second.
@@ -106,31 +89,27 @@ def lease(
     grants: list[Grant] = []
     reason = ""
     start = _judge_start(state, generator)
-    for rank in state.queued_in(choice.order)[:MAX_GROUPS_SCANNED]:
-        if len(grants) >= max_leases or choice.decision.is_done:
+    for rank in state.queue[:MAX_GROUPS_SCANNED]:
+        if len(grants) >= max_leases:
             break
         group = state.groups.at(rank[-1])
         if group is None:
             continue
         oldest = state.index.versions.get(group.group_id)
-        num_context_tokens = _num_context_tokens(group)
+        num_context_tokens = num_context_tokens_of(group)
         if generator.longest_context_tokens is not None and num_context_tokens > generator.longest_context_tokens:
             drops.drop(state, group.group_id, drops.CONTEXT_TOO_LONG)
             continue
         is_start = oldest is None and group.purpose == types_pb2.PURPOSE_TRAIN
         verdict = start
         if start.is_allowed or not is_start:
-            verdict = _judge(state.admission(), generator, group, oldest, num_context_tokens)
+            verdict = _judge(state, generator, group, oldest, num_context_tokens)
         if not verdict.is_allowed:
             reason = reason or verdict.reason
             continue
-        num_taken = choice.decision.take(_work(group, choice.mean_tokens), max_leases - len(grants))
-        if not num_taken:
-            reason = reason or LEFT_TO_OTHERS
-            continue
-        grants += _lease_samples(state, generator, group, num_taken, now_s, make_suffix)
+        grants += _lease_samples(state, generator, group, max_leases - len(grants), now_s, make_suffix)
         start = _judge_start(state, generator)
-    return Grants(grants=grants, reason=reason or (NO_ROOM if choice.decision.is_done else NOTHING_QUEUED))
+    return Grants(grants=grants, reason=reason or NOTHING_QUEUED)
 
 
 def holds_abandoned(state: RunState, generator: GeneratorFacts) -> bool:
@@ -148,7 +127,7 @@ def _judge_start(state: RunState, generator: GeneratorFacts) -> Verdict:
     return state.admission().judge(generator_version=generator.policy_version)
 
 
-def _work(group: GroupRecord, mean_tokens: float) -> Work:
+def work_of(group: GroupRecord, mean_tokens: float) -> Work:
     """The group's queued samples as dispatch sees them."""
     queued = [sample for sample in group.samples if sample.state == _QUEUED]
     num_prefix_tokens = sum(sample.num_tokens for sample in queued) / len(queued)
@@ -161,7 +140,7 @@ def _work(group: GroupRecord, mean_tokens: float) -> Work:
     )
 
 
-def _num_context_tokens(group: GroupRecord) -> int:
+def num_context_tokens_of(group: GroupRecord) -> int:
     """The smallest capacity, in tokens, that adds at least one token to every queued sample."""
     return (
         group.num_prompt_tokens
@@ -170,19 +149,38 @@ def _num_context_tokens(group: GroupRecord) -> int:
     )
 
 
-def _judge(
+def judge(
     admission: AdmissionRule,
-    generator: GeneratorFacts,
     group: GroupRecord,
     oldest: int | None,
     num_context_tokens: int,
+    *,
+    policy_version: int,
+    max_context_tokens: float,
 ) -> Verdict:
-    if num_context_tokens > generator.max_context_tokens:
+    """Whether generators of this version and context may take the group's samples.
+
+    `oldest` is the version of a started training group, `num_context_tokens` what `num_context_tokens_of` returns.
+    """
+    if num_context_tokens > max_context_tokens:
         return Verdict(is_allowed=False, reason=f"the work left needs a context of {num_context_tokens} tokens or more")
     asked = group.prompt_min_version if group.HasField("prompt_min_version") else None
     if group.purpose == types_pb2.PURPOSE_EVALUATE:
-        return judge_evaluation(generator_version=generator.policy_version, prompt_min_version=asked)
-    return admission.judge(generator_version=generator.policy_version, min_version=oldest, prompt_min_version=asked)
+        return judge_evaluation(generator_version=policy_version, prompt_min_version=asked)
+    return admission.judge(generator_version=policy_version, min_version=oldest, prompt_min_version=asked)
+
+
+def _judge(
+    state: RunState, generator: GeneratorFacts, group: GroupRecord, oldest: int | None, num_context_tokens: int
+) -> Verdict:
+    return judge(
+        state.admission(),
+        group,
+        oldest,
+        num_context_tokens,
+        policy_version=generator.policy_version,
+        max_context_tokens=generator.max_context_tokens,
+    )
 
 
 def _lease_samples(
@@ -231,7 +229,7 @@ def may_take(state: RunState, generator: GeneratorFacts, group: GroupRecord, ind
     """Whether a generator may continue a sample leased to another one."""
     num_context_tokens = group.num_prompt_tokens + group.samples[index].num_tokens + 1
     oldest = state.index.versions.get(group.group_id)
-    return _judge(state.admission(), generator, group, oldest, num_context_tokens).is_allowed
+    return _judge(state, generator, group, oldest, num_context_tokens).is_allowed
 
 
 def renew(

@@ -33,6 +33,7 @@ from services.broker.records.run_clock import MAX_GAP_S, RunClock, max_gap_s
 from services.broker.records.store import ConflictError, LostMarkError, Mark, RetiredError, Snapshot, Store
 from services.broker.runtime.compactor import Compactor
 from services.broker.runtime.deadlines import Deadlines
+from services.broker.runtime.lease_rounds import LeaseRounds
 from services.broker.runtime.payload_cache import PayloadCache
 from services.broker.state.run_state import RunState
 
@@ -104,6 +105,7 @@ class RunReplica:
         self.compactor = Compactor(run_id)
         self.peers = Peers(run_id, store=store, clock=self.clock)
         self.dispatcher = Dispatcher(self.peers)
+        self.lease_rounds = LeaseRounds(self.transact, self.dispatcher, self.clock)
 
     # -- listening -----------------------------------------------------------------------------------------------------
 

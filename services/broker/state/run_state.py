@@ -50,7 +50,8 @@ class _Entry:
     """The queue positions of a group under way, to remove it from the queues again."""
 
     ranks: dict[Order, Rank] = field(default_factory=dict)
-    queued_length: float = 0.0
+    length: float = 0.0
+    """Forecast of the group's completions."""
     num_queued: int = 0
     finished: list[FinishedKey] = field(default_factory=list)
     generation: list[tuple[str, str]] = field(default_factory=list)
@@ -70,6 +71,8 @@ class RunState:
         self._kept: Delta
         self._is_turned = False
         """Whether a record changed since the last commit beyond what `grow` allows."""
+        self.num_changes = 0
+        """Counts changes of records beyond growth; tells a caller whether anything changed."""
         self.known_retired: set[str] = set()
         """Ids that the store refused because their groups are retired; see `Delta.fresh`."""
         self._reset(RunRecord())
@@ -81,6 +84,8 @@ class RunState:
         self.queues: dict[Order, SortedList[Rank]] = {order: SortedList() for order in Order}
         self.queued_lengths = LengthCounts()
         """Forecast lengths of the queued samples."""
+        self.leased_lengths = LengthCounts()
+        """Forecast lengths of the samples that generators hold."""
         self.finished: SortedList[FinishedKey] = SortedList()
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
@@ -373,16 +378,18 @@ class RunState:
     # -- the queues ----------------------------------------------------------------------------------------------------
 
     def _index(self, group: GroupRecord) -> None:
+        self.num_changes += 1
         if not self.index.add(group):
             return
         group_id = group.group_id
-        entry = self._entries[group_id] = _Entry()
+        entry = self._entries[group_id] = _Entry(length=_predicted(group))
         num_queued = 0
         for index, sample in enumerate(group.samples):
             if sample.state == _QUEUED:
                 num_queued += 1
             else:
                 self._index_sample(entry, group, index, sample)
+        self.leased_lengths.add(entry.length, len(entry.generation))
         if num_queued:
             self._queue(entry, group, num_queued, is_started=self.index.is_started(group_id))
             if not any(sample.num_leases for sample in group.samples):
@@ -394,15 +401,15 @@ class RunState:
             sequence=group.sequence,
             is_evaluation=group.purpose == types_pb2.PURPOSE_EVALUATE,
             is_started=is_started,
-            predicted_tokens=_predicted(group),
+            predicted_tokens=entry.length,
         )
         entry.ranks[Order.ARRIVAL] = queued.rank_by_arrival
         if self.policy.dispatches_by_length:
             entry.ranks[Order.LENGTH] = queued.rank_by_length(self.limits.groups_per_step)
         for order, rank in entry.ranks.items():
             self.queues[order].add(rank)
-        entry.queued_length, entry.num_queued = queued.predicted_tokens, num_queued
-        self.queued_lengths.add(entry.queued_length, num_queued)
+        entry.num_queued = num_queued
+        self.queued_lengths.add(entry.length, num_queued)
 
     def _index_sample(self, entry: _Entry, group: GroupRecord, index: int, sample: SampleRecord) -> None:
         key = (group.group_id, index)
@@ -418,14 +425,15 @@ class RunState:
             entry.finished.append(finished)
 
     def _unindex(self, name: str) -> None:
+        self.num_changes += 1
         self.index.remove(name)
         entry = self._entries.pop(name, None)
         if entry is None:
             return
         for order, rank in entry.ranks.items():
             self.queues[order].discard(rank)
-        if entry.num_queued:
-            self.queued_lengths.add(entry.queued_length, -entry.num_queued)
+        self.queued_lengths.add(entry.length, -entry.num_queued)
+        self.leased_lengths.add(entry.length, -len(entry.generation))
         for finished in entry.finished:
             self.finished.discard(finished)
         _remove(self.generation_leases, entry.generation)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import structlog
 
@@ -13,9 +14,10 @@ from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
 from services.broker.assembly.messages import prefix_token_ids, sample_key
+from services.broker.fleet.deal_round import Seat
 from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
 from services.broker.operations import leasing
-from services.broker.operations.leasing import GeneratorFacts, Grant, Grants
+from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
@@ -26,7 +28,7 @@ MAX_SILENCE_S = 3.0
 """The contract promises a sign of life at least every 5 s."""
 PACE_S = 0.02
 """Least time between two rounds of leases: slots that free up one by one are filled by one commit, not by many."""
-MAX_LEASES_PER_ROUND = 256
+MAX_LEASES_STOLEN = 256
 ASK_AGAIN_S = 0.25
 """Delay after dispatch left the queued work to others."""
 IDLE_BEFORE_MOVE_S = 1.0
@@ -51,6 +53,9 @@ class LeaseStream:
         self._hello = hello
         self._replica = run_registry.replica(hello.run_id)
         self._beat: broker_pb2.GeneratorBeat | None = None
+        self._seat: Seat | None = None
+        """None before the first heartbeat."""
+        self._wake = asyncio.Event()
         self._num_sent = 0
         self._known: set[str] = set()
         """Leases that this stream sent, or that the generator reports."""
@@ -70,7 +75,7 @@ class LeaseStream:
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
-        with self._replica.listening() as wake:
+        with self._replica.listening(self._wake) as wake, self._leaving():
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._run_registry.check_serving()
@@ -110,6 +115,7 @@ class LeaseStream:
         if beat.active_lease_ids:
             await self._renew(list(beat.active_lease_ids))
         await self._replica.peers.see_generator(self._hello, beat, num_free=self._credit)
+        self._report(beat)
 
     async def _renew(self, lease_ids: list[str]) -> None:
         """Renew leases; logs once for each lease that is not renewed because no token arrived."""
@@ -134,55 +140,71 @@ class LeaseStream:
             )
         self._silent = set(silent)
 
-    async def _leases(self) -> list[_Response]:
-        beat, state = self._beat, self._replica.copy
-        if beat is None:
-            return []
-        if beat.is_draining:
-            self._reason = "the generator drains"
-            return []
-        credit = min(self._credit, MAX_LEASES_PER_ROUND)
-        if not credit:
-            self._reason = "the generator has no free slot"
-            return []
-        now_s = self._replica.clock.now_s()
-        if now_s < self._ask_again_s:
-            return []
+    def _report(self, beat: broker_pb2.GeneratorBeat) -> None:
+        """Note in the seat what the generator may get now; one that drains gets none."""
         facts = GeneratorFacts(
             generator_id=self._hello.generator_id,
             policy_version=beat.policy_version,
             max_context_tokens=self._hello.max_context_tokens,
-            longest_context_tokens=self._replica.peers.longest_context_tokens(),
             history=beat.history if beat.HasField("history") else None,
             instance_id=beat.instance_id,
         )
-        grants = await self._lease(facts, credit, now_s) if state is None or state.queue else []
-        if state is not None and not state.queue and not grants:
-            self._reason = leasing.NOTHING_QUEUED
+        if self._seat is None:
+            self._seat = Seat(facts, wake=self._wake.set)
+        self._seat.facts, self._seat.num_free = facts, self._credit
+        if beat.is_draining:
+            self._replica.lease_rounds.leave(self._seat)
+        else:
+            self._replica.lease_rounds.join(self._seat)
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Gives up the seat at the end of the block."""
+        try:
+            yield
+        finally:
+            if self._seat is not None:
+                self._replica.lease_rounds.leave(self._seat)
+
+    async def _leases(self) -> list[_Response]:
+        beat, seat, state = self._beat, self._seat, self._replica.copy
+        if beat is None or seat is None:
+            return []
+        now_s = self._replica.clock.now_s()
+        if not seat.grants:
+            if beat.is_draining:
+                self._reason = "the generator drains"
+                return []
+            if not self._credit:
+                self._reason = "the generator has no free slot"
+                return []
+            if now_s < self._ask_again_s:
+                return []
+            if state is None or state.queue:
+                await self._lease(seat, now_s)
+            else:
+                self._reason = leasing.NOTHING_QUEUED
+        grants, seat.grants = seat.grants, []
         if not grants:
-            grants = await self._take_over(facts, credit, now_s)
+            credit, seat.num_free = min(self._credit, MAX_LEASES_STOLEN), 0
+            grants = await self._take_over(seat.facts, credit, now_s)
         if grants:
             self._idle_since_s = None
+            self._replica.dispatcher.note(seat.facts.generator_id, is_left=False, now_s=now_s)
         self._num_sent += len(grants)
-        self._replica.peers.note_free(facts.generator_id, self._credit)
+        seat.num_free = self._credit
+        self._replica.peers.note_free(seat.facts.generator_id, self._credit)
         self._known.update(grant.lease_id for grant in grants)
         self._run_registry.metrics.leases.labels("generation").inc(len(grants))
         return await self._encode(grants)
 
-    async def _lease(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
-        """Lease new work from the queue."""
-
-        def operation(state: RunState) -> Grants:
-            choice = self._replica.dispatcher.choose(state, facts, self._credit, now_s)
-            return leasing.lease(state, facts, max_leases=credit, now_s=now_s, make_suffix=_suffix, choice=choice)
-
-        grants = await self._replica.transact(operation, must_verify=False)
-        self._reason = grants.reason
-        is_left = not grants.grants and grants.reason == leasing.LEFT_TO_OTHERS
-        self._replica.dispatcher.note(facts.generator_id, is_left=is_left, now_s=now_s)
+    async def _lease(self, seat: Seat, now_s: float) -> None:
+        """Have the queue dealt, to this generator among others."""
+        self._reason = await self._replica.lease_rounds.ask(seat, self._replica.copy)
+        is_left = not seat.grants and self._reason == leasing.LEFT_TO_OTHERS
+        self._replica.dispatcher.note(seat.facts.generator_id, is_left=is_left, now_s=now_s)
         if is_left:
             self._ask_again_s = now_s + ASK_AGAIN_S
-        return grants.grants
 
     async def _take_over(self, facts: GeneratorFacts, credit: int, now_s: float) -> list[Grant]:
         """Steal work leased to other generators, after being idle for a while."""
@@ -205,7 +227,8 @@ class LeaseStream:
     @property
     def _credit(self) -> int:
         """Number of leases it could get now; never more than fit in a heartbeat."""
-        return min(MAX_ACTIVE_LEASES, max(0, self._beat.credit_total - self._num_sent)) if self._beat else 0
+        num_given = self._num_sent + (len(self._seat.grants) if self._seat else 0)
+        return min(MAX_ACTIVE_LEASES, max(0, self._beat.credit_total - num_given)) if self._beat else 0
 
     async def _encode(self, grants: list[Grant]) -> list[_Response]:
         if not grants:

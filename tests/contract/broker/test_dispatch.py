@@ -249,16 +249,15 @@ async def _leave_to_a_faster_one(broker: RunningBroker, monkeypatch: pytest.Monk
     """A slow generator that found work which is left to a fast one without a free slot; both."""
     reasons: list[str] = []
 
-    def recording_lease(*args: Any, **more: Any) -> leasing.Grants:
-        grants = lease(*args, **more)
-        reasons.append(grants.reason)
-        return grants
+    def recording(*args: Any, **more: Any) -> str:
+        reasons.append(why_none(*args, **more))
+        return reasons[-1]
 
     async def is_left() -> bool:
         return leasing.LEFT_TO_OTHERS in reasons
 
-    lease = leasing.lease
-    monkeypatch.setattr(leasing, "lease", recording_lease)
+    why_none = dispatcher.Dispatcher.why_none
+    monkeypatch.setattr(dispatcher.Dispatcher, "why_none", recording)
     await broker.open(group_size=1, groups_per_step=4)
     slow = Generator.connect(broker.channel, "a-slow", profile=SLOW)
     fast = Generator.connect(broker.channel, "b-fast", profile=FAST)

@@ -47,11 +47,20 @@ def submit(state: RunState, *group_ids: str, **changes: Any) -> list[types_pb2.I
 
 
 def facts(
-    version: int = 0, *, generator_id: str = "gen-1", context: int = 128, longest: int | None = 128
+    version: int = 0,
+    *,
+    generator_id: str = "gen-1",
+    context: int = 128,
+    longest: int | None = 128,
+    instance_id: str = "",
 ) -> GeneratorFacts:
     """A generator."""
     return GeneratorFacts(
-        generator_id=generator_id, policy_version=version, max_context_tokens=context, longest_context_tokens=longest
+        generator_id=generator_id,
+        policy_version=version,
+        max_context_tokens=context,
+        longest_context_tokens=longest,
+        instance_id=instance_id,
     )
 
 

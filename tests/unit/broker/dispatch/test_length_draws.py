@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import NormalDist, fmean, median, pstdev
 
 import pytest
@@ -12,9 +13,10 @@ from services.broker.dispatch.calibration import Calibration, calibrated, normal
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.length_draws import Draw, Draws, scaled_down
 from services.broker.dispatch.length_histogram import LengthCounts
-from services.broker.dispatch.lookahead import finish_s
+from services.broker.dispatch.lookahead import cost_s, finish_s
+from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.policies import make_policy
-from services.broker.dispatch.situation import Order, Prompt, Situation, Work
+from services.broker.dispatch.situation import Prompt, Situation
 
 
 def situation_of(
@@ -149,24 +151,13 @@ def test_a_queue_of_a_million_is_looked_at_as_far_as_the_fleet_gets_soon() -> No
 
 def test_steps_are_played_one_after_the_other() -> None:
     """The longest first inside a step only: here the short ones of the first go before the long one of the second."""
-    seen: list[float] = []
-
-    class Watched:
-        name, order, needs_situation = "watched", Order.LENGTH, True
-        is_done = False
-
-        def review(self, situation: Situation) -> None: ...
-
-        def decide(self, situation: Situation) -> Watched:
-            return self
-
-        def take(self, work: Work, most: int) -> int:
-            seen.append(work.length_tokens)
-            return min(most, work.num_samples)
-
     prompts = [
         Prompt(predicted_tokens=tokens, num_queued=1, step=step) for tokens, step in ((1.0, 0), (9.0, 1), (2.0, 0))
     ]
     situation = situation_of(*prompts, calibration=normal_error(0.0), max_samples=1)
-    finish_s(Watched(), situation, Draws(situation).draw(0))
-    assert seen == [2.0, 1.0, 9.0]
+    draw = Draws(situation).draw(0)
+    # One slot: the mean of the ends tells the order, while the last end does not.
+    overlapping = replace(situation, steps_overlap=True)
+    mean_end_s = cost_s(LongestFirst(), overlapping, draw) - finish_s(LongestFirst(), situation, draw)
+    token_s = situation.loads["a"].model.step_s(1)
+    assert mean_end_s == pytest.approx(token_s * (2.0 + 3.0 + 12.0) / 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from services.broker.dispatch.length_histogram import LengthCounts
 from services.broker.dispatch.lookahead import cost_s, finish_s
 from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.policies import make_policy
-from services.broker.dispatch.situation import Order, Situation, Work
+from services.broker.dispatch.situation import Situation
 from services.broker.dispatch.stealing_rule import is_worth_moving, late_generators
 
 
@@ -90,32 +89,12 @@ def test_a_policy_is_reviewed_with_what_is_under_way_now() -> None:
     assert set(seen) == {(3, 1), (2, 2), (2, 0)}
 
 
-def test_what_was_begun_is_queued_before_what_is_longer() -> None:
-    class TakesOne:
-        """One sample of the first prompt that is not the longest."""
-
-        name, order, needs_situation = "one", Order.LENGTH, True
-        is_done = False
-
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def review(self, situation: Situation) -> None: ...
-
-        def decide(self, situation: Situation) -> TakesOne:
-            self.seen.clear()
-            return self
-
-        def take(self, work: Work, most: int) -> int:
-            self.seen.append(work.length_tokens)
-            return 1 if len(self.seen) == 2 else 0
-
-    policy = TakesOne()
-    situation = situation_of({"a": LatencyModel(base_s=1.0, per_sample_s=0.0)}, [3, 3, 2, 2, 1, 1])
-    draw = Draw([QueuedPrompt(waiting=[item_of(n)] * 2) for n in (1.0, 3.0, 2.0)])
-    assert finish_s(policy, situation, draw) == math.inf
-    # 2 was begun and comes first; 3 then is the second, and so on until only one prompt is left.
-    assert policy.seen == [3.0]
+def test_what_was_begun_is_dealt_before_what_is_longer() -> None:
+    # One slot. The last of all is the same in any order, the mean is not.
+    situation = situation_of({"a": LatencyModel(base_s=1.0, per_sample_s=0.0, max_samples=1)}, [3, 2, 1])
+    prompts = [QueuedPrompt(waiting=[item_of(n)], is_begun=n == 1) for n in (2, 3, 1)]
+    cost = cost_s(LongestFirst(), replace(situation, steps_overlap=True), Draw(prompts))
+    assert cost == pytest.approx(6 + (1 + 4 + 6) / 3)
 
 
 def held(base_s: float, *remaining: float) -> Load:

@@ -9,12 +9,13 @@ import pytest
 from services.broker.dispatch import auto as auto_module
 from services.broker.dispatch.auto import ALIKE, MIN_GAIN, Auto, Candidates, looks_ahead
 from services.broker.dispatch.calibration import normal
+from services.broker.dispatch.dealing.table import Table
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.length_draws import Draw
 from services.broker.dispatch.length_histogram import LengthCounts
 from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.policies import make_policy
-from services.broker.dispatch.situation import DispatchPolicy, Order, Prompt, QueuedGroup, Situation, Work
+from services.broker.dispatch.situation import DispatchPolicy, Order, Prompt, QueuedGroup, Rule, Situation, Work
 from services.broker.dispatch.streamrl import StreamRl
 from services.broker.rules.sample_policy import DISPATCH_NAMES
 
@@ -49,32 +50,26 @@ def situation_of(loads: dict[str, Load], lengths: Sequence[float], *, error: flo
     )
 
 
-def dealt(policy: DispatchPolicy, loads: dict[str, Load], lengths: Sequence[float]) -> dict[str, list[float]]:
-    """Who gets which samples when the generators ask in turn, each for all it can hold."""
-    left = sorted(lengths, reverse=True) if policy.order is Order.LENGTH else list(lengths)
-    found: dict[str, list[float]] = {}
-    policy.review(situation_of({name: load.copy() for name, load in loads.items()}, left))
-    for asking in loads:
-        situation = situation_of({name: load.copy() for name, load in loads.items()}, left)
-        decision = policy.decide(
-            Situation(
-                asking=asking,
-                loads=situation.loads,
-                queue=situation.queue,
-                under_way=situation.under_way,
-                mean_tokens=100.0,
-                has_forecasts=True,
-                has_speeds=True,
-            )
-        )
-        found[asking] = []
-        for tokens in list(left):
-            work = Work(num_samples=1, context_tokens=0, length_tokens=tokens, remaining_tokens=tokens or 100.0)
-            if decision.is_done or not decision.take(work, 1):
-                continue
-            left.remove(tokens)
-            found[asking].append(tokens)
-            loads[asking].add(tokens or 100.0, 0.0)
+def dealt(
+    policy: DispatchPolicy, loads: dict[str, Load], lengths: Sequence[float], *, error: float = 0.0
+) -> dict[str, list[float]]:
+    """Which samples each generator gets when the queue is dealt."""
+    situation = situation_of(loads, lengths, error=error)
+    policy.review(situation)
+    rule = policy.rule(situation)
+    assert rule is not None
+    table = Table(rule, length_error=error)
+    for name, load in loads.items():
+        table.put(name, load, policy_version=0, is_here=True)
+    table.see_queue(situation.queue, situation.mean_tokens)
+    table.measure_faster({0})
+    found: dict[str, list[float]] = {name: [] for name in loads}
+    for tokens in sorted(lengths, reverse=True) if rule.order is Order.LENGTH else lengths:
+        work = Work(num_samples=1, context_tokens=0, length_tokens=tokens, remaining_tokens=tokens or 100.0)
+        member = table.first_done(work, table.kinds)
+        if member is not None:
+            table.add(member, work)
+            found[member.name].append(tokens)
     return found
 
 
@@ -84,8 +79,8 @@ def test_every_name_makes_its_policy() -> None:
         make_policy("best")
 
 
-def test_fifo_gives_the_first_to_ask_all_it_can_hold() -> None:
-    assert dealt(make_policy("fifo"), {"a": load_of(), "b": load_of()}, [1, 2, 3, 4]) == {"a": [1, 2, 3, 4], "b": []}
+def test_fifo_has_no_rule_by_which_to_deal() -> None:
+    assert make_policy("fifo").rule(situation_of({"a": load_of(), "b": load_of()}, [1, 2])) is None
 
 
 def test_least_loaded_shares_equal_work_between_equal_generators() -> None:
@@ -124,15 +119,22 @@ def test_streamrl_keeps_the_longest_fifth_apart() -> None:
 
 
 def test_streamrl_helps_the_other_part_once_its_own_is_done() -> None:
-    policy = StreamRl()
-    loads = {"a": load_of(max_samples=2), "b": load_of(max_samples=2)}
-    policy.review(situation_of(loads, [1000.0] + [100.0] * 9))
-    assert policy.long_tail_ids == {"a"}
-    # Only regular samples are left; the long-tail instance is idle.
-    situation = situation_of({"a": load_of(max_samples=2), "b": load_of(FAST, 100, 100, max_samples=2)}, [100.0] * 4)
-    assert policy.decide(situation).take(
-        Work(num_samples=4, context_tokens=0, length_tokens=100, remaining_tokens=100), 4
+    # One sample of the long tail and nine others for eight slots: the long-tail instance has three left.
+    loads = {"a": load_of(max_samples=4), "b": load_of(max_samples=4)}
+    found = dealt(StreamRl(), loads, [1000.0] + [100.0] * 9)
+    assert found == {"a": [1000.0], "b": [100.0] * 4}
+    # The next time none of the long tail is queued.
+    table = Table(
+        Rule(order=Order.LENGTH, threshold=500.0, long_tail_ids=frozenset({"a"})),
+        length_error=0.0,
     )
+    for name, load in loads.items():
+        table.put(name, load, policy_version=0, is_here=True)
+    table.see_queue(situation_of(loads, [100.0] * 5).queue, 100.0)
+    work = Work(num_samples=5, context_tokens=0, length_tokens=100, remaining_tokens=100)
+    helper = table.first_done(work, table.kinds)
+    assert helper is not None
+    assert helper.name == "a"
 
 
 def test_streamrl_sets_nothing_apart_where_lengths_are_alike() -> None:
@@ -156,9 +158,7 @@ def test_auto_is_fifo_while_nothing_is_known() -> None:
     auto.review(unknown)
     assert auto.picked is not None
     assert auto.picked.name == "fifo"
-    assert (
-        Auto().decide(unknown).take(Work(num_samples=9, context_tokens=0, length_tokens=0, remaining_tokens=1), 9) == 9
-    )
+    assert Auto().rule(unknown) is None
 
 
 def picked_by(auto: Auto, situation: Situation) -> str:
@@ -178,7 +178,7 @@ def test_auto_sets_the_long_tail_apart_where_that_is_sooner() -> None:
 def test_auto_trusts_forecasts_as_far_as_they_were_right() -> None:
     slow = FAST.scaled(2.5)
     loads = {"a": FAST, "b": FAST, "c": slow, "d": slow}
-    lengths = [300.0] * 8 + [60.0] * 200
+    lengths = [300.0] * 4 + [60.0] * 200
 
     def pick(error: float) -> str:
         situation = situation_of(
@@ -208,7 +208,7 @@ def test_a_race_gives_up_what_is_worse_for_sure_and_plays_on_where_it_is_close(m
             super().__init__()
             self.name = name
 
-    def play(policy: DispatchPolicy, situation: Situation, draw: Draw) -> float:
+    def play(policy: DispatchPolicy, situation: Situation, draw: Draw, _budget: object) -> float:
         """Seconds that vary much from draw to draw, for all together; `close` is as often better as it is worse."""
         plays[policy.name] = number = plays.get(policy.name, 0) + 1
         worse = {"good": 0.0, "twin": 0.0, "close": (-1) ** number, "worse": 2.0 + 0.1 * number, "hopeless": 40.0}
@@ -234,7 +234,7 @@ def test_auto_keeps_its_policy_where_another_is_no_better() -> None:
 def test_auto_looks_ahead_when_the_queue_or_the_fleet_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
-    def look(situation: Situation, candidates: Candidates) -> dict[str, float]:
+    def look(situation: Situation, candidates: Candidates, _budget: object) -> dict[str, float]:
         looks.append(situation.queue.num_samples)
         return dict.fromkeys(candidates, 1.0)
 
@@ -267,8 +267,7 @@ def test_auto_shares_by_load_while_only_speeds_are_known() -> None:
 def test_a_risky_forecast_keeps_long_samples_off_slow_generators() -> None:
     def taken(error: float) -> int:
         loads = {"a-slow": load_of(FAST.scaled(3.0)), "b-fast": load_of(FAST, *[100] * 8)}
-        decision = make_policy("least_loaded").decide(situation_of(loads, [100.0] * 40, error=error))
-        return decision.take(Work(num_samples=8, context_tokens=0, length_tokens=100, remaining_tokens=100), 8)
+        return len(dealt(make_policy("least_loaded"), loads, [100.0] * 40, error=error)["a-slow"])
 
     assert taken(0.0) > taken(1.0) == 0
 

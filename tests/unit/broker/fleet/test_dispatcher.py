@@ -5,10 +5,11 @@ from __future__ import annotations
 from penstock.clock import ManualClock
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import UNKNOWN_MAX_SAMPLES
+from services.broker.fleet.deal_round import Seat
 from services.broker.fleet.dispatcher import Dispatcher
 from services.broker.fleet.worker_registry import Peers
 from services.broker.operations import leasing
-from services.broker.operations.leasing import Grants
+from services.broker.operations.leasing import Grant
 from services.broker.records.run_clock import RunClock
 from services.broker.records.store import Delta
 from services.broker.state.run_state import RunState
@@ -44,21 +45,28 @@ def _run() -> RunState:
     return state
 
 
-def _lease(dispatcher: Dispatcher, state: RunState, *, version: int) -> Grants:
-    now_s, asking = ManualClock().now_s(), facts(version)
-    choice = dispatcher.choose(state, asking, NUM_SLOTS, now_s)
-    return leasing.lease(state, asking, max_leases=NUM_SLOTS, now_s=now_s, make_suffix=suffix, choice=choice)
+def _lease(dispatcher: Dispatcher, state: RunState, *, version: int) -> tuple[list[Grant], str]:
+    """The grants of one round, and the reason why there are no more."""
+    seat = Seat(facts(version), num_free=NUM_SLOTS)
+    grants: list[Grant] = []
+    is_cut = True
+    while is_cut:
+        deal = dispatcher.deal(state, "gen-1", {"gen-1": seat}, ManualClock().now_s(), make_suffix=suffix)
+        found, is_cut = deal.grants.get("gen-1", []), deal.is_cut
+        seat.num_free -= len(found)
+        grants += found
+    return grants, dispatcher.why_none(state, seat.facts, deal)
 
 
 async def test_a_generator_is_filled_at_once_though_its_last_beat_named_a_version_that_may_not_start() -> None:
     dispatcher = await _dispatcher(beat_version=0)
-    assert len(_lease(dispatcher, _run(), version=1).grants) == NUM_SLOTS
+    assert len(_lease(dispatcher, _run(), version=1)[0]) == NUM_SLOTS
 
 
 async def test_what_admission_refuses_is_not_called_an_empty_queue() -> None:
     dispatcher, state = await _dispatcher(beat_version=1), _run()
-    assert len(_lease(dispatcher, state, version=1).grants) == NUM_SLOTS
+    assert len(_lease(dispatcher, state, version=1)[0]) == NUM_SLOTS
     submit(state, "one-more")
-    refused = _lease(dispatcher, state, version=1)
-    assert refused.grants == []
-    assert refused.reason != leasing.NOTHING_QUEUED
+    grants, reason = _lease(dispatcher, state, version=1)
+    assert grants == []
+    assert reason != leasing.NOTHING_QUEUED

@@ -115,8 +115,8 @@ async def measure(
     share = count // len(producers)
     count = share * len(producers)
     for name, producer in enumerate(producers):
-        await producer.prepare("bare:produce", address=address, name=name, workload=workload, count=share)
-    await consumer.prepare("bare:consume", address=address, workload=workload, count=count)
+        await producer.prepare("peers.bare:produce", address=address, name=name, workload=workload, count=share)
+    await consumer.prepare("peers.bare:consume", address=address, workload=workload, count=count)
     clients = {f"producer_{number}": producer for number, producer in enumerate(producers)}
     meter = CpuMeter(server=server, **clients, consumer=consumer)
     *sent, received = await play(workers)

@@ -1,0 +1,1 @@
+"""Places samples over a whole fleet at a cost that does not depend on its size."""
