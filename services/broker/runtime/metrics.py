@@ -54,6 +54,10 @@ class BrokerMetrics:
         self._samples = gauge("penstock_broker_samples_in_flight", "Training samples by state", "state")
         self._version = gauge("penstock_broker_policy_version", "The run's policy version")
         self._queued = gauge("penstock_broker_groups_queued", "Groups with samples to lease")
+        self._stored_bytes = gauge(
+            "penstock_broker_stored_bytes", "What the run has in the store, half of max_retained_bytes for each", "kind"
+        )
+        """Kinds are live and trained."""
         self._conflicts = gauge("penstock_broker_commit_conflicts", "Commits another broker was before")
 
     def observe(
@@ -68,6 +72,8 @@ class BrokerMetrics:
             self._samples.labels(run_id, name).set(books.in_flight_by_state.get(name, 0))
         self._version.labels(run_id).set(state.run.policy_version)
         self._queued.labels(run_id).set(len(state.queue))
+        self._stored_bytes.labels(run_id, "live").set(state.index.live_bytes)
+        self._stored_bytes.labels(run_id, "trained").set(state.index.retained_bytes.total())
         self._conflicts.labels(run_id).set(num_conflicts)
 
     def observe_books(self, run_id: str, counts: Mapping[str, int]) -> None:

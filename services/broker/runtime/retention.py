@@ -17,6 +17,8 @@ from services.broker.runtime.run_registry import RunRegistry
 
 CHECK_EVERY_S = 600.0
 """Also the delay of the first check after a broker's start: a trainer started with it may reopen its run."""
+MIN_CHECK_EVERY_S = 10.0
+"""The same where closed runs are kept for a shorter time."""
 ROOTS_AT_ONCE = 100
 
 _log = structlog.get_logger()
@@ -29,11 +31,12 @@ class Retention:
         """`keep_s`: how long the payload of a closed run is kept, seconds; None keeps it until the run is deleted."""
         self._run_registry = run_registry
         self._keep_s = keep_s
+        self.check_every_s = CHECK_EVERY_S if keep_s is None else min(CHECK_EVERY_S, max(MIN_CHECK_EVERY_S, keep_s))
 
     async def run(self) -> None:
         """Check periodically, until cancelled."""
         while True:
-            await asyncio.sleep(CHECK_EVERY_S)
+            await asyncio.sleep(self.check_every_s)
             try:
                 await self.check()
             except PenstockError as error:

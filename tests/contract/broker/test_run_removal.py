@@ -6,14 +6,17 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock.clients.trajectories import TrajectorySession
+from penstock.clock import SystemClock
 from penstock.errors import NotRetainedError, RunConflictError, UnknownRunError, from_rpc_error
 from penstock.v1 import broker_pb2
 from services.broker.records.store import Delta, Store
 from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.runtime import removal
 from services.broker.runtime.retention import Retention
+from services.broker.server import make_run_registry
 from services.broker.state.tally_names import is_tally
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis import delete_run
@@ -190,6 +193,12 @@ async def test_the_payload_of_a_closed_run_expires_and_its_audit_stays(store: St
             assert left <= {"run", "marks", "changed", "books", "peers", "spans", "penstock"}
         assert (await delete(broker)).existed
         assert await keys_of(store) == set()
+
+
+@pytest.mark.parametrize(("keep_s", "every_s"), [(None, 600.0), (86_400.0, 600.0), (60.0, 60.0), (0.0, 10.0)])
+def test_runs_kept_for_a_short_time_are_looked_at_as_often(keep_s: float | None, every_s: float) -> None:
+    registry = make_run_registry(MemoryStore(), registry=CollectorRegistry(), clock=SystemClock())
+    assert Retention(registry, keep_s=keep_s).check_every_s == every_s
 
 
 async def test_a_run_that_is_opened_again_does_not_expire(store: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2
@@ -12,6 +13,7 @@ from services.broker.ingest.trajectory_decoder import read_put
 from services.broker.operations import append_trajectories, compaction, drops
 from services.broker.operations.append_trajectories import Put, PutOutcome
 from services.broker.operations.lifecycle import reopen_run
+from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.state.batches import SAMPLE_BYTES
 from services.broker.state.run_audit import audit
 from services.broker.state.run_state import RunState
@@ -182,3 +184,17 @@ def test_a_put_waits_until_the_trainer_has_made_room() -> None:
 def test_a_bound_too_small_for_any_run_is_refused() -> None:
     with pytest.raises(InvalidFieldError, match=r"policy\.max_retained_bytes: 5; must be 1048576 to"):
         open_state(policy=broker_pb2.RunPolicy(max_retained_bytes=5))
+
+
+def test_the_metrics_say_what_a_run_has_in_the_store() -> None:
+    state, registry = open_state(groups_per_step=1), CollectorRegistry()
+    make_ready(state, "a")
+    acknowledge(state, deliver(state), 1)
+    submit(state, "b")
+    BrokerMetrics(registry).observe(state, num_conflicts=0)
+    found = [
+        registry.get_sample_value("penstock_broker_stored_bytes", {"run": "run-1", "kind": kind})
+        for kind in ("live", "trained")
+    ]
+    assert found == list(check(state))
+    assert all(found)
