@@ -1,9 +1,10 @@
 """Measures what Redis keeps of trained steps: bytes a completion token, by kind of key, and CPU of the broker's code.
 
-penstock bench broker.retained [--tokens 1024] [--chunk 10] [--steps 4] [--groups 16] [--no-text]
+penstock bench broker.retained [--tokens 1024] [--chunk 10] [--steps 4] [--groups 16] [--no-text] [--puts]
 
 One process plays broker, generators, reward worker and trainer on a real Redis: prompts are submitted, leased, decoded
-in chunks, scored, delivered and acknowledged, step after step. Prompts are counted apart.
+in chunks, scored, delivered and acknowledged, step after step. Prompts are counted apart. With `--puts` groups arrive
+finished instead, and their prompts are part of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -27,13 +29,17 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
 from services.broker.assembly.microbatch_reader import load_frames
 from services.broker.ingest.token_chunk import read_chunks
+from services.broker.ingest.trajectory_decoder import read_put
 from services.broker.operations import append_tokens, delivery, leasing, scores, submission
+from services.broker.operations.append_trajectories import Put
 from services.broker.operations.delivery import Consumer
 from services.broker.operations.leasing import Grant
 from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.state import batches
 from services.broker.state.run_state import RunState
 from services.broker.storage.redis.redis_store import RedisStore
+from services.broker.streams import trajectory_stream
 
 RUN = "retained"
 GROUP_SIZE = 8
@@ -69,6 +75,52 @@ class _Run:
 
     async def step(self, version: int) -> None:
         """One step, from its prompts to its acknowledgement."""
+        await (self._put if self._options.puts else self._sample)(version)
+        start_s, start_wall_s = time.process_time(), time.perf_counter()
+        records = await self._replica.transact(self._deliver)
+        hello = broker_pb2.TrainerHello(accepts_packed_groups=True, accepts_group_pieces=True)
+        async for _frame in load_frames(self._replica, hello, [records], policy_version=version):
+            pass
+        self.seconds["deliver"] += time.process_time() - start_s
+        self.deliver_wall_s += time.perf_counter() - start_wall_s
+        names = [group_id for record in records for group_id in batches.ids(record)]
+        await self._replica.transact(
+            lambda state: delivery.acknowledge(
+                state, self._consumer.consumer_id, names, version + 1, self._replica.clock.now_s()
+            )
+        )
+
+    async def _put(self, version: int) -> None:
+        """A step's groups, finished, each in a request of its own."""
+        for number in range(self._options.groups):
+            group = self._finished_group(f"t{version * self._options.groups + number}", version)
+            packed = types_pb2.TrajectoryGroups(groups=[group]).SerializeToString()
+            put = Put(payload_id=secrets.token_hex(8), payload=packed, groups=read_put(packed))
+            start_s = time.process_time()
+            answer = await trajectory_stream.store(self._replica, group.prompt.group_id, put)
+            self.seconds["append"] += time.process_time() - start_s
+            if answer.num_samples != GROUP_SIZE:
+                raise RuntimeError(f"not every sample was stored: {answer}")
+
+    def _finished_group(self, name: str, version: int) -> types_pb2.TrajectoryGroup:
+        size = self._options.tokens
+        made = types_pb2.TrajectoryGroup(prompt=self._prompt(name), min_policy_version=version)
+        for index in range(GROUP_SIZE):
+            made.trajectories.add(
+                key=types_pb2.SampleKey(group_id=name, sample_index=index),
+                num_leases=1,
+                token_ids=int32_bytes(self._random.integers(0, VOCABULARY, size, dtype=np.int32)),
+                behavior_logprobs=float32_bytes(-self._random.random(size, dtype=np.float32)),
+                policy_versions=encode_versions([version] * size),
+                finish_reason=types_pb2.FINISH_REASON_STOP,
+                score=types_pb2.Score(value=1.0, status=types_pb2.SCORE_STATUS_OK),
+                min_policy_version=version,
+                max_policy_version=version,
+            )
+        return made
+
+    async def _sample(self, version: int) -> None:
+        """A step's groups, from their prompts to their scores."""
         await self._replica.transact(lambda state: self._submit(state, version))
         grants: list[Grant] = []
         while len(grants) < self._options.groups * GROUP_SIZE:
@@ -78,32 +130,20 @@ class _Run:
             await self._append(grants, version, start)
         self.seconds["append"] += time.process_time() - start_s
         await self._replica.transact(self._score)
-        start_s, start_wall_s = time.process_time(), time.perf_counter()
-        records = await self._replica.transact(self._deliver)
-        hello = broker_pb2.TrainerHello(accepts_packed_groups=True, accepts_group_pieces=True)
-        async for _frame in load_frames(self._replica, hello, [records], policy_version=version):
-            pass
-        self.seconds["deliver"] += time.process_time() - start_s
-        self.deliver_wall_s += time.perf_counter() - start_wall_s
-        names = [record.group_id for record in records]
-        await self._replica.transact(
-            lambda state: delivery.acknowledge(
-                state, self._consumer.consumer_id, names, version + 1, self._replica.clock.now_s()
-            )
-        )
 
     def _submit(self, state: RunState, version: int) -> None:
-        prompts = [
-            types_pb2.Prompt(
-                group_id=f"t{version * self._options.groups + number}",
-                token_ids=int32_bytes(range(PROMPT_TOKENS)),
-                group_size=GROUP_SIZE,
-                sampling=types_pb2.SamplingParams(max_new_tokens=self._options.tokens),
-                purpose=types_pb2.PURPOSE_TRAIN,
-            )
-            for number in range(self._options.groups)
-        ]
+        first = version * self._options.groups
+        prompts = [self._prompt(f"t{first + number}") for number in range(self._options.groups)]
         submission.submit(state, prompts, retired=(), now_s=self._replica.clock.now_s())
+
+    def _prompt(self, name: str) -> types_pb2.Prompt:
+        return types_pb2.Prompt(
+            group_id=name,
+            token_ids=int32_bytes(range(PROMPT_TOKENS)),
+            group_size=GROUP_SIZE,
+            sampling=types_pb2.SamplingParams(max_new_tokens=self._options.tokens, temperature=1.0),
+            purpose=types_pb2.PURPOSE_TRAIN,
+        )
 
     def _lease(self, state: RunState, version: int) -> list[Grant]:
         facts = leasing.GeneratorFacts(
@@ -216,6 +256,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=10, help="tokens of each chunk")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--groups", type=int, default=16, help=f"groups of {GROUP_SIZE} in each step")
+    parser.add_argument("--puts", action="store_true", help="groups that arrive finished, without text")
     parser.add_argument("--no-text", action="store_true", help="completions without their text")
     print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=2))
 
