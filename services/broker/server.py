@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -13,6 +14,7 @@ from penstock.network.metrics_server import serve_metrics
 from penstock.process import malloc
 from penstock.security import NO_SECURITY, Security
 from services.broker.config import BrokerConfig
+from services.broker.loop_watch import watch_loop
 from services.broker.records.store import Store
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.length_reports import LengthReporter
@@ -47,8 +49,9 @@ def make_run_registry(
     clock: Clock,
     scheduler: str | None = None,
     security: Security = NO_SECURITY,
+    ear: str = "",
 ) -> RunRegistry:
-    """The core of a broker over a store."""
+    """The core of a broker over a store; see `RunRegistry` for `ear`."""
     metrics = BrokerMetrics(registry)
     forecaster = Forecaster(
         scheduler, security=security, clock=clock, on_answer=lambda outcome: metrics.forecasts.labels(outcome).inc()
@@ -56,7 +59,9 @@ def make_run_registry(
     reporter = LengthReporter(
         scheduler, security=security, on_report=lambda outcome, count: metrics.length_reports.labels(outcome).inc(count)
     )
-    return RunRegistry(store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter)
+    return RunRegistry(
+        store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter, ear=ear
+    )
 
 
 def make_server(run_registry: RunRegistry, *, listen: str, security: Security) -> rpc.Server:
@@ -75,8 +80,11 @@ async def serve(config: BrokerConfig) -> None:
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     store = make_store(config, registry=REGISTRY, security=security)
+    clock = SystemClock()
+    # A broker that is started again takes the place of its predecessor, for which nobody then waits.
+    ear = f"{socket.gethostname()}/{config.listen}"
     run_registry = make_run_registry(
-        store, registry=REGISTRY, clock=SystemClock(), scheduler=config.scheduler, security=security
+        store, registry=REGISTRY, clock=clock, scheduler=config.scheduler, security=security, ear=ear
     )
     server = make_server(run_registry, listen=config.listen, security=security)
     try:
@@ -85,12 +93,14 @@ async def serve(config: BrokerConfig) -> None:
             loops=[
                 lambda: run_registry.care(server.set_serving),
                 run_registry.length_reporter.run,
+                lambda: watch_loop(run_registry.metrics, clock),
                 Retention(run_registry, keep_s=config.closed_run_retention_s).run,
             ],
             on_started=lambda: _log.info("broker serves", listen=config.listen),
             before_stop=run_registry.stop,
         )
     finally:
+        await run_registry.leave()
         await run_registry.length_reporter.close()
         await run_registry.forecaster.close()
         await store.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as PrometheusCounter
 
 from penstock.v1 import broker_pb2
@@ -58,6 +58,15 @@ class BrokerMetrics:
             "penstock_broker_stored_bytes", "What the run has in the store, half of max_retained_bytes for each", "kind"
         )
         """Kinds are live and trained."""
+        self.loop_stalls = Histogram(
+            "penstock_broker_loop_stall_seconds",
+            "Event loop held, sampled ten times a second",
+            buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 5.0, 30.0),
+            registry=registry,
+        )
+        self.longest_loop_stall = Gauge(
+            "penstock_broker_loop_longest_stall_s", "Longest time the event loop was held", registry=registry
+        )
         self._conflicts = gauge("penstock_broker_commit_conflicts", "Commits another broker was before")
 
     def observe(

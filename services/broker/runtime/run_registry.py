@@ -7,8 +7,9 @@ happens once.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from weakref import WeakValueDictionary
 
 import structlog
@@ -18,6 +19,7 @@ from penstock.errors import PenstockError, ServiceUnavailableError
 from services.broker.operations import leasing, scores
 from services.broker.records.store import Store
 from services.broker.runtime.forecasts import Forecaster
+from services.broker.runtime.heartbeats import Renewed
 from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_replica import RunReplica
@@ -51,12 +53,15 @@ class RunRegistry:
         metrics: BrokerMetrics,
         forecaster: Forecaster,
         length_reporter: LengthReporter,
+        ear: str = "",
     ) -> None:
+        """`ear` names the process among the brokers of the store (`run_clock`); by default at random."""
         self.store = store
         self.clock = clock
         self.metrics = metrics
         self.forecaster = forecaster
         self.length_reporter = length_reporter
+        self._ear = ear or secrets.token_hex(8)
         self._run_registry: WeakValueDictionary[str, RunReplica] = WeakValueDictionary()
         self._used_lately: dict[str, RunReplica] = {}
         """Kept, with their copies, even if nothing refers to them now."""
@@ -76,7 +81,8 @@ class RunRegistry:
         """The replica of a run that may or may not exist."""
         replica = self._run_registry.get(run_id)
         if replica is None:
-            replica = self._run_registry[run_id] = RunReplica(run_id, store=self.store, clock=self.clock)
+            replica = RunReplica(run_id, store=self.store, clock=self.clock, ear=self._ear)
+            self._run_registry[run_id] = replica
         self._used_lately[run_id] = replica
         return replica
 
@@ -87,6 +93,12 @@ class RunRegistry:
             replica.wake()
         for event in self._listeners:
             event.set()
+
+    async def leave(self) -> None:
+        """Tell other brokers not to wait for this process: its streams have ended. What cannot be told now lapses."""
+        for replica in list(self._run_registry.values()):
+            with suppress(PenstockError):
+                await replica.leave()
 
     def check_serving(self) -> None:
         """Raise ServiceUnavailableError once the process drains."""
@@ -115,6 +127,7 @@ class RunRegistry:
     async def _care_for(self, replica: RunReplica) -> None:
         is_idle = replica.copy is None or self.clock.monotonic_s() - replica.last_used_s > IDLE_RUN_S
         if is_idle and not replica.num_listeners:
+            await replica.leave()
             self._used_lately.pop(replica.run_id, None)
             return
         used_s = replica.last_used_s
@@ -152,20 +165,22 @@ class RunRegistry:
 
 
 async def expire(replica: RunReplica, metrics: BrokerMetrics) -> None:
-    """Reclaim any expired leases, as of the last reading of the run's clock and not later."""
+    """Renew what was heard, then reclaim expired leases, as of when every broker had heard its holders."""
     if replica.copy is None:
         return
 
-    def operation(state: RunState) -> tuple[int, int]:
-        clock = replica.clock.reading
+    def operation(state: RunState) -> tuple[Renewed, int, int]:
+        renewed, clock = replica.heartbeats.renew(state), replica.clock.reading
         if clock is None:
-            return 0, 0
-        now_s, since_s = clock.now_s, clock.unbroken_since_s
+            return renewed, 0, 0
+        heard_s, since_s = clock.heard_s, clock.unbroken_since_s
         return (
-            leasing.expire(state, now_s, unbroken_since_s=since_s),
-            scores.expire_scoring(state, now_s, unbroken_since_s=since_s),
+            renewed,
+            leasing.expire(state, heard_s, unbroken_since_s=since_s),
+            scores.expire_scoring(state, heard_s, unbroken_since_s=since_s),
         )
 
-    num_generation, num_scoring = await replica.transact(operation, must_verify=False)
+    renewed, num_generation, num_scoring = await replica.transact(operation, must_verify=False)
+    replica.heartbeats.settle(renewed)
     metrics.expired.labels("generation").inc(num_generation)
     metrics.expired.labels("scoring").inc(num_scoring)

@@ -33,6 +33,7 @@ from services.broker.records.run_clock import MAX_GAP_S, RunClock, max_gap_s
 from services.broker.records.store import ConflictError, LostMarkError, Mark, RetiredError, Snapshot, Store
 from services.broker.runtime.compactor import Compactor
 from services.broker.runtime.deadlines import Deadlines
+from services.broker.runtime.heartbeats import Heartbeats
 from services.broker.runtime.lease_rounds import LeaseRounds
 from services.broker.runtime.payload_cache import PayloadCache
 from services.broker.state.run_state import RunState
@@ -70,8 +71,11 @@ class _Request:
 class RunReplica:
     """See the module."""
 
-    def __init__(self, run_id: str, *, store: Store, clock: Clock) -> None:
+    def __init__(self, run_id: str, *, store: Store, clock: Clock, ear: str = "") -> None:
         self.run_id = run_id
+        self._ear = ear
+        """Name of the process as an ear of the run (`run_clock`)."""
+        self._is_ear = False
         self.store = store
         self.clock = RunClock(clock)
         self.num_conflicts = 0
@@ -89,6 +93,7 @@ class RunReplica:
         self._books: Mapping[str, int] = {}
         """The audit counters, while an operation reads them."""
         self._deadlines = Deadlines(f"run {run_id!r}")
+        self.heartbeats = Heartbeats(self.transact, self.clock)
         self._waiting: deque[_Request] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._listeners: dict[asyncio.Event, bool] = {}
@@ -195,9 +200,24 @@ class RunReplica:
             return await answer
 
     async def keep_time(self) -> None:
-        """Advance the run's clock in the store, and read it."""
+        """Advance the run's clock in the store, as an ear of the run while streams listen, and read it."""
         gap_s = MAX_GAP_S if self.copy is None else max_gap_s(self.copy.limits)
-        self.clock.take(await self.store.tick(self.run_id, gap_s))
+        is_ear, is_stored = bool(self._listeners), self.heartbeats.next_turn()
+        is_leaving = self._is_ear and not is_ear
+        ear = self._ear if is_leaving or (is_ear and is_stored) else ""
+        self.clock.take(await self.store.tick(self.run_id, gap_s, ear=ear, is_leaving=is_leaving))
+        self._is_ear = is_ear
+
+    async def attend(self) -> None:
+        """Be an ear of the run from now on; a stream calls this, while it listens, before it hands out leases."""
+        if not self._is_ear:
+            await self.keep_time()
+
+    async def leave(self) -> None:
+        """Be no ear of the run any more: the process stops, or is done with the run."""
+        if self._is_ear:
+            self._is_ear = False
+            await self.store.tick(self.run_id, MAX_GAP_S, ear=self._ear, is_leaving=True)
 
     async def poll(self) -> None:
         """Apply changes of other processes; drops the copy of a deleted run."""

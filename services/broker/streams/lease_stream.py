@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 
 import structlog
@@ -19,6 +19,7 @@ from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, che
 from services.broker.operations import leasing
 from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
+from services.broker.runtime.heartbeats import GeneratorNote
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, wait_for_event
@@ -76,6 +77,7 @@ class LeaseStream:
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
         with self._replica.listening(self._wake) as wake, self._leaving():
+            await self._replica.attend()
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._run_registry.check_serving()
@@ -113,27 +115,21 @@ class LeaseStream:
         self._beat = beat
         self._known.update(beat.active_lease_ids)
         if beat.active_lease_ids:
-            await self._renew(list(beat.active_lease_ids))
+            self._renew(list(beat.active_lease_ids))
         await self._replica.peers.see_generator(self._hello, beat, num_free=self._credit)
         self._report(beat)
 
-    async def _renew(self, lease_ids: list[str]) -> None:
+    def _renew(self, lease_ids: list[str]) -> None:
         """Renew leases; logs once for each lease that is not renewed because no token arrived."""
-        clock, generator_id = self._replica.clock, self._hello.generator_id
+        generator_id = self._hello.generator_id
         speed = self._replica.peers.sample_speed(generator_id)
+        note = GeneratorNote(
+            holder_id=generator_id, lease_ids=lease_ids, tokens_per_second=speed, on_silent=self._note_silent
+        )
+        self._replica.heartbeats.note(note)
 
-        def operation(state: RunState) -> tuple[list[str], SilenceLimit]:
-            silent = leasing.renew(
-                state,
-                generator_id,
-                lease_ids,
-                clock.now_s(),
-                tokens_per_second=speed,
-                unbroken_since_s=clock.unbroken_since_s,
-            )
-            return silent, state.limits.token_silence(generator_id, speed)
-
-        silent, limit = await self._replica.transact(operation, must_verify=False)
+    def _note_silent(self, silent: Sequence[str], limit: SilenceLimit) -> None:
+        generator_id = self._hello.generator_id
         for lease_id in set(silent) - self._silent:
             _log.warning(
                 "a lease is left to expire: no token came", lease_id=lease_id, generator=generator_id, limit=str(limit)

@@ -23,6 +23,7 @@ from services.broker.ingest.validation import (
 from services.broker.operations import scores
 from services.broker.operations.scores import Receipts, ScoringGrant
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
+from services.broker.runtime.heartbeats import WorkerNote
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, wait_for_event
@@ -59,6 +60,7 @@ class ScoringStream:
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
         with self._replica.listening() as wake:
+            await self._replica.attend()
             async with Intake(requests, self._on_request, wake) as intake:
                 while True:
                     is_ended = intake.is_ended
@@ -90,6 +92,9 @@ class ScoringStream:
         for result in request.results:
             scores.check_result(result)
         check_bytes("request", request.ByteSize())
+        if request.active_lease_ids:
+            note = WorkerNote(holder_id=self._worker_id, lease_ids=list(request.active_lease_ids))
+            self._replica.heartbeats.note(note)
         self._credit_total = request.credit_total or self._credit_total
         check_text("holding_reason", request.holding_reason)
         check_text("warning", request.warning)
@@ -97,16 +102,13 @@ class ScoringStream:
         # A new stream may belong to a new process, which has no warnings yet.
         warning = request.warning if request.warning or request.HasField("hello") else None
         await self._replica.peers.see_worker(self._worker_id, holding_reason=held, warning=warning)
-        if not request.results and not request.active_lease_ids:
+        if not request.results:
             return
 
         def operation(state: RunState) -> Receipts:
-            now_s = self._replica.clock.now_s()
-            receipts = scores.accept_results(state, self._worker_id, request.results, now_s)
-            scores.renew_scoring(state, self._worker_id, request.active_lease_ids, now_s)
-            return receipts
+            return scores.accept_results(state, self._worker_id, request.results, self._replica.clock.now_s())
 
-        receipts = await self._replica.transact(operation, must_verify=bool(request.results))
+        receipts = await self._replica.transact(operation)
         self._run_registry.metrics.invariants.duplicates.labels("score").inc(receipts.num_repeated)
         self._receipts.accepted.extend(receipts.accepted)
         self._receipts.lost.extend(receipts.lost)

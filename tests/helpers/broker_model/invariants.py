@@ -90,14 +90,11 @@ def no_endless_wait(world: World, state: RunState, response: broker_pb2.GetRunRe
         for sample in group.samples:
             if sample.state == _LEASED:
                 left_s = _left_s(world, sample.lease_expire_s, world.limits.generation_lease_s)
-                assert -SLACK_S <= left_s <= world.limits.generation_lease_s + ROUNDING_S, (
-                    f"{group.group_id} is leased for {left_s} s"
-                )
+                assert left_s <= world.limits.generation_lease_s + ROUNDING_S, f"{group.group_id}: {left_s} s"
             if sample.state == _SCORING:
                 left_s = _left_s(world, sample.scoring_expire_s, world.limits.scoring_lease_s)
-                assert -SLACK_S <= left_s <= world.limits.scoring_lease_s + ROUNDING_S, (
-                    f"{group.group_id} is scored for {left_s} s"
-                )
+                assert left_s <= world.limits.scoring_lease_s + ROUNDING_S, f"{group.group_id}: {left_s} s"
+    assert not any_overdue(world, state)
     assert response.waits
     for wait in response.waits:
         assert wait.waiter
@@ -112,12 +109,18 @@ def _left_s(world: World, expire_s: float, life_s: float) -> float:
     return max(expire_s, clock.unbroken_since_s + life_s) - clock.now_s
 
 
+def _is_overdue(world: World, expire_s: float, life_s: float) -> bool:
+    """Whether a lease had ended when all brokers had heard their holders."""
+    clock = world.store_time.read()
+    return max(expire_s, clock.unbroken_since_s + life_s) < clock.heard_s - SLACK_S
+
+
 def any_overdue(world: World, state: RunState) -> bool:
     """Whether a lease is past its end."""
     limits = world.limits
     return any(
-        (sample.state == _LEASED and _left_s(world, sample.lease_expire_s, limits.generation_lease_s) < -SLACK_S)
-        or (sample.state == _SCORING and _left_s(world, sample.scoring_expire_s, limits.scoring_lease_s) < -SLACK_S)
+        (sample.state == _LEASED and _is_overdue(world, sample.lease_expire_s, limits.generation_lease_s))
+        or (sample.state == _SCORING and _is_overdue(world, sample.scoring_expire_s, limits.scoring_lease_s))
         for group in state.groups.values()
         for sample in group.samples
     )

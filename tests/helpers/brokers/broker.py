@@ -387,6 +387,7 @@ async def serving(
             for loop in loops:
                 loop.cancel()
             await asyncio.wait(loops)
+            await run_registry.leave()
             await run_registry.length_reporter.close()
             await run_registry.forecaster.close()
 

@@ -38,13 +38,13 @@ class RedisLoad:
             return None
         if reply[3]:
             raise LostMarkError(run_id)
-        names = [raw.decode() for raw in reply[6::2]]
+        names = [raw.decode() for raw in reply[7::2]]
         return Snapshot(
             mark=Mark(int(reply[0]), reply[1].decode()),
             is_full=False,
             run=reply[2],
-            groups={name: record or None for name, record in zip(names, reply[7::2], strict=True)},
-            clock=reading_of(reply[4:6]),
+            groups={name: record or None for name, record in zip(names, reply[8::2], strict=True)},
+            clock=reading_of(reply[4:7]),
         )
 
     async def everything(self, run_id: str) -> Snapshot | None:
@@ -93,7 +93,8 @@ async def scan(connection: RedisConnection, key: str, cursor: int, count: int) -
 
 def reading_of(reply: Sequence[bytes]) -> Reading:
     """The run's clock, from microseconds as text."""
-    return Reading(now_s=int(reply[0]) / 1e6, unbroken_since_s=int(reply[1]) / 1e6)
+    now_s, since_s, heard_s = (int(microseconds) / 1e6 for microseconds in reply)
+    return Reading(now_s=now_s, unbroken_since_s=since_s, heard_s=heard_s)
 
 
 def _slice_records(found: Mapping[bytes, bytes]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.clock import ManualClock
-from services.broker.records.run_clock import MAX_GAP_S, Reading, RunClock, StoredClock, max_gap_s
+from services.broker.records.run_clock import EAR_LIFE_S, MAX_GAP_S, Reading, RunClock, StoredClock, max_gap_s
 from services.broker.rules.limits import Limits
 from tests.helpers.brokers.broker import duration, limits
 
@@ -24,7 +24,9 @@ def advanced(*steps: float) -> list[Reading]:
 
 
 def test_it_goes_on_with_the_machines_clock() -> None:
-    assert advanced(0.25, 0.25, 2.0)[-1] == Reading(now_s=START_S + 2.5, unbroken_since_s=START_S)
+    assert advanced(0.25, 0.25, 2.0)[-1] == Reading(
+        now_s=START_S + 2.5, unbroken_since_s=START_S, heard_s=START_S + 2.5
+    )
 
 
 def test_a_machine_that_is_set_back_or_replaced_by_one_that_is_behind_does_not_take_it_back() -> None:
@@ -39,7 +41,8 @@ def test_a_machine_that_is_set_back_or_replaced_by_one_that_is_behind_does_not_t
 @pytest.mark.parametrize("jump_s", [60.0, 3600.0])
 def test_a_jump_ahead_is_a_gap_and_coming_back_from_it_is_none(jump_s: float) -> None:
     readings = advanced(1.0, jump_s, 1.0, -jump_s, 1.0)
-    assert readings[-1] == Reading(now_s=START_S + jump_s + 3, unbroken_since_s=START_S + jump_s + 1)
+    now_s = START_S + jump_s + 3
+    assert readings[-1] == Reading(now_s=now_s, unbroken_since_s=START_S + jump_s + 1, heard_s=now_s)
 
 
 def test_after_a_step_back_the_step_to_where_it_was_makes_up_for_it() -> None:
@@ -75,3 +78,81 @@ def test_a_gap_is_a_third_of_the_shortest_lease_but_neither_tiny_nor_long() -> N
         return max_gap_s(Limits.from_proto(limits(**leases)))
 
     assert (gap_s(15, 15), gap_s(9, 600), gap_s(600, 9), gap_s(0.5, 9)) == (5, 3, 3, 1)
+
+
+class Run:
+    """A run's clock and the brokers that advance it; time passes only by `pass_time`."""
+
+    def __init__(self) -> None:
+        self.clock = StoredClock()
+        self.machine_s = START_S
+
+    def advance(self, ear: str = "", *, is_leaving: bool = False) -> Reading:
+        return self.clock.advance(self.machine_s, MAX_GAP_S, ear=ear, is_leaving=is_leaving)
+
+    def pass_time(self, seconds: float, *ears: str) -> Reading:
+        """These brokers advance the clock, once a second."""
+        for _ in range(round(seconds)):
+            self.machine_s += 1.0
+            for ear in ears:
+                self.advance(ear)
+        return self.clock.read(self.machine_s, MAX_GAP_S)
+
+
+def test_what_came_before_a_brokers_last_advance_but_one_was_heard() -> None:
+    run = Run()
+    assert run.advance("a").heard_s == START_S
+    assert run.pass_time(1, "a").heard_s == START_S
+    assert run.pass_time(1, "a").heard_s == START_S + 1
+    # A broker without streams has nobody to hear, and goes by those that have.
+    assert run.pass_time(3, "a", "").heard_s == START_S + 4
+
+
+def test_a_held_broker_holds_back_what_others_end_until_it_has_read_and_begins_everything_anew() -> None:
+    run = Run()
+    run.pass_time(2, "a", "b")
+    held_s = run.machine_s
+    while run.machine_s < held_s + 30:
+        reading = run.pass_time(1, "b")
+        assert reading.heard_s == held_s - 1
+    assert reading.unbroken_since_s == reading.now_s
+    back_s = run.machine_s
+    # The first advance after the hold says nothing of what came during it.
+    assert run.advance("a") == Reading(now_s=back_s, unbroken_since_s=back_s, heard_s=held_s)
+    assert run.pass_time(2, "a", "b") == Reading(now_s=back_s + 2, unbroken_since_s=back_s, heard_s=back_s + 1)
+
+
+def test_a_stall_too_short_for_a_gap_holds_back_too() -> None:
+    run = Run()
+    run.pass_time(2, "a", "b")
+    held_s = run.machine_s
+    assert run.pass_time(MAX_GAP_S - 1, "b") == Reading(
+        now_s=held_s + MAX_GAP_S - 1, unbroken_since_s=START_S + 1, heard_s=held_s - 1
+    )
+
+
+def test_a_dead_broker_is_waited_for_as_long_as_its_clients_need_to_be_heard_by_another() -> None:
+    run = Run()
+    run.pass_time(2, "a", "b")
+    dead_s = run.machine_s
+    assert run.pass_time(EAR_LIFE_S, "b").heard_s == dead_s - 1
+    reading = run.pass_time(1, "b")
+    assert reading.unbroken_since_s == reading.now_s == reading.heard_s + 1
+    assert run.pass_time(3, "b").unbroken_since_s == reading.now_s
+
+
+@pytest.mark.parametrize("seconds", [1.0, 4.0])
+def test_a_broker_that_left_is_not_waited_for(seconds: float) -> None:
+    run = Run()
+    run.pass_time(2, "a", "b")
+    run.advance("a", is_leaving=True)
+    assert run.pass_time(seconds, "b").heard_s == run.machine_s - 1
+
+
+def test_a_broker_that_cannot_store_what_it_read_counts_as_held() -> None:
+    run = Run()
+    run.pass_time(2, "a")
+    held_s = run.machine_s
+    for _ in range(10):
+        reading = run.pass_time(1, "")
+    assert (reading.heard_s, reading.unbroken_since_s) == (held_s - 1, reading.now_s)

@@ -17,3 +17,17 @@ local function clock_now(key, max_gap)
   end
   return now + lead, now, lead, since
 end
+
+-- The run's ears: by name, the run's times of the last two advances, as text (JSON rounds numbers this large).
+local function clock_ears(key)
+  return cjson.decode(redis.call('HGET', key, 'ears') or '{}')
+end
+
+-- The time up to which all of them have heard their holders.
+local function clock_heard(ears, now)
+  local heard = now
+  for _, times in pairs(ears) do
+    heard = math.min(heard, tonumber(times[2]))
+  end
+  return heard
+end

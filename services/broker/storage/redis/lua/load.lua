@@ -2,14 +2,15 @@
 -- KEYS: run, marks, changed, groups.  ARGV: revision and name of the copy's mark, longest time between two advances of
 -- the clock that counts, microseconds; most bytes of records to return.
 -- Returns false when there is no run, else {revision, name, record, is_lost, time of the run's clock, end of its last
--- gap, group id, record, group id, record, ...}; a record that is gone is the empty string. With `is_lost` there are no
+-- gap, time up to which holders were heard, group id, record, group id, record, ...}; a record that is gone is the empty string. With `is_lost` there are no
 -- records: the mark is not in this history, or too much has changed since.
 local current = redis.call('HMGET', KEYS[1], 'revision', 'name', 'record')
 if not current[1] then
   return false
 end
 local now, _, _, since = clock_now(KEYS[1], tonumber(ARGV[3]))
-local reply = {current[1], current[2], '', 0, string.format('%d', now), string.format('%d', since)}
+local reply = {current[1], current[2], '', 0, string.format('%d', now), string.format('%d', since),
+  string.format('%d', clock_heard(clock_ears(KEYS[1]), now))}
 if ARGV[1] == current[1] and ARGV[2] == current[2] then
   return reply
 end

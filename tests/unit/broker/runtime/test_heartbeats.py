@@ -1,0 +1,196 @@
+"""Heartbeats of a run's holders: read without waiting for commits, and stored before anything expires."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.clock import ManualClock
+from penstock.errors import ServiceUnavailableError
+from penstock.stall_limits import SilenceLimit
+from penstock.v1 import broker_pb2
+from services.broker.operations import leasing, submission
+from services.broker.records.store import Delta, Mark
+from services.broker.runtime import heartbeats
+from services.broker.runtime.heartbeats import GeneratorNote
+from services.broker.runtime.metrics import BrokerMetrics
+from services.broker.runtime.run_registry import expire
+from services.broker.runtime.run_replica import RunReplica
+from services.broker.state.run_state import RunState
+from services.broker.storage.memory_store import MemoryStore
+from tests.helpers.brokers.broker import duration, limits, prompt
+from tests.helpers.waiting import until
+from tests.unit.broker.builders import facts, suffix
+
+LIFE_S = 4.0
+
+
+class GatedStore(MemoryStore):
+    """Commits wait while `gate` is clear, and fail while it is away."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_waiting = 0
+        self.num_commits = 0
+        self.is_away = False
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        self.num_waiting += 1
+        await self.gate.wait()
+        self.num_waiting -= 1
+        if self.is_away:
+            raise ServiceUnavailableError("the store is away")
+        self.num_commits += 1
+        return await super().commit(run_id, expected, delta)
+
+
+class Broker:
+    """A run with a lease for each of some generators, and its caretaker's turns, taken by hand."""
+
+    def __init__(self, clock: ManualClock, store: GatedStore, ear: str) -> None:
+        self.clock, self.store = clock, store
+        self.replica = RunReplica("run-1", store=store, clock=clock, ear=ear)
+        self.metrics = BrokerMetrics(CollectorRegistry())
+        self.silent: list[str] = []
+
+    async def lease(self, *generator_ids: str) -> list[str]:
+        """Open the run and lease a sample to each generator."""
+        life = duration(LIFE_S)
+        request = broker_pb2.OpenRunRequest(run_id="run-1", limits=limits(generation_lease=life, scoring_lease=life))
+        await self.replica.open(request)
+
+        def operation(state: RunState) -> list[str]:
+            submission.submit(state, [prompt("a"), prompt("b")], retired=(), now_s=self.clock.now_s())
+            leased = [
+                leasing.lease(
+                    state, facts(generator_id=name), max_leases=1, now_s=self.clock.now_s(), make_suffix=suffix
+                )
+                for name in generator_ids
+            ]
+            return [grant.lease_id for each in leased for grant in each.grants]
+
+        lease_ids = await self.replica.transact(operation)
+        assert len(lease_ids) == len(generator_ids)
+        await self.care()
+        return lease_ids
+
+    def beat(self, generator_id: str, *lease_ids: str) -> None:
+        self.replica.heartbeats.note(
+            GeneratorNote(
+                holder_id=generator_id, lease_ids=lease_ids, tokens_per_second=None, on_silent=self._note_silent
+            )
+        )
+
+    def _note_silent(self, silent: Sequence[str], _limit: SilenceLimit) -> None:
+        self.silent += silent
+
+    async def care(self) -> None:
+        """What the caretaker does for leases in one turn."""
+        await self.replica.keep_time()
+        await self.replica.poll()
+        await expire(self.replica, self.metrics)
+
+    async def pass_time(self, seconds: float, *others: Broker) -> None:
+        """Turns of this broker and others, four a second."""
+        for _ in range(round(4 * seconds)):
+            self.clock.advance(0.25)
+            for broker in (self, *others):
+                await broker.care()
+
+    def held(self) -> set[str]:
+        """The leases that are held."""
+        copy = self.replica.copy
+        assert copy is not None
+        return {lease_id for held in copy.generation_leases.values() for lease_id in held}
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def store(clock: ManualClock) -> GatedStore:
+    return GatedStore(clock)
+
+
+async def test_heartbeats_are_taken_while_a_commit_takes_long_and_stored_together(
+    clock: ManualClock, store: GatedStore
+) -> None:
+    broker = Broker(clock, store, "a")
+    one, two = await broker.lease("gen-1", "gen-2")
+    clock.advance(0.6 * LIFE_S)
+    store.gate.clear()
+    num_commits = store.num_commits
+    broker.beat("gen-1", one)
+    await until(lambda: store.num_waiting == 1)
+    for _ in range(100):
+        broker.beat("gen-1", one)
+        broker.beat("gen-2", two)
+    store.gate.set()
+    await until(lambda: store.num_commits == num_commits + 2)
+    await broker.pass_time(0.6 * LIFE_S)
+    assert broker.held() == {one, two}
+    assert store.num_commits == num_commits + 2
+
+
+async def test_what_was_read_is_renewed_before_anything_expires(
+    clock: ManualClock, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = Broker(clock, store, "a")
+    one, _two = await broker.lease("gen-1", "gen-2")
+    # Its commits are paced: the next one comes too late.
+    monkeypatch.setattr(heartbeats, "PACE_S", 3600.0)
+    broker.beat("gen-1", one)
+    broker.replica.heartbeats.next_turn()
+    await until(broker.replica.heartbeats.next_turn)
+    await broker.pass_time(LIFE_S - 0.25)
+    clock.advance(0.25)
+    broker.beat("gen-1", one)
+    await broker.care()
+    assert broker.held() == {one}
+    await broker.pass_time(LIFE_S)
+    assert broker.held() == set()
+
+
+async def test_another_broker_ends_no_lease_whose_renewal_cannot_be_stored(
+    clock: ManualClock, store: GatedStore
+) -> None:
+    broker, other = Broker(clock, store, "a"), Broker(clock, GatedStore(clock), "b")
+    other.store._runs = store._runs
+    other.replica.store = other.store
+    [one] = await broker.lease("gen-1")
+    await other.replica.transact(lambda state: None)
+    with broker.replica.listening():
+        await broker.pass_time(1.0, other)
+        store.is_away = True
+        clock.advance(LIFE_S / 2)
+        await broker.replica.keep_time()
+        broker.beat("gen-1", one)
+        for _ in range(round(8 * LIFE_S)):
+            clock.advance(0.25)
+            with pytest.raises(ServiceUnavailableError):
+                await broker.care()
+            await other.care()
+        assert other.held() == {one}
+        store.is_away = False
+        await broker.pass_time(LIFE_S / 2, other)
+        broker.beat("gen-1", one)
+        await broker.pass_time(LIFE_S / 2, other)
+        assert other.held() == {one}
+        # Silent from now on, with every broker listening.
+        await broker.pass_time(2 * LIFE_S, other)
+        assert other.held() == set()
+
+
+async def test_heartbeats_of_a_run_that_is_gone_are_forgotten(clock: ManualClock, store: GatedStore) -> None:
+    broker = Broker(clock, store, "a")
+    broker.beat("gen-1", "1.0.0_1.x")
+    assert broker.replica.heartbeats.next_turn(), "it was noted in this turn"
+    assert not broker.replica.heartbeats.next_turn()
+    await until(broker.replica.heartbeats.next_turn)
