@@ -49,9 +49,9 @@ def make_run_registry(
     clock: Clock,
     scheduler: str | None = None,
     security: Security = NO_SECURITY,
-    ear: str = "",
+    broker: str = "",
 ) -> RunRegistry:
-    """The core of a broker over a store; see `RunRegistry` for `ear`."""
+    """The core of a broker over a store; see `RunRegistry` for `broker`."""
     metrics = BrokerMetrics(registry)
     forecaster = Forecaster(
         scheduler, security=security, clock=clock, on_answer=lambda outcome: metrics.forecasts.labels(outcome).inc()
@@ -60,7 +60,7 @@ def make_run_registry(
         scheduler, security=security, on_report=lambda outcome, count: metrics.length_reports.labels(outcome).inc(count)
     )
     return RunRegistry(
-        store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter, ear=ear
+        store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter, broker=broker
     )
 
 
@@ -81,10 +81,10 @@ async def serve(config: BrokerConfig) -> None:
     serve_metrics(config.metrics_address, security)
     store = make_store(config, registry=REGISTRY, security=security)
     clock = SystemClock()
-    # A broker that is started again takes the place of its predecessor, for which nobody then waits.
-    ear = f"{socket.gethostname()}/{config.listen}"
+    # A broker that is started again takes the place of its predecessor, so that no other one waits for that.
+    broker = f"{socket.gethostname()}/{config.listen}"
     run_registry = make_run_registry(
-        store, registry=REGISTRY, clock=clock, scheduler=config.scheduler, security=security, ear=ear
+        store, registry=REGISTRY, clock=clock, scheduler=config.scheduler, security=security, broker=broker
     )
     server = make_server(run_registry, listen=config.listen, security=security)
     try:

@@ -35,7 +35,7 @@ MAX_WAIT_S = 2.0
 
 @dataclass(slots=True)
 class _Wait:
-    """How long work has been left to a generator at another broker, which held so many samples all the time."""
+    """Since when work has been left to a generator at another broker, and the number of samples it has held since."""
 
     since_s: float
     last_s: float

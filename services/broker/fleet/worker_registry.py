@@ -31,7 +31,7 @@ CONTEXT_GRACE_S = 5.0
 WRITE_EVERY_S = 1.0
 REFRESH_EVERY_S = 2.0
 LONGEST_EVERY_S = 0.25
-"""Interval at which the largest generator is looked for anew: every decision asks for it."""
+"""Interval at which the largest generator is looked for again: every decision asks for it."""
 MAX_BUFFERED_SPANS = 4096
 MAX_SPAN_AGE_US = 24 * 3600 * 1_000_000
 _GENERATOR, _WORKER = "g:", "w:"

@@ -251,7 +251,7 @@ def advance(state: RunState, policy_version: int, now_s: float) -> None:
 
 
 def _oldest_affordable(bytes_of_steps: Mapping[int, int], most: int) -> int:
-    """The oldest step that may be retained: together they have at most so many bytes, or those of the newest step."""
+    """The oldest step that may be retained: together they take at most this many bytes, or those of the newest step."""
     size_bytes, oldest = 0, 0
     for version in sorted(bytes_of_steps, reverse=True):
         size_bytes += bytes_of_steps[version]

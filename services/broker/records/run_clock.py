@@ -9,12 +9,12 @@ and neither does a step of the store's own clock:
   was unavailable or refused writes, machines slept) or the store's clock jumped ahead by as much, heartbeats could not
   arrive for an unknown time: ages start again at the end of the gap, and leases get their full duration from there.
 - Between two readings a broker continues by its monotonic clock, for MAX_GAP_S at most. Leases expire by readings only.
-- It knows the run's *ears*: the broker processes with streams of the run, each with the times of its last two advances.
+- It knows the brokers that *serve* the run, those with streams of it, each with the times of its last two advances.
   A process advances the clock only after it has stored the renewals that it had read at its advance before. So what
-  reached an ear before its last advance but one counts already, and leases end by the oldest of these times
+  reached a broker before its last advance but one counts already, and leases end by the oldest of these times
   (`Reading.heard_s`): a broker that is held, stopped or cut off holds the end of leases back, at every broker.
-- If an ear does not advance the clock for `max_gap_s`, that is a gap too: its holders could not be heard. After
-  EAR_LIFE_S it is taken for dead, and waited for no more.
+- If one of them does not advance the clock for `max_gap_s`, that is a gap too: its holders could not be heard. After
+  BROKER_LIFE_S it is taken for dead, and waited for no more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_GAP_S = 5.0
 """A third of the default lease: holders renew theirs before half of it is over, so a step this small ends none."""
 MIN_GAP_S = 1.0
 """Brokers advance the clock four times a second; a busy one may be late."""
-EAR_LIFE_S = 40.0
+BROKER_LIFE_S = 40.0
 """Clients leave a broker that is silent for 30 s (`penstock.clients`); a few seconds later another one hears them."""
 
 
@@ -40,7 +40,7 @@ class Reading:
     unbroken_since_s: float
     """End of the last gap."""
     heard_s: float = 0.0
-    """What holders sent before this time was read and counts; leases end by it. The present in a run without ears."""
+    """What holders sent before this time was read and counts; leases end by it. The present if none serves the run."""
 
 
 def max_gap_s(limits: Limits) -> float:
@@ -54,7 +54,7 @@ class StoredClock:
     def __init__(self) -> None:
         self._at_s: float | None = None
         self._lead_s = self._since_s = 0.0
-        self._ears: dict[str, tuple[float, float]] = {}
+        self._brokers: dict[str, tuple[float, float]] = {}
         """The run's time at the last advance of each, and at the one before."""
 
     def read(self, machine_s: float, max_gap_s: float) -> Reading:
@@ -62,25 +62,25 @@ class StoredClock:
         lead_s, since_s = self._now(machine_s, max_gap_s)
         return self._reading(machine_s + lead_s, since_s)
 
-    def advance(self, machine_s: float, max_gap_s: float, *, ear: str = "", is_leaving: bool = False) -> Reading:
+    def advance(self, machine_s: float, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
         """The same, and store it; see `Store.tick`."""
         self._lead_s, self._since_s = self._now(machine_s, max_gap_s)
         self._at_s = machine_s
         now_s = machine_s + self._lead_s
-        for name, (last_s, _before_s) in list(self._ears.items()):
+        for name, (last_s, _before_s) in list(self._brokers.items()):
             if now_s - last_s > max_gap_s:
                 self._since_s = now_s
-            if now_s - last_s > EAR_LIFE_S:
-                del self._ears[name]
+            if now_s - last_s > BROKER_LIFE_S:
+                del self._brokers[name]
         if is_leaving:
-            self._ears.pop(ear, None)
-        elif ear:
-            before_s, _ = self._ears.get(ear, (now_s, now_s))
-            self._ears[ear] = now_s, before_s
+            self._brokers.pop(broker, None)
+        elif broker:
+            before_s, _ = self._brokers.get(broker, (now_s, now_s))
+            self._brokers[broker] = now_s, before_s
         return self._reading(now_s, self._since_s)
 
     def _reading(self, now_s: float, since_s: float) -> Reading:
-        heard_s = min((before_s for _last_s, before_s in self._ears.values()), default=now_s)
+        heard_s = min((before_s for _last_s, before_s in self._brokers.values()), default=now_s)
         return Reading(now_s=now_s, unbroken_since_s=since_s, heard_s=heard_s)
 
     def _now(self, machine_s: float, max_gap_s: float) -> tuple[float, float]:

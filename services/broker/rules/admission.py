@@ -78,7 +78,7 @@ class AdmissionRule:
         return self._judge_number(generator_version, is_start=min_version is None)
 
     def _judge_number(self, generator_version: int, *, is_start: bool) -> Verdict:
-        """Whether so many groups may be out, the sample's included."""
+        """Whether this many groups may be out, the sample's included."""
         if is_start and self.is_full and self.num_started >= self.limits.groups_per_step:
             return _no(
                 f"policy.max_retained_bytes: half of its {self.policy.max_retained_bytes} bytes wait or are under way, "

@@ -53,15 +53,15 @@ class RunRegistry:
         metrics: BrokerMetrics,
         forecaster: Forecaster,
         length_reporter: LengthReporter,
-        ear: str = "",
+        broker: str = "",
     ) -> None:
-        """`ear` names the process among the brokers of the store (`run_clock`); by default at random."""
+        """`broker` names the process among the brokers of the store (`run_clock`); by default at random."""
         self.store = store
         self.clock = clock
         self.metrics = metrics
         self.forecaster = forecaster
         self.length_reporter = length_reporter
-        self._ear = ear or secrets.token_hex(8)
+        self._broker = broker or secrets.token_hex(8)
         self._run_registry: WeakValueDictionary[str, RunReplica] = WeakValueDictionary()
         self._used_lately: dict[str, RunReplica] = {}
         """Kept, with their copies, even if nothing refers to them now."""
@@ -81,7 +81,7 @@ class RunRegistry:
         """The replica of a run that may or may not exist."""
         replica = self._run_registry.get(run_id)
         if replica is None:
-            replica = RunReplica(run_id, store=self.store, clock=self.clock, ear=self._ear)
+            replica = RunReplica(run_id, store=self.store, clock=self.clock, broker=self._broker)
             self._run_registry[run_id] = replica
         self._used_lately[run_id] = replica
         return replica
@@ -95,7 +95,7 @@ class RunRegistry:
             event.set()
 
     async def leave(self) -> None:
-        """Tell other brokers not to wait for this process: its streams have ended. What cannot be told now lapses."""
+        """Tell other brokers not to wait for this process: its streams have ended. If that fails, the entry lapses."""
         for replica in list(self._run_registry.values()):
             with suppress(PenstockError):
                 await replica.leave()

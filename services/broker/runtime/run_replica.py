@@ -71,11 +71,11 @@ class _Request:
 class RunReplica:
     """See the module."""
 
-    def __init__(self, run_id: str, *, store: Store, clock: Clock, ear: str = "") -> None:
+    def __init__(self, run_id: str, *, store: Store, clock: Clock, broker: str = "") -> None:
         self.run_id = run_id
-        self._ear = ear
-        """Name of the process as an ear of the run (`run_clock`)."""
-        self._is_ear = False
+        self._broker = broker
+        """Name of the process among the brokers that serve the run (`run_clock`)."""
+        self._is_serving = False
         self.store = store
         self.clock = RunClock(clock)
         self.num_conflicts = 0
@@ -200,24 +200,24 @@ class RunReplica:
             return await answer
 
     async def keep_time(self) -> None:
-        """Advance the run's clock in the store, as an ear of the run while streams listen, and read it."""
+        """Advance the run's clock in the store, as a broker that serves the run while streams listen, and read it."""
         gap_s = MAX_GAP_S if self.copy is None else max_gap_s(self.copy.limits)
-        is_ear, is_stored = bool(self._listeners), self.heartbeats.next_turn()
-        is_leaving = self._is_ear and not is_ear
-        ear = self._ear if is_leaving or (is_ear and is_stored) else ""
-        self.clock.take(await self.store.tick(self.run_id, gap_s, ear=ear, is_leaving=is_leaving))
-        self._is_ear = is_ear
+        is_serving, is_stored = bool(self._listeners), self.heartbeats.next_turn()
+        is_leaving = self._is_serving and not is_serving
+        broker = self._broker if is_leaving or (is_serving and is_stored) else ""
+        self.clock.take(await self.store.tick(self.run_id, gap_s, broker=broker, is_leaving=is_leaving))
+        self._is_serving = is_serving
 
     async def attend(self) -> None:
-        """Be an ear of the run from now on; a stream calls this, while it listens, before it hands out leases."""
-        if not self._is_ear:
+        """Serve the run from now on; a stream calls this, while it listens, before it hands out leases."""
+        if not self._is_serving:
             await self.keep_time()
 
     async def leave(self) -> None:
-        """Be no ear of the run any more: the process stops, or is done with the run."""
-        if self._is_ear:
-            self._is_ear = False
-            await self.store.tick(self.run_id, MAX_GAP_S, ear=self._ear, is_leaving=True)
+        """Serve the run no more: the process stops, or is done with the run."""
+        if self._is_serving:
+            self._is_serving = False
+            await self.store.tick(self.run_id, MAX_GAP_S, broker=self._broker, is_leaving=True)
 
     async def poll(self) -> None:
         """Apply changes of other processes; drops the copy of a deleted run."""

@@ -165,7 +165,7 @@ class BatchIndex:
         self._stored_bytes.pop(name, None)
 
     def grow(self, name: str, num_bytes: int) -> None:
-        """Note that a record takes so many bytes more in the store, or less; it may be counted or being changed."""
+        """Note that a record takes this many more bytes in the store, or fewer; it may be counted or being changed."""
         self._stored_bytes[name] = self._stored_bytes.get(name, 0) + num_bytes
         if name in self._places:
             self.live_bytes += num_bytes
@@ -194,7 +194,7 @@ class BatchIndex:
         return not place.is_delivered and place.ready is None
 
     def add_trained(self, name: str, version: int, num_bytes: int) -> None:
-        """Count a trained record that takes so many bytes in the store."""
+        """Count a trained record that takes this many bytes in the store."""
         self._trained_by[name] = version
         self._stored_bytes[name] = num_bytes
         _add(self.retained_bytes, version, num_bytes)

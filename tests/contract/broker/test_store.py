@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import redis
 
-from services.broker.records.run_clock import EAR_LIFE_S
+from services.broker.records.run_clock import BROKER_LIFE_S
 from services.broker.records.store import MAX_BUSY_SPANS, ConflictError, Delta, LostMarkError, Mark, Snapshot, Store
 from services.broker.storage import memory_store
 from services.broker.storage.redis import load_run, redis_store
@@ -370,33 +370,33 @@ async def test_the_clock_of_a_run_goes_on_and_knows_of_gaps(store: Store) -> Non
     assert third.unbroken_since_s == third.now_s > read.now_s
 
 
-async def test_the_clock_of_a_run_knows_what_its_ears_have_heard(store: Store) -> None:
+async def test_the_clock_of_a_run_knows_what_its_brokers_have_heard(store: Store) -> None:
     await store.commit(RUN, None, Delta(run=b"run"))
     alone = await store.tick(RUN, 5.0)
     assert alone.heard_s == alone.now_s
-    firsts = [await store.tick(RUN, 5.0, ear=ear) for ear in ("a/host:1", 'b"')]
+    firsts = [await store.tick(RUN, 5.0, broker=broker) for broker in ("a/host:1", 'b"')]
     assert [first.heard_s for first in firsts] == [firsts[0].now_s, firsts[0].now_s]
-    second = await store.tick(RUN, 5.0, ear="a/host:1")
+    second = await store.tick(RUN, 5.0, broker="a/host:1")
     assert second.heard_s == firsts[0].now_s
-    third = await store.tick(RUN, 5.0, ear="a/host:1")
+    third = await store.tick(RUN, 5.0, broker="a/host:1")
     assert third.heard_s == firsts[1].now_s
     read = (await loaded(store)).clock
     assert read.heard_s == firsts[1].now_s < read.now_s
-    left = await store.tick(RUN, 5.0, ear='b"', is_leaving=True)
+    left = await store.tick(RUN, 5.0, broker='b"', is_leaving=True)
     assert left.heard_s == second.now_s
     assert left.unbroken_since_s == alone.now_s
-    # Any time at all is too long a gap now, for an ear as well.
-    late = await store.tick(RUN, 0.0, ear="b")
+    # Any time at all is too long a gap now, for a broker as well.
+    late = await store.tick(RUN, 0.0, broker="b")
     assert late.unbroken_since_s == late.now_s
 
 
-async def test_an_ear_that_is_silent_for_long_is_not_waited_for(servers: RedisServers) -> None:
+async def test_a_broker_that_is_silent_for_long_is_not_waited_for(servers: RedisServers) -> None:
     url = servers.emptied("redis")
     store = stepped_store(url)
     try:
         await store.commit(RUN, None, Delta(run=b"run"))
-        dead = await store.tick(RUN, 5.0, ear="a")
-        for passed_s, is_waited_for in ((EAR_LIFE_S - 1, True), (EAR_LIFE_S + 1, False)):
+        dead = await store.tick(RUN, 5.0, broker="a")
+        for passed_s, is_waited_for in ((BROKER_LIFE_S - 1, True), (BROKER_LIFE_S + 1, False)):
             with closing(redis.Redis.from_url(url)) as client:
                 client.set(OFFSET_KEY, round(passed_s * 1e6))
             reading = await store.tick(RUN, 5.0)

@@ -19,7 +19,7 @@ class RunKeys:
         self.run = f"{base}:run"
         """Hash: revision, name (of the last commit), record (RunRecord); of the run's clock: clock_at (time of the
         machine when it was last advanced), clock_lead (how far it is ahead of that), clock_since (end of its last gap),
-        microseconds; ears (JSON: the run's times of each ear's last two advances, microseconds as text)."""
+        microseconds; brokers (JSON: the run's times of the last two advances of each that serves it, as text)."""
         self.marks = f"{base}:marks"
         """Sorted set: names of the last commits by revision."""
         self.changed = f"{base}:changed"

@@ -52,9 +52,9 @@ class GatedStore(MemoryStore):
 class Broker:
     """A run with a lease for each of some generators, and its caretaker's turns, taken by hand."""
 
-    def __init__(self, clock: ManualClock, store: GatedStore, ear: str) -> None:
+    def __init__(self, clock: ManualClock, store: GatedStore, broker: str) -> None:
         self.clock, self.store = clock, store
-        self.replica = RunReplica("run-1", store=store, clock=clock, ear=ear)
+        self.replica = RunReplica("run-1", store=store, clock=clock, broker=broker)
         self.metrics = BrokerMetrics(CollectorRegistry())
         self.silent: list[str] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.clock import ManualClock
-from services.broker.records.run_clock import EAR_LIFE_S, MAX_GAP_S, Reading, RunClock, StoredClock, max_gap_s
+from services.broker.records.run_clock import BROKER_LIFE_S, MAX_GAP_S, Reading, RunClock, StoredClock, max_gap_s
 from services.broker.rules.limits import Limits
 from tests.helpers.brokers.broker import duration, limits
 
@@ -87,15 +87,15 @@ class Run:
         self.clock = StoredClock()
         self.machine_s = START_S
 
-    def advance(self, ear: str = "", *, is_leaving: bool = False) -> Reading:
-        return self.clock.advance(self.machine_s, MAX_GAP_S, ear=ear, is_leaving=is_leaving)
+    def advance(self, broker: str = "", *, is_leaving: bool = False) -> Reading:
+        return self.clock.advance(self.machine_s, MAX_GAP_S, broker=broker, is_leaving=is_leaving)
 
-    def pass_time(self, seconds: float, *ears: str) -> Reading:
+    def pass_time(self, seconds: float, *brokers: str) -> Reading:
         """These brokers advance the clock, once a second."""
         for _ in range(round(seconds)):
             self.machine_s += 1.0
-            for ear in ears:
-                self.advance(ear)
+            for broker in brokers:
+                self.advance(broker)
         return self.clock.read(self.machine_s, MAX_GAP_S)
 
 
@@ -135,7 +135,7 @@ def test_a_dead_broker_is_waited_for_as_long_as_its_clients_need_to_be_heard_by_
     run = Run()
     run.pass_time(2, "a", "b")
     dead_s = run.machine_s
-    assert run.pass_time(EAR_LIFE_S, "b").heard_s == dead_s - 1
+    assert run.pass_time(BROKER_LIFE_S, "b").heard_s == dead_s - 1
     reading = run.pass_time(1, "b")
     assert reading.unbroken_since_s == reading.now_s == reading.heard_s + 1
     assert run.pass_time(3, "b").unbroken_since_s == reading.now_s

@@ -22,7 +22,7 @@ from tests.helpers.plans.problems import plan
     [
         ("6 bound by KV", "reasoning", "fifo", 166.3576353643982),
         ("6 bound by KV", "short", "lpt", 1.372970820989131),
-        ("2 big, 6 small", "short", "auto", 1.1612),
+        ("2 big, 6 small", "short", "auto", 1.209),
     ],
 )
 def test_a_queue_is_decoded_in_the_same_time(fleet: str, workload: str, policy: str, makespan_s: float) -> None:

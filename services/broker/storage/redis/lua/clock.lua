@@ -18,15 +18,15 @@ local function clock_now(key, max_gap)
   return now + lead, now, lead, since
 end
 
--- The run's ears: by name, the run's times of the last two advances, as text (JSON rounds numbers this large).
-local function clock_ears(key)
-  return cjson.decode(redis.call('HGET', key, 'ears') or '{}')
+-- The brokers that serve the run: by name, its times at their last two advances, as text (JSON rounds numbers this large).
+local function clock_brokers(key)
+  return cjson.decode(redis.call('HGET', key, 'brokers') or '{}')
 end
 
 -- The time up to which all of them have heard their holders.
-local function clock_heard(ears, now)
+local function clock_heard(brokers, now)
   local heard = now
-  for _, times in pairs(ears) do
+  for _, times in pairs(brokers) do
     heard = math.min(heard, tonumber(times[2]))
   end
   return heard

@@ -10,7 +10,7 @@ if not current[1] then
 end
 local now, _, _, since = clock_now(KEYS[1], tonumber(ARGV[3]))
 local reply = {current[1], current[2], '', 0, string.format('%d', now), string.format('%d', since),
-  string.format('%d', clock_heard(clock_ears(KEYS[1]), now))}
+  string.format('%d', clock_heard(clock_brokers(KEYS[1]), now))}
 if ARGV[1] == current[1] and ARGV[2] == current[2] then
   return reply
 end
