@@ -11,7 +11,7 @@ from penstock.clock import SystemClock
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker.records.store import Delta, Mark, Snapshot, Store
-from services.broker.runtime import run_replica
+from services.broker.replicas import replica as replicas
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.storage.redis.redis_store import RedisStore
@@ -64,7 +64,7 @@ async def test_after_a_commit_that_timed_out_only_the_difference_is_loaded(
 
     doubtful.fate = fate
     with monkeypatch.context() as scaled:
-        scaled.setattr(run_replica, "TRANSACTION_TIMEOUT_S", 0.1)
+        scaled.setattr(replicas, "TRANSACTION_TIMEOUT_S", 0.1)
         with pytest.raises(ServiceUnavailableError):
             await replica.transact(lambda state: submit(state, "doubtful"))
     doubtful.fate = ""
