@@ -338,6 +338,7 @@ class TokenChunk(_message.Message):
     LOSS_MASK_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_SHARD_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease under which it was decoded."""
     offset: _builtins.int
@@ -354,6 +355,8 @@ class TokenChunk(_message.Message):
     """The whole completion as text; set together with `finish_reason` (at most 8 MiB). For recordings: it is scored only by
     reward workers that are configured to trust it, others decode the token ids. May be empty.
     """
+    token_shard: _builtins.int
+    """The token shard of the sample's group, as its lease named it; 0 if the lease named none."""
     @_builtins.property
     def key(self) -> Global___SampleKey:
         """Which sample."""
@@ -374,10 +377,11 @@ class TokenChunk(_message.Message):
         loss_mask: _builtins.bytes = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         text: _builtins.str = ...,
+        token_shard: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "policy_versions", b"policy_versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "key", b"key", "lease_id", b"lease_id", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "offset", b"offset", "policy_versions", b"policy_versions", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "key", b"key", "lease_id", b"lease_id", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "offset", b"offset", "policy_versions", b"policy_versions", "text", b"text", "token_ids", b"token_ids", "token_shard", b"token_shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -237,6 +237,7 @@ class GroupRecord(_message.Message):
     IS_COMPACT_FIELD_NUMBER: _builtins.int
     PROMPT_BYTES_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
+    TOKEN_SHARD_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its name among the run's records: the id of its group, or of the first group of a put."""
     sequence: _builtins.int
@@ -261,6 +262,8 @@ class GroupRecord(_message.Message):
     """Bytes of its prompt; 0 for a put, and in records older than this field."""
     stored_bytes: _builtins.int
     """Bytes that it takes in the store, set when it is trained; 0 for a put, and in records older than this field."""
+    token_shard: _builtins.int
+    """The token shard that holds its samples' tokens, from 1; 0 if they are beside this record."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
         """Its samples, by index; none for a put."""
@@ -286,10 +289,11 @@ class GroupRecord(_message.Message):
         is_compact: _builtins.bool = ...,
         prompt_bytes: _builtins.int = ...,
         stored_bytes: _builtins.int = ...,
+        token_shard: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "prompt_min_version", b"prompt_min_version", "put", b"put", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "is_compact", b"is_compact", "num_prompt_tokens", b"num_prompt_tokens", "prompt_bytes", b"prompt_bytes", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "stored_bytes", b"stored_bytes", "submit_s", b"submit_s", "submit_version", b"submit_version", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "is_compact", b"is_compact", "num_prompt_tokens", b"num_prompt_tokens", "prompt_bytes", b"prompt_bytes", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "stored_bytes", b"stored_bytes", "submit_s", b"submit_s", "submit_version", b"submit_version", "token_shard", b"token_shard", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_min_version: _TypeAlias = _typing.Literal["prompt_min_version"]  # noqa: Y015
     _WhichOneofArgType__prompt_min_version: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version"]  # noqa: Y015
@@ -812,3 +816,159 @@ class RunRecord(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__forgotten_version) -> _WhichOneofReturnType__forgotten_version | None: ...
 
 Global___RunRecord: _TypeAlias = RunRecord  # noqa: Y015
+
+@_typing.final
+class ShardRecord(_message.Message):
+    """A token shard: the tokens of some of a run's groups, in a document of its own beside the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    OPEN_S_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    shard: _builtins.int
+    """Its number, from 1."""
+    open_s: _builtins.float
+    """When the run was opened (RunRecord.open_s): a shard of an earlier run of that id is not this run's."""
+    format: _builtins.int
+    """Format version of these records."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        shard: _builtins.int = ...,
+        open_s: _builtins.float = ...,
+        format: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "open_s", b"open_s", "run_id", b"run_id", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardRecord: _TypeAlias = ShardRecord  # noqa: Y015
+
+@_typing.final
+class ShardGroup(_message.Message):
+    """A group in a token shard. One whose samples have all ended, as the run knows, keeps no tails."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TailsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        @_builtins.property
+        def value(self) -> Global___SampleTail: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: Global___SampleTail | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """Its id."""
+    num_samples: _builtins.int
+    """Samples beyond this index have no tokens here."""
+    @_builtins.property
+    def tails(self) -> _containers.MessageMap[_builtins.int, Global___SampleTail]:
+        """Its samples under way, by index."""
+
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        tails: _abc.Mapping[_builtins.int, Global___SampleTail] | None = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "num_samples", b"num_samples", "tails", b"tails"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardGroup: _TypeAlias = ShardGroup  # noqa: Y015
+
+@_typing.final
+class SampleTail(_message.Message):
+    """What a token shard knows of one sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    GENERATOR_ID_FIELD_NUMBER: _builtins.int
+    IS_SEALED_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_VERSION_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    LAST_CHUNK_S_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    IS_REPORTED_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """The lease under which it accepts chunks, or accepted the last ones."""
+    generator_id: _builtins.str
+    """The generator of that lease."""
+    is_sealed: _builtins.bool
+    """Whether nothing more is accepted under that lease."""
+    num_tokens: _builtins.int
+    """Completion tokens stored."""
+    min_version: _builtins.int
+    """Oldest policy version among them; unset while there are none."""
+    max_version: _builtins.int
+    """Newest policy version among them; unset while there are none."""
+    stored_bytes: _builtins.int
+    """Bytes that they take."""
+    last_chunk_s: _builtins.float
+    """When its last chunk was accepted; 0 if it has none."""
+    finish_reason: _types_pb2.FinishReason.ValueType
+    """Why it ended under that lease, which is then sealed; unset while it did not."""
+    is_reported: _builtins.bool
+    """Whether the run has confirmed that end."""
+    attempt: _builtins.int
+    """Number of restarts, each of which discarded its tokens."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        generator_id: _builtins.str = ...,
+        is_sealed: _builtins.bool = ...,
+        num_tokens: _builtins.int = ...,
+        min_version: _builtins.int | None = ...,
+        max_version: _builtins.int | None = ...,
+        stored_bytes: _builtins.int = ...,
+        last_chunk_s: _builtins.float = ...,
+        finish_reason: _types_pb2.FinishReason.ValueType = ...,
+        is_reported: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "max_version", b"max_version", "min_version", b"min_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "attempt", b"attempt", "finish_reason", b"finish_reason", "generator_id", b"generator_id", "is_reported", b"is_reported", "is_sealed", b"is_sealed", "last_chunk_s", b"last_chunk_s", "lease_id", b"lease_id", "max_version", b"max_version", "min_version", b"min_version", "num_tokens", b"num_tokens", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
+    _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015
+    _WhichOneofReturnType__min_version: _TypeAlias = _typing.Literal["min_version"]  # noqa: Y015
+    _WhichOneofArgType__min_version: _TypeAlias = _typing.Literal["_min_version", b"_min_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_version) -> _WhichOneofReturnType__max_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_version) -> _WhichOneofReturnType__min_version | None: ...
+
+Global___SampleTail: _TypeAlias = SampleTail  # noqa: Y015

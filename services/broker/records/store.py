@@ -162,6 +162,10 @@ class Store(Protocol):
         """
         ...
 
+    async def records(self, run_id: str, names: Sequence[str]) -> list[bytes | None]:
+        """Records by name as last committed, None if missing; without those of other names, or a mark."""
+        ...
+
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
         """Prompts as stored, None if missing."""
         ...

@@ -11,6 +11,7 @@ from itertools import takewhile
 from penstock.clock import Clock, SystemClock
 from penstock.wire.codec import Packed
 from services.broker.records.run_clock import MAX_GAP_S, Reading, StoredClock
+from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
@@ -102,6 +103,11 @@ class MemoryStore:
             run.payloads.pop(payload_id, None)
         return mark
 
+    async def records(self, run_id: str, names: Sequence[str]) -> list[bytes | None]:
+        """See `Store.records`."""
+        groups = self._run(run_id).groups
+        return [groups.get(name) for name in names]
+
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
         """See `Store.prompts`."""
         prompts = self._run(run_id).prompts
@@ -153,7 +159,7 @@ class MemoryStore:
 
     async def run_ids(self) -> list[str]:
         """See `Store.run_ids`."""
-        return list(self._runs)
+        return [run_id for run_id in self._runs if not is_shard_id(run_id)]
 
     async def roots(self, run_ids: Sequence[str]) -> list[Root | None]:
         """See `Store.roots`."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import ConflictError, Mark
+from services.broker.records_pb2 import ShardGroup
 from services.broker.state.batches import head_of, read_record
 from services.broker.state.tally_names import is_tally
 from services.broker.storage.redis.keys import RUNS, RunKeys
@@ -31,12 +33,15 @@ class RedisPurge:
     async def purge(self, run_id: str, expected: Mark) -> AsyncIterator[int]:
         """See `Store.purge`."""
         keys, cursor, is_over = RunKeys(run_id), 0, False
+        payload_of = _shard_keys if is_shard_id(run_id) else _keys
         while not is_over:
             cursor, records = await scan(self._redis, keys.groups, cursor, SLICE_RECORDS)
             is_over = cursor == 0
             names = [name.decode() for name in records]
             payload = [
-                key for name, record in zip(names, records.values(), strict=True) for key in _keys(keys, name, record)
+                key
+                for name, record in zip(names, records.values(), strict=True)
+                for key in payload_of(keys, name, record)
             ]
             for start in range(0, len(payload), SLICE_KEYS):
                 part = payload[start : start + SLICE_KEYS]
@@ -77,5 +82,13 @@ def _keys(keys: RunKeys, name: str, record: bytes) -> list[str]:
         if group.HasField("put"):
             return [keys.payload(group.put.payload_id)]
         return [keys.chunks((name, index)) for index in range(len(group.samples))]
+    except DecodeError:
+        return []
+
+
+def _shard_keys(keys: RunKeys, name: str, record: bytes) -> list[str]:
+    """The same of a token shard's record."""
+    try:
+        return [keys.chunks((name, index)) for index in range(ShardGroup.FromString(record).num_samples)]
     except DecodeError:
         return []

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.wire.codec import Packed
 from services.broker.records.run_clock import BROKER_LIFE_S, Reading
+from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
@@ -106,7 +107,7 @@ class RedisStore:
         script_keys += [keys.payload(payload_id) for payload_id in delta.payloads]
         script_keys += [keys.chunks(sample) for sample in (*lists, *delta.cleared)]
         script_keys += [keys.payload(payload_id) for payload_id in delta.dropped_payloads]
-        if expected is None:
+        if expected is None and not is_shard_id(run_id):
             await self._redis.write(lambda redis: redis.zadd(RUNS, {run_id: time.time()}, nx=True))
         # Payload is sent ahead of the commit that makes it durable, and expires without one. Existing payload is never
         # overwritten: a late repetition would give committed payload an expiry again.
@@ -139,6 +140,13 @@ class RedisStore:
         keys = RunKeys(run_id)
         commands = [("GETRANGE", keys.payload(part.payload_id), part.start, part.end - 1) for part in slices]
         return await self._redis.read(partial(pipelined, commands=commands))
+
+    async def records(self, run_id: str, names: Sequence[str]) -> list[bytes | None]:
+        """See `Store.records`."""
+        if not names:
+            return []
+        found: list[Any] = await self._redis.read(lambda redis: redis.hmget(RunKeys(run_id).groups, list(names)))
+        return found
 
     async def prompts(self, run_id: str, group_ids: Sequence[str]) -> list[bytes | None]:
         """See `Store.prompts`."""

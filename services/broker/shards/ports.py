@@ -1,0 +1,80 @@
+"""How a run's core and its token shards reach each other, in this process or another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.broker.ingest.token_chunk import ChunkFacts
+from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.compaction import CompactSample
+from services.broker.records.store import SampleId
+from services.broker.records_pb2 import SampleTail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealRequest:
+    """A lease that has ended, of which the core asks what was stored under it."""
+
+    group_id: str
+    sample_index: int
+    lease_id: str
+    attempt: int
+
+    @property
+    def sample(self) -> SampleId:
+        """The sample it names."""
+        return self.group_id, self.sample_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TailReport:
+    """What a shard has of a sample."""
+
+    group_id: str
+    sample_index: int
+    tail: SampleTail
+
+    @property
+    def sample(self) -> SampleId:
+        """The sample it names."""
+        return self.group_id, self.sample_index
+
+
+class TokenShards(Protocol):
+    """How a core reaches its shards.
+
+    Every call may be repeated. Raises ServiceUnavailableError if the shard, or its store, cannot be reached: what was
+    asked may or may not have been done.
+    """
+
+    async def seal(self, run_id: str, shard: int, samples: Sequence[SealRequest]) -> list[SampleTail]:
+        """End leases: nothing more is accepted under them. Returns what is stored of each sample, in order."""
+        ...
+
+    async def accept(self, run_id: str, shard: int, generator_id: str, chunks: Sequence[ChunkFacts]) -> Accepted:
+        """Store chunks; those that end a sample are known to the core as well when this returns.
+
+        Raises UnknownRunError, RunClosedError.
+        """
+        ...
+
+    async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
+        """Replace the chunks of finished samples; for each, whether it was as it was read.
+
+        It is rare and exact wherever it is done, so it may be done here for a shard that another broker owns.
+        """
+        ...
+
+
+class Core(Protocol):
+    """How a shard reaches its run."""
+
+    async def report(self, run_id: str, shard: int, reports: Sequence[TailReport]) -> None:
+        """Tell what samples have now; one that ended (`finish_reason`) is committed when this returns.
+
+        What the core knows better by now is ignored. Every call may be repeated. Raises ServiceUnavailableError if the
+        core, or its store, cannot be reached, and UnknownRunError.
+        """
+        ...
