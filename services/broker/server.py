@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import socket
+from collections.abc import Sequence
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -13,6 +13,7 @@ from penstock.network import rpc
 from penstock.network.metrics_server import serve_metrics
 from penstock.process import malloc
 from penstock.security import NO_SECURITY, Security
+from services.broker.brokers.membership import Membership
 from services.broker.config import BrokerConfig
 from services.broker.loop_watch import watch_loop
 from services.broker.records.store import Store
@@ -64,11 +65,15 @@ def make_run_registry(
     )
 
 
-def make_server(run_registry: RunRegistry, *, listen: str, security: Security) -> rpc.Server:
-    """A gRPC server of that core."""
+def make_server(
+    run_registry: RunRegistry, *, listen: str, security: Security, public_hosts: Sequence[str] = ()
+) -> rpc.Server:
+    """A gRPC server of that core; see `rpc.Server` for `public_hosts`."""
     service = rpc.service_of(BrokerService(run_registry))
     # Healthy once the caretaker has seen the store.
-    return rpc.Server(listen=listen, services=[service], security=security, serves_at_once=False)
+    return rpc.Server(
+        listen=listen, services=[service], security=security, serves_at_once=False, public_hosts=public_hosts
+    )
 
 
 async def serve(config: BrokerConfig) -> None:
@@ -82,16 +87,18 @@ async def serve(config: BrokerConfig) -> None:
     store = make_store(config, registry=REGISTRY, security=security)
     clock = SystemClock()
     # A broker that is started again takes the place of its predecessor, so that no other one waits for that.
-    broker = f"{socket.gethostname()}/{config.listen}"
+    name = config.broker_name
     run_registry = make_run_registry(
-        store, registry=REGISTRY, clock=clock, scheduler=config.scheduler, security=security, broker=broker
+        store, registry=REGISTRY, clock=clock, scheduler=config.scheduler, security=security, broker=name
     )
-    server = make_server(run_registry, listen=config.listen, security=security)
+    membership = Membership(store, name=name, address=config.address, clock=clock)
+    server = make_server(run_registry, listen=config.listen, security=security, public_hosts=config.public_hosts)
     try:
         await rpc.run_until_stopped(
             server,
             loops=[
                 lambda: run_registry.care(server.set_serving),
+                membership.run,
                 run_registry.length_reporter.run,
                 lambda: watch_loop(run_registry.metrics, clock),
                 Retention(run_registry, keep_s=config.closed_run_retention_s).run,
@@ -100,6 +107,7 @@ async def serve(config: BrokerConfig) -> None:
             before_stop=run_registry.stop,
         )
     finally:
+        await membership.leave()
         await run_registry.leave()
         await run_registry.length_reporter.close()
         await run_registry.forecaster.close()

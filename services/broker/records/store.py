@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.wire.codec import Packed
+from services.broker.records.roll import Broker, Roll
 from services.broker.records.run_clock import Reading
 
 SampleId = tuple[str, int]
@@ -212,6 +213,17 @@ class Store(Protocol):
 
     async def roots(self, run_ids: Sequence[str]) -> list[Root | None]:
         """Runs without their groups; None if there is no such run."""
+        ...
+
+    async def answer_roll(self, broker: Broker, process: str, *, is_leaving: bool = False) -> Roll:
+        """Say that a broker lives, or that it leaves, and hear who lives; see `roll`.
+
+        `process` tells it from any other process of that name.
+        """
+        ...
+
+    async def note_shards(self, run_id: str, num_shards: int) -> None:
+        """Note with the roll how many token shards an open run has; 0 forgets it."""
         ...
 
     async def now_s(self, run_id: str) -> float:

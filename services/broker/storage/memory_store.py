@@ -10,6 +10,7 @@ from itertools import takewhile
 
 from penstock.clock import Clock, SystemClock
 from penstock.wire.codec import Packed
+from services.broker.records.roll import Broker, Roll, StoredRoll
 from services.broker.records.run_clock import MAX_GAP_S, Reading, StoredClock
 from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import (
@@ -54,6 +55,7 @@ class MemoryStore:
     def __init__(self, clock: Clock | None = None) -> None:
         self._runs: dict[str, _Run] = {}
         self._clock = clock or SystemClock()
+        self._roll = StoredRoll()
 
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
         """See `Store.load`."""
@@ -165,6 +167,14 @@ class MemoryStore:
         """See `Store.roots`."""
         runs = [self._run(run_id) for run_id in run_ids]
         return [Root(mark=run.mark, run=run.run, num_records=len(run.groups)) if run.mark else None for run in runs]
+
+    async def answer_roll(self, broker: Broker, process: str, *, is_leaving: bool = False) -> Roll:
+        """See `Store.answer_roll`."""
+        return self._roll.answer(broker, process, now_s=self._clock.now_s(), is_leaving=is_leaving)
+
+    async def note_shards(self, run_id: str, num_shards: int) -> None:
+        """See `Store.note_shards`."""
+        self._roll.note_shards(run_id, num_shards)
 
     async def now_s(self, run_id: str) -> float:
         """See `Store.now_s`."""

@@ -11,6 +11,7 @@ from contextlib import closing
 import pytest
 import redis
 
+from services.broker.records.roll import Broker, StoredRoll
 from services.broker.records.run_clock import BROKER_LIFE_S
 from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import MAX_BUSY_SPANS, ConflictError, Delta, LostMarkError, Mark, Snapshot, Store
@@ -444,3 +445,32 @@ async def test_a_machine_of_another_time_takes_a_run_nowhere_back(servers: Redis
             assert third.unbroken_since_s == first.unbroken_since_s
     finally:
         await store.close()
+
+
+async def test_redis_keeps_the_roll_of_brokers_as_the_reference_does(servers: RedisServers) -> None:
+    url, numbers, reference = servers.emptied("redis"), random.Random(7), StoredRoll()
+    store = stepped_store(url)
+    passed_s, epochs = 1.0e9 - time.time(), (0, 0)
+    try:
+        with closing(redis.Redis.from_url(url)) as client:
+            for _ in range(200):
+                passed_s += numbers.choice([0.0, 0.0, 1.4, 4.0])
+                client.set(OFFSET_KEY, round(passed_s * 1e6))
+                name, process = numbers.choice(["a:1", "b:1", "c:1"]), numbers.choice(["p", "p", "p", "q"])
+                serves = frozenset(numbers.choice([[], [], ["r", "s"]]))
+                broker, is_leaving = Broker(name=name, address="h:1", serves=serves), numbers.random() < 0.1
+                found = await store.answer_roll(broker, process, is_leaving=is_leaving)
+                wanted = reference.answer(broker, process, now_s=time.time() + passed_s, is_leaving=is_leaving)
+                assert (found.brokers, found.rival) == (wanted.brokers, wanted.rival)
+                assert (found.epoch > epochs[0]) == (wanted.epoch > epochs[1])
+                assert found.epoch >= epochs[0]
+                epochs = found.epoch, wanted.epoch
+    finally:
+        await store.close()
+
+
+async def test_the_roll_names_the_runs_with_shards(store: Store) -> None:
+    await store.note_shards("r", 3)
+    await store.note_shards("s", 8)
+    await store.note_shards("r", 0)
+    assert (await store.answer_roll(Broker(name="a:1", address="a:1"), "p")).sharded == {"s": 8}

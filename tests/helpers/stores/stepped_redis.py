@@ -14,7 +14,7 @@ _TIME = "local now = tonumber(time[1]) * 1000000 + tonumber(time[2])"
 def stepped_store(url: str) -> RedisStore:
     """A store to whose scripts Redis' time is off by what is kept under OFFSET_KEY, microseconds."""
     store = RedisStore.from_url(url)
-    for script in (store._load._script, store._tick):
+    for script in (store._load._script, store._tick, store._roll._script):
         _shift(script)
     return store
 

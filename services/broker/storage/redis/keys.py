@@ -58,5 +58,9 @@ class RunKeys:
 
 RUNS = f"{PREFIX}:runs"
 """Sorted set: run ids by the time they were opened."""
+ROLL = f"{PREFIX}:{{#brokers}}:roll"
+"""Hash: the roll of the brokers: epoch, and by "b:" and name what each said, its process, and when, in microseconds."""
+SHARDS = f"{PREFIX}:{{#brokers}}:shards"
+"""Hash: number of token shards by run id, of open runs that have any."""
 PROBE = f"{PREFIX}:probe"
 """String written to test whether Redis accepts writes."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from penstock.wire.codec import Packed
+from services.broker.records.roll import Broker, Roll
 from services.broker.records.run_clock import BROKER_LIFE_S, Reading
 from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import (
@@ -33,6 +34,7 @@ from services.broker.storage.redis.delete_run import RedisPurge
 from services.broker.storage.redis.keys import PROBE, RUNS, RunKeys
 from services.broker.storage.redis.load_run import RedisLoad, reading_of
 from services.broker.storage.redis.redis_connection import RedisConnection, Script, exchange, pipelined
+from services.broker.storage.redis.redis_roll import RedisRoll
 
 PROBE_TTL_MS = 60_000
 
@@ -57,6 +59,7 @@ class RedisStore:
         self._books = Script("books", num_replicas=num_wait_replicas)
         self._commit = Script("commit", num_replicas=num_wait_replicas)
         self._now = Script("now")
+        self._roll = RedisRoll(connection)
         self._purge = RedisPurge(connection, num_wait_replicas=num_wait_replicas)
 
     @classmethod
@@ -235,6 +238,14 @@ class RedisStore:
             Root(mark=Mark(int(revision), name.decode()), run=record, num_records=num_records) if revision else None
             for (revision, name, record), num_records in zip(found[: len(keys)], found[len(keys) :], strict=True)
         ]
+
+    async def answer_roll(self, broker: Broker, process: str, *, is_leaving: bool = False) -> Roll:
+        """See `Store.answer_roll`."""
+        return await self._roll.answer(broker, process, is_leaving=is_leaving)
+
+    async def note_shards(self, run_id: str, num_shards: int) -> None:
+        """See `Store.note_shards`."""
+        await self._roll.note_shards(run_id, num_shards)
 
     async def now_s(self, run_id: str) -> float:
         """See `Store.now_s`."""

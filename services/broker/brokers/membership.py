@@ -1,0 +1,118 @@
+"""Answers the roll for this process, and knows by it who lives and who owns what; see `roll`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import socket
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+import structlog
+
+from penstock.clock import Clock
+from penstock.errors import PenstockError
+from services.broker.brokers.owners import core_owner, shard_owners
+from services.broker.records.roll import SILENT_S, Broker, Roll
+from services.broker.records.store import Store
+
+ANSWER_EVERY_S = 0.5
+MAX_SHARD_MAPS = 256
+"""Runs whose owners are remembered until the roll changes."""
+WARN_EVERY_S = 60.0
+
+_log = structlog.get_logger()
+
+
+class Membership:
+    """This process among the brokers of its store.
+
+    Args:
+        store: Where the roll is.
+        name: This process's name.
+        address: Where others reach it, host:port.
+        clock: This process's clock.
+        serves: The runs with shards whose clients have streams here.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        address: str,
+        clock: Clock,
+        serves: Callable[[], Collection[str]] = lambda: (),
+    ) -> None:
+        self.name = name
+        self._store, self._address, self._clock, self._serves = store, address, clock, serves
+        self._process = f"{socket.gethostname()}, pid {os.getpid()}, {secrets.token_hex(4)}"
+        self._roll: Roll | None = None
+        self._heard_s = self._warned_s = -math.inf
+        self._shard_owners: dict[tuple[str, int], list[str]] = {}
+        self.num_rivals_met = 0
+        """How often another process had answered by this one's name."""
+
+    async def run(self) -> None:
+        """Answer the roll until cancelled. While the store is away the roll ages, and this process owns nothing."""
+        while True:
+            with suppress(PenstockError):
+                await self.answer()
+            await asyncio.sleep(ANSWER_EVERY_S)
+
+    async def answer(self) -> None:
+        """Answer the roll once. Raises ServiceUnavailableError."""
+        me = Broker(name=self.name, address=self._address, serves=frozenset(self._serves()))
+        # The others count from when the store hears it, which is later.
+        asked_s, is_first = self._clock.monotonic_s(), self._roll is None
+        roll = await self._store.answer_roll(me, self._process)
+        if self._roll is None or roll.epoch != self._roll.epoch:
+            self._shard_owners.clear()
+            _log.info("brokers", epoch=roll.epoch, names=sorted(roll.brokers))
+        self._roll, self._heard_s = roll, asked_s
+        if roll.rival and not is_first:
+            self._note_rival(roll.rival)
+
+    async def leave(self) -> None:
+        """Tell the others that this process stops; if that fails they notice by its silence."""
+        me = Broker(name=self.name, address=self._address)
+        with suppress(PenstockError):
+            await self._store.answer_roll(me, self._process, is_leaving=True)
+        self._roll = None
+
+    @property
+    def roll(self) -> Roll | None:
+        """Who lives, if this process has heard it lately; otherwise it is taken for dead itself, and owns nothing."""
+        return self._roll if self._clock.monotonic_s() - self._heard_s <= SILENT_S else None
+
+    def shard_owners(self, run_id: str, num_shards: int) -> list[Broker]:
+        """The owner of each shard, from shard 1 on; none if this process has not heard who lives."""
+        roll = self.roll
+        if roll is None or not roll.brokers:
+            return []
+        names = self._shard_owners.get((run_id, num_shards))
+        if names is None:
+            if len(self._shard_owners) >= MAX_SHARD_MAPS:
+                self._shard_owners.clear()
+            names = self._shard_owners[run_id, num_shards] = shard_owners(roll.brokers, run_id, num_shards)
+        return [roll.brokers[name] for name in names]
+
+    def core_owner(self, run_id: str) -> Broker | None:
+        """The owner of a run's core: the broker that its clients have streams at; if there are several, one of them."""
+        roll = self.roll
+        if roll is None or not roll.brokers:
+            return None
+        serving = [name for name, broker in roll.brokers.items() if run_id in broker.serves]
+        return roll.brokers[core_owner(serving or roll.brokers, run_id)]
+
+    def _note_rival(self, rival: str) -> None:
+        self.num_rivals_met += 1
+        now_s = self._clock.monotonic_s()
+        if now_s - self._warned_s >= WARN_EVERY_S:
+            self._warned_s = now_s
+            _log.error(
+                f"advertise: two brokers of this Redis are named {self.name}: this one ({self._process}) and another "
+                f"({rival}); start only one, or set `advertise` of each to an address of its own"
+            )

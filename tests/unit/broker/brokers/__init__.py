@@ -1,0 +1,1 @@
+"""Who lives and who owns what, on a virtual clock."""
