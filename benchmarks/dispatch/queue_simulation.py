@@ -209,7 +209,7 @@ class _Simulation:
             if not self._can_move or now_s == 0.0 or engine.num_held >= engine.model.max_samples or self._state.queue:
                 continue
             situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
-            grants = work_stealing.take_over(
+            moves = work_stealing.take_over(
                 self._state,
                 _facts(name),
                 situation,
@@ -218,7 +218,7 @@ class _Simulation:
                 make_suffix=self._suffix,
             )
             self._state.settle()
-            for grant in grants:
+            for grant in moves.grants:
                 self._num_moves += 1
                 for other in self._engines.values():
                     other.abort(grant.sample)

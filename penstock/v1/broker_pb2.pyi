@@ -57,6 +57,10 @@ class _SampleStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SampleSta
     """In an acknowledged optimiser step."""
     SAMPLE_STATE_DROPPED: _SampleState.ValueType  # 8
     """Given up, counted by reason."""
+    SAMPLE_STATE_SEALING: _SampleState.ValueType  # 9
+    """Its lease ended, and the token shard that has its tokens has not said yet how many were stored; then it is queued
+    again, or finished. Only in runs with token_shards.
+    """
 
 class SampleState(_SampleState, metaclass=_SampleStateEnumTypeWrapper):
     """State of a sample; see the picture at the top of this file."""
@@ -79,6 +83,10 @@ SAMPLE_STATE_TRAINED: SampleState.ValueType  # 7
 """In an acknowledged optimiser step."""
 SAMPLE_STATE_DROPPED: SampleState.ValueType  # 8
 """Given up, counted by reason."""
+SAMPLE_STATE_SEALING: SampleState.ValueType  # 9
+"""Its lease ended, and the token shard that has its tokens has not said yet how many were stored; then it is queued
+again, or finished. Only in runs with token_shards.
+"""
 Global___SampleState: _TypeAlias = SampleState  # noqa: Y015
 
 class _StalePolicy:
@@ -231,6 +239,7 @@ class RunPolicy(_message.Message):
     NUM_RETAINED_STEPS_FIELD_NUMBER: _builtins.int
     DISPATCH_FIELD_NUMBER: _builtins.int
     MAX_RETAINED_BYTES_FIELD_NUMBER: _builtins.int
+    TOKEN_SHARDS_FIELD_NUMBER: _builtins.int
     stale: Global___StalePolicy.ValueType
     """Samples that would become too stale."""
     partial_groups: Global___PartialGroupPolicy.ValueType
@@ -254,6 +263,10 @@ class RunPolicy(_message.Message):
     of which are forgotten beyond it, the newest never; half for what waits or is under way, beyond which new work waits
     once a whole step is out. 0 means 4 GiB.
     """
+    token_shards: _builtins.int
+    """Shards over which the tokens of samples under way are spread, so that several brokers, and several nodes of a Redis
+    Cluster, share the work of one run; at most 1,024. 0 and 1 keep them in the run's own record.
+    """
     def __init__(
         self,
         *,
@@ -264,10 +277,11 @@ class RunPolicy(_message.Message):
         num_retained_steps: _builtins.int = ...,
         dispatch: _builtins.str = ...,
         max_retained_bytes: _builtins.int = ...,
+        token_shards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "max_retained_bytes", b"max_retained_bytes", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "max_retained_bytes", b"max_retained_bytes", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale", "token_shards", b"token_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -804,6 +818,7 @@ class Lease(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_DURATION_FIELD_NUMBER: _builtins.int
+    TOKEN_SHARD_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names the lease."""
     prefix_token_ids: _builtins.bytes
@@ -812,6 +827,8 @@ class Lease(_message.Message):
     """Start only when the engine holds at least this version."""
     predicted_tokens: _builtins.float
     """Forecast of the completion's length in tokens; unset when there is none."""
+    token_shard: _builtins.int
+    """The token shard of its chunks, to be repeated in each; 0 in a run without shards."""
     @_builtins.property
     def key(self) -> _types_pb2.SampleKey:
         """Which sample."""
@@ -839,10 +856,11 @@ class Lease(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         predicted_tokens: _builtins.float | None = ...,
         lease_duration: _duration_pb2.Duration | None = ...,
+        token_shard: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_duration", b"lease_duration", "predicted_tokens", b"predicted_tokens", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "predicted_tokens", b"predicted_tokens", "prefix_token_ids", b"prefix_token_ids", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "predicted_tokens", b"predicted_tokens", "prefix_token_ids", b"prefix_token_ids", "prompt", b"prompt", "token_shard", b"token_shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_tokens: _TypeAlias = _typing.Literal["predicted_tokens"]  # noqa: Y015
     _WhichOneofArgType__predicted_tokens: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens"]  # noqa: Y015

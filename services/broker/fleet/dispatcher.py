@@ -24,9 +24,10 @@ from services.broker.fleet.deal_round import Deal, Seat
 from services.broker.fleet.dealer import SLICE, Dealer
 from services.broker.fleet.snapshot import Fleet, GeneratorStatus, prompts_in_slices
 from services.broker.fleet.statuses import FleetStatuses, Statuses
+from services.broker.fleet.work_stealing import Moves
 from services.broker.fleet.worker_registry import Peers
 from services.broker.operations import leasing
-from services.broker.operations.leasing import GeneratorFacts, Grant
+from services.broker.operations.leasing import GeneratorFacts
 from services.broker.state.run_state import RunState
 
 MAX_LEFT_S = 30.0
@@ -153,13 +154,13 @@ class Dispatcher:
 
     def take_over(
         self, state: RunState, generator: GeneratorFacts, max_leases: int, now_s: float, make_suffix: Callable[[], str]
-    ) -> list[Grant]:
+    ) -> Moves:
         """Move work of other generators to one that finds nothing to lease; see `work_stealing`."""
         # All generators: near the end of a step none may start anything, and that is when work moves.
         live = self._live()
         if len(live) > MANY:
             if now_s < self._steal_s:
-                return []
+                return Moves()
             self._steal_s = now_s + STEAL_S * len(live)
         name = generator.generator_id
         statuses = self._statuses.of(live)

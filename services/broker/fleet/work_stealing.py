@@ -8,6 +8,8 @@ Fencing: the old lease ends in the commit that grants the new one, at the last s
 generator decoded beyond it are refused with LEASE_LOST and discarded (less than its flush interval, usually 0.2 s), so
 no token is stored twice and no stored one is lost. The old generator learns of it from a revocation or the refusal.
 
+A sample in a token shard takes a detour: its lease ends, its shard counts its tokens, and the queue is dealt as always.
+
 Hysteresis: a sample moves at most once in MIN_STAY_S, and only for the gain that `dispatch.stealing_rule` demands.
 Moves do not count against `max_leases_per_sample`: nothing went wrong with the sample.
 """
@@ -15,7 +17,7 @@ Moves do not count against `max_leases_per_sample`: nothing went wrong with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import kv_reads
@@ -32,6 +34,15 @@ MAX_DONORS = 16
 """Generators whose leases one look reads."""
 MIN_WAIT_S = 1.0
 """A lease without tokens counts as never started after this long: its first chunk may be on its way."""
+
+
+@dataclass(slots=True)
+class Moves:
+    """Samples taken from other generators."""
+
+    num_moved: int = 0
+    grants: list[Grant] = field(default_factory=list)
+    """The new leases of those that are not sealed first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +64,8 @@ def take_over(
     num_waiting: Mapping[str, int],
     now_s: float,
     make_suffix: Callable[[], str],
-) -> list[Grant]:
-    """Move samples to an idle generator; returns its new leases.
+) -> Moves:
+    """Move samples to an idle generator.
 
     Args:
         state: The run.
@@ -65,10 +76,12 @@ def take_over(
         make_suffix: See `leasing.lease`.
     """
     taker = _Taker(state, generator, situation, num_waiting, now_s)
-    grants: list[Grant] = []
-    while len(grants) < MAX_MOVES and (sample := taker.next()) is not None:
-        grants.append(_move(state, generator, sample, now_s, make_suffix))
-    return grants
+    moves = Moves()
+    while moves.num_moved < MAX_MOVES and (sample := taker.next()) is not None:
+        grant = _move(state, generator, sample, now_s, make_suffix)
+        moves.num_moved += 1
+        moves.grants += [grant] if grant else []
+    return moves
 
 
 class _Taker:
@@ -175,11 +188,14 @@ def _is_begun(sample: SampleRecord) -> bool:
 
 def _move(
     state: RunState, generator: GeneratorFacts, sample_id: SampleId, now_s: float, make_suffix: Callable[[], str]
-) -> Grant:
+) -> Grant | None:
     group_id, index = sample_id
     with state.edit(group_id) as group:
         sample = group.samples[index]
-        sample.state = broker_pb2.SAMPLE_STATE_QUEUED
         sample.num_moves += 1
         sample.move_s = now_s
+        if group.token_shard:
+            leasing.end_lease(state, group, index)
+            return None
+        sample.state = broker_pb2.SAMPLE_STATE_QUEUED
         return leasing.lease_sample(state, generator, group, index, now_s, make_suffix)

@@ -53,6 +53,10 @@ class _Acceptance:
             for chunk in chunks:
                 self._refuse(chunk, "UNKNOWN_SAMPLE", 0, "no such group, or it was dropped")
             return
+        if group.token_shard:
+            for chunk in chunks:
+                self._refuse(chunk, "INVALID_FIELD", 0, f"token_shard: 0; its lease says {group.token_shard}")
+            return
         start = next((at for at, chunk in enumerate(chunks) if self._is_welcome(group, chunk)), None)
         if start is None:
             return

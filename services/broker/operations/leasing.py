@@ -6,6 +6,7 @@ the next one.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from services.broker.rules.admission import AdmissionRule, Verdict, judge_evalua
 from services.broker.state.run_state import RunState
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+_SEALING = broker_pb2.SAMPLE_STATE_SEALING
 MAX_GROUPS_SCANNED = 512
 """How far down the queue a generator looks for work that fits it."""
 LEFT_TO_OTHERS = "dispatch leaves what is queued to generators that are done with it sooner"
@@ -57,6 +59,8 @@ class Grant:
     life_s: float
     """Its duration from the grant and after each renewal."""
     min_policy_version: int
+    token_shard: int
+    """Where its tokens go; 0 without shards."""
     predicted_tokens: float | None = None
     """Forecast of the completion's length."""
 
@@ -206,6 +210,8 @@ def lease_sample(
 ) -> Grant:
     """Lease one queued sample, inside an `edit` of its group."""
     sample = group.samples[index]
+    if state.policy.token_shards and not group.token_shard:
+        group.token_shard = home_shard(generator.generator_id, state.policy.token_shards)
     sample.state = _LEASED
     sample.num_leases += 1
     sample.lease_id = f"{group.sequence}.{index}.{sample.attempt}_{sample.num_leases}.{make_suffix()}"
@@ -221,8 +227,14 @@ def lease_sample(
         expire_s=sample.lease_expire_s,
         life_s=state.limits.generation_lease_s,
         min_policy_version=generator.policy_version,
+        token_shard=group.token_shard,
         predicted_tokens=sample.predicted_tokens if sample.HasField("predicted_tokens") else None,
     )
+
+
+def home_shard(generator_id: str, num_shards: int) -> int:
+    """The token shard of groups that this generator is the first to lease: what it sends at once goes to one shard."""
+    return zlib.crc32(generator_id.encode()) % num_shards + 1
 
 
 def may_take(state: RunState, generator: GeneratorFacts, group: GroupRecord, index: int) -> bool:
@@ -284,13 +296,21 @@ def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> i
     for group_id, indices in late.items():
         with state.edit(group_id) as group:
             for index in indices:
-                requeue(state, group, index)
+                end_lease(state, group, index)
             drops.close_group(state, group)
     return sum(len(indices) for indices in late.values())
 
 
+def end_lease(state: RunState, group: GroupRecord, index: int) -> None:
+    """End a sample's lease, inside an `edit` of its group; once all its tokens are counted, it is requeued."""
+    if group.token_shard:
+        group.samples[index].state = _SEALING
+    else:
+        requeue(state, group, index)
+
+
 def requeue(state: RunState, group: GroupRecord, index: int) -> None:
-    """End a sample's lease, inside an `edit` of its group: it is requeued, unless it had too many leases."""
+    """Queue a sample whose lease ended, inside an `edit` of its group, unless it had too many leases."""
     sample = group.samples[index]
     if sample.num_leases - sample.num_moves >= state.limits.max_leases_per_sample:
         drops.lose_sample(state, group, index, drops.TOO_MANY_LEASES)

@@ -25,7 +25,8 @@ from services.broker.rules.staleness import trained_staleness
 from services.broker.state import batches, counters, tallies
 from services.broker.state.run_state import FORMAT, RunState
 
-_QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+_QUEUED = broker_pb2.SAMPLE_STATE_QUEUED
+_UNDER_WAY = frozenset((broker_pb2.SAMPLE_STATE_LEASED, broker_pb2.SAMPLE_STATE_SEALING))
 ABANDONED_VERSION = "abandoned_version"
 MAX_REWINDS_KEPT = 16
 """Rewinds remembered for followers of the run's steps; one that missed more starts at the oldest retained step."""
@@ -224,7 +225,8 @@ def _forget_future(state: RunState, group_id: str, policy_version: int) -> None:
     with state.edit(group_id):
         for index in late:
             sample = group.samples[index]
-            if sample.HasField("max_version") and sample.max_version > policy_version:
+            # How old the tokens in a shard are, the run does not know until it has sealed the sample.
+            if group.token_shard or (sample.HasField("max_version") and sample.max_version > policy_version):
                 drops.reset_sample(state, group, index)
             else:
                 sample.state = _QUEUED
@@ -239,7 +241,7 @@ def _is_of_future(group: GroupRecord, index: int, policy_version: int) -> bool:
         return True
     # Whatever version it was leased for: its generator may have loaded abandoned weights since, whose tokens would pass
     # as those of the weights that get the same number next.
-    return sample.state == _LEASED
+    return sample.state in _UNDER_WAY
 
 
 def _catch_up(state: RunState, steps: Sequence[broker_pb2.StepRecord], policy_version: int, now_s: float) -> None:

@@ -15,6 +15,7 @@ DEFAULT_RETAINED_STEPS = 64
 MAX_RETAINED_STEPS = 1_024
 DEFAULT_RETAINED_BYTES = 4 * 1024**3
 MIN_RETAINED_BYTES, MAX_RETAINED_BYTES = 1024**2, 2**50
+MAX_TOKEN_SHARDS = 1_024
 DEFAULT_DISPATCH = "auto"
 DISPATCH_NAMES = tuple(DISPATCH_POLICIES)
 
@@ -32,6 +33,8 @@ class Policy:
     num_retained_steps: int
     max_retained_bytes: int
     dispatch: str
+    token_shards: int
+    """At least 2; 0 if tokens are with the run."""
 
     @property
     def max_trained_bytes(self) -> int:
@@ -80,6 +83,8 @@ class Policy:
             num_bytes,
             f"{MIN_RETAINED_BYTES} to {MAX_RETAINED_BYTES}, or 0 for {DEFAULT_RETAINED_BYTES}",
         )
+        shards = policy.token_shards
+        require(shards <= MAX_TOKEN_SHARDS, "policy.token_shards", shards, f"at most {MAX_TOKEN_SHARDS}")
         is_known = not dispatch or dispatch in DISPATCH_NAMES
         require(is_known, "policy.dispatch", dispatch[:80], f"one of {', '.join(DISPATCH_NAMES)}")
         return cls(
@@ -90,6 +95,7 @@ class Policy:
             num_retained_steps=retained or DEFAULT_RETAINED_STEPS,
             max_retained_bytes=num_bytes or DEFAULT_RETAINED_BYTES,
             dispatch=dispatch or DEFAULT_DISPATCH,
+            token_shards=shards if shards > 1 else 0,
         )
 
     def to_proto(self) -> broker_pb2.RunPolicy:
@@ -102,4 +108,5 @@ class Policy:
             num_retained_steps=self.num_retained_steps,
             max_retained_bytes=self.max_retained_bytes,
             dispatch=self.dispatch,
+            token_shards=self.token_shards or 1,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from weakref import WeakValueDictionary
 
@@ -16,8 +16,9 @@ import structlog
 
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError
-from services.broker.operations import leasing, scores
+from services.broker.operations import leasing, scores, token_ends
 from services.broker.records.store import Store
+from services.broker.records.token_tails import TailReport
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.heartbeats import Renewed
 from services.broker.runtime.length_reports import LengthReporter
@@ -85,6 +86,12 @@ class RunRegistry:
             self._run_registry[run_id] = replica
         self._used_lately[run_id] = replica
         return replica
+
+    async def report(self, run_id: str, shard: int, reports: Sequence[TailReport]) -> None:
+        """See `shards.ports.Core`."""
+        replica = self.replica(run_id)
+        now_s = replica.clock.now_s()
+        await replica.transact(lambda state: token_ends.take_reports(state, shard, reports, now_s))
 
     async def stop(self) -> None:
         """End every stream: the process drains."""

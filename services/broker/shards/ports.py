@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.append_tokens import Accepted
 from services.broker.operations.compaction import CompactSample
-from services.broker.records.store import SampleId
+from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SealRequest:
-    """A lease that has ended, of which the core asks what was stored under it."""
-
-    group_id: str
-    sample_index: int
-    lease_id: str
-    attempt: int
-
-    @property
-    def sample(self) -> SampleId:
-        """The sample it names."""
-        return self.group_id, self.sample_index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TailReport:
-    """What a shard has of a sample."""
-
-    group_id: str
-    sample_index: int
-    tail: SampleTail
-
-    @property
-    def sample(self) -> SampleId:
-        """The sample it names."""
-        return self.group_id, self.sample_index
 
 
 class TokenShards(Protocol):

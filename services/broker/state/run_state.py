@@ -33,6 +33,7 @@ from services.broker.state.tally_names import is_tally, tally_name, tally_versio
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
+_SEALING = broker_pb2.SAMPLE_STATE_SEALING
 
 FORMAT = 3
 """Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`. 3: see
@@ -56,6 +57,7 @@ class _Entry:
     finished: list[FinishedKey] = field(default_factory=list)
     generation: list[tuple[str, str]] = field(default_factory=list)
     scoring: list[tuple[str, str]] = field(default_factory=list)
+    sealing: list[SampleId] = field(default_factory=list)
 
 
 class RunState:
@@ -89,6 +91,8 @@ class RunState:
         self.finished: SortedList[FinishedKey] = SortedList()
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
+        self.sealing: set[SampleId] = set()
+        """Samples whose token shard has not said yet how many tokens they have."""
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
         self.tallies: dict[int, StepTally] = {}
         """By step: the tally of its groups that no longer have a record."""
@@ -419,6 +423,9 @@ class RunState:
         elif sample.state == _SCORING:
             self.scoring_leases.setdefault(sample.worker_id, {})[sample.scoring_lease_id] = key
             entry.scoring.append((sample.worker_id, sample.scoring_lease_id))
+        elif sample.state == _SEALING:
+            self.sealing.add(key)
+            entry.sealing.append(key)
         elif sample.state == _FINISHED:
             finished = (int(group.purpose == types_pb2.PURPOSE_TRAIN), group.sequence, index)
             self.finished.add(finished)
@@ -438,6 +445,7 @@ class RunState:
             self.finished.discard(finished)
         _remove(self.generation_leases, entry.generation)
         _remove(self.scoring_leases, entry.scoring)
+        self.sealing.difference_update(entry.sealing)
         for groups in self._waiting.values():
             groups.discard(name)
 

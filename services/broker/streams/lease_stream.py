@@ -15,6 +15,7 @@ from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
 from services.broker.assembly.messages import prefix_token_ids, sample_key
 from services.broker.fleet.deal_round import Seat
+from services.broker.fleet.work_stealing import Moves
 from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
 from services.broker.operations import leasing
 from services.broker.operations.leasing import GeneratorFacts, Grant
@@ -211,14 +212,14 @@ class LeaseStream:
         # The next attempt waits as long again: in between the loads hardly change.
         self._idle_since_s = now_s
 
-        def operation(state: RunState) -> list[Grant]:
+        def operation(state: RunState) -> Moves:
             if leasing.holds_abandoned(state, facts):
-                return []
+                return Moves()
             return self._replica.dispatcher.take_over(state, facts, credit, now_s, _suffix)
 
-        grants = await self._replica.transact(operation, must_verify=False)
-        self._run_registry.metrics.moves.inc(len(grants))
-        return grants
+        moves = await self._replica.transact(operation, must_verify=False)
+        self._run_registry.metrics.moves.inc(moves.num_moved)
+        return moves.grants
 
     @property
     def _credit(self) -> int:
@@ -244,6 +245,7 @@ class LeaseStream:
                     min_policy_version=grant.min_policy_version,
                     expire_time=timestamp(grant.expire_s),
                     lease_duration=duration(grant.life_s),
+                    token_shard=grant.token_shard,
                 )
             )
             for grant in grants
@@ -287,6 +289,7 @@ def _is_finished(state: RunState, lease_id: str) -> bool:
     sample = group.samples[int(parts[1])]
     return sample.lease_id == lease_id and sample.state not in (
         broker_pb2.SAMPLE_STATE_QUEUED,
+        broker_pb2.SAMPLE_STATE_SEALING,
         broker_pb2.SAMPLE_STATE_DROPPED,
     )
 

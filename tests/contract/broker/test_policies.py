@@ -44,6 +44,7 @@ async def test_another_policy_is_a_conflict_and_the_runs_own_is_shown(broker: Ru
         partial_groups=broker_pb2.PARTIAL_GROUP_POLICY_SHRINK,
         num_retained_steps=64,
         max_retained_bytes=4 * 1024**3,
+        token_shards=1,
         dispatch="auto",
     )
 

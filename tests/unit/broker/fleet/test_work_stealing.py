@@ -54,7 +54,7 @@ def take_over(
         num_waiting={"gen-1": num_waiting},
         now_s=now_s,
         make_suffix=suffix,
-    )
+    ).grants
 
 
 def test_a_long_sample_moves_with_its_prefix_to_a_faster_generator() -> None:
@@ -109,7 +109,8 @@ def test_a_sample_does_not_go_back_and_forth() -> None:
             for name, model in back.items()
         }
         situation = Fleet().situation(state, statuses, "gen-1", now_s)
-        return work_stealing.take_over(state, facts(0), situation, num_waiting={}, now_s=now_s, make_suffix=suffix)
+        moves = work_stealing.take_over(state, facts(0), situation, num_waiting={}, now_s=now_s, make_suffix=suffix)
+        return moves.grants
 
     assert take_back(20.0 + MIN_STAY_S - 1) == []
     assert len(take_back(20.0 + MIN_STAY_S)) == 1
