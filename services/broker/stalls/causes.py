@@ -70,6 +70,7 @@ def progress(state: RunState, purpose: int, now_s: float) -> Cause | None:
     """What groups of a purpose wait for in normal operation: their slowest part, nearest to the trainer last."""
     for found in (
         _decoding(state, purpose, now_s),
+        _sealing(state, purpose),
         _scoring(state, purpose, now_s),
         _unscored(state, purpose),
         _queued(state, purpose),
@@ -204,6 +205,16 @@ def _decoding(state: RunState, purpose: int, now_s: float) -> Cause | None:
     return Cause(waiter=waiter, owner=owner, text=text, since_s=heard_s, deadline_s=sample.lease_expire_s)
 
 
+def _sealing(state: RunState, purpose: int) -> Cause | None:
+    keys = [key for key in state.sealing if _purpose(state, key) == purpose]
+    if not keys:
+        return None
+    key = min(keys, key=lambda key: _heard_s(_sample(state, key)))
+    text = f"{name_of(key)} lost its lease; its shard must say how many of its tokens are stored before it is queued"
+    owner = f"token shard {state.groups[key[0]].token_shard}"
+    return Cause(waiter=counted(len(keys), "sample"), owner=owner, text=text, since_s=_heard_s(_sample(state, key)))
+
+
 def _scoring(state: RunState, purpose: int, now_s: float) -> Cause | None:
     held = [item for item in _held(state, state.scoring_leases) if _purpose(state, item[0]) == purpose]
     if not held:
@@ -248,7 +259,11 @@ def _beat_s(view: broker_pb2.GeneratorView) -> float:
 def _held(state: RunState, leases: Leases) -> Iterator[tuple[SampleId, SampleRecord]]:
     for held in leases.values():
         for key in held.values():
-            yield key, state.groups[key[0]].samples[key[1]]
+            yield key, _sample(state, key)
+
+
+def _sample(state: RunState, key: SampleId) -> SampleRecord:
+    return state.groups[key[0]].samples[key[1]]
 
 
 def _purpose(state: RunState, sample: SampleId) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
-from services.broker.operations import submission
+from services.broker.operations import leasing, submission
 from services.broker.records_pb2 import WorkerView
 from services.broker.stalls.causes import Present
 from services.broker.stalls.stall_report import waiting, waits
@@ -111,6 +111,17 @@ def test_a_sample_that_still_grows_after_long_is_not_silent() -> None:
     for grant in lease(state, 2, now_s=20.0):
         assert put(state, grant, [7], now_s=45.0) == []
     assert "sample a/0 is decoded by gen-1 for 30 s, 1 token so far" in lines(state)[0]
+
+
+def test_a_sample_that_its_token_shard_must_count_is_named() -> None:
+    state = open_state(group_size=1, policy=broker_pb2.RunPolicy(token_shards=2))
+    submit(state, "a")
+    (grant,) = lease(state, 1)
+    assert leasing.expire(state, NOW_S) == 1
+    assert lines(state)[0] == (
+        f"trainer > token shard {grant.token_shard}: 2 of 2 groups are missing; sample a/0 lost its lease; its "
+        "shard must say how many of its tokens are stored before it is queued"
+    )
 
 
 def test_finished_samples_without_a_reward_worker() -> None:

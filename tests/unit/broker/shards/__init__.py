@@ -1,0 +1,1 @@
+"""Token shards and how a run reaches them."""
