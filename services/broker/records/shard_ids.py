@@ -15,3 +15,9 @@ def shard_id(run_id: str, shard: int) -> str:
 def is_shard_id(document_id: str) -> bool:
     """Whether this names a token shard, not a run."""
     return _SEPARATOR in document_id
+
+
+def run_and_shard(document_id: str) -> tuple[str, int]:
+    """The run and the number of a token shard."""
+    run_id, _, shard = document_id.rpartition(_SEPARATOR)
+    return run_id, int(shard)

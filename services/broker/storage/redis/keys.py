@@ -1,21 +1,56 @@
 """Names every Redis key of the broker.
 
 All keys of a run carry its id as the hash tag, so that they share a slot of Redis Cluster and one script may touch
-them.
+them; so do those of a token shard, whose tag is chosen so that a run's shards lie in slots far from each other.
 """
 
 from __future__ import annotations
 
+import binascii
+from functools import lru_cache
+from itertools import count
+
+from services.broker.records.shard_ids import is_shard_id, run_and_shard
 from services.broker.records.store import SampleId
 
 PREFIX = "penstock"
+NUM_SLOTS = 16_384
+_NEAR = 64
+"""How far from its place a shard's slot may be."""
+
+
+def slot_of(tag: str) -> int:
+    """The slot of Redis Cluster that keys with this hash tag have: their CRC-16 (XMODEM)."""
+    return binascii.crc_hqx(tag.encode(), 0) % NUM_SLOTS
+
+
+@lru_cache(maxsize=4_096)
+def spread_tag(document_id: str) -> str:
+    """The hash tag of a token shard.
+
+    Masters have ranges of slots. By hash alone one of three would often get half of a run's shards; places by van der
+    Corput's sequence keep any number of shards even over any ranges.
+    """
+    run_id, shard = run_and_shard(document_id)
+    place = (_radical_inverse(shard - 1) * NUM_SLOTS + slot_of(run_id)) % NUM_SLOTS
+    tags = (f"{document_id}.{number}" for number in count())
+    return next(tag for tag in tags if (slot_of(tag) - place + _NEAR) % NUM_SLOTS <= 2 * _NEAR)
+
+
+def _radical_inverse(number: int) -> float:
+    """The number's binary digits mirrored at the point: 0, 1/2, 1/4, 3/4, 1/8, ..."""
+    inverse, weight = 0.0, 0.5
+    while number:
+        number, digit = divmod(number, 2)
+        inverse, weight = inverse + digit * weight, weight / 2
+    return inverse
 
 
 class RunKeys:
-    """The keys of one run."""
+    """The keys of one run, or of one of its token shards."""
 
     def __init__(self, run_id: str) -> None:
-        base = f"{PREFIX}:{{{run_id}}}"
+        base = f"{PREFIX}:{{{spread_tag(run_id) if is_shard_id(run_id) else run_id}}}"
         self.run = f"{base}:run"
         """Hash: revision, name (of the last commit), record (RunRecord); of the run's clock: clock_at (time of the
         machine when it was last advanced), clock_lead (how far it is ahead of that), clock_since (end of its last gap),
