@@ -3,7 +3,7 @@
 --   caller's name if it serves the run (empty: it does not, or has read what it did not store), 1 if it leaves.
 -- Returns {time, end of the last gap, time up to which holders were heard}, microseconds as strings; of a run that does
 -- not exist it keeps nothing.
-local max_gap, ear_life, name = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
+local max_gap, broker_life, name = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 local now, machine, lead, since = clock_now(KEYS[1], max_gap)
 local brokers = clock_brokers(KEYS[1])
 for other, times in pairs(brokers) do
@@ -11,7 +11,7 @@ for other, times in pairs(brokers) do
   if silent > max_gap then
     since = now
   end
-  if silent > ear_life then
+  if silent > broker_life then
     brokers[other] = nil
   end
 end
