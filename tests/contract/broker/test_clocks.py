@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -48,14 +47,6 @@ class SteppedClock(SystemClock):
     def monotonic_s(self) -> float:
         """See `Clock`."""
         return time.monotonic() - self.uncounted_s
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisProcess]:
-    process = RedisProcess(tmp_path)
-    process.start()
-    yield process
-    process.kill()
 
 
 @asynccontextmanager

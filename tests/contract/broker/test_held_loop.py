@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,6 @@ TIMES_S = [(2.0, 7.0), pytest.param(15.0, 30.0, marks=LONG_ONLY)]
 """How long leases last, and how long the broker is held."""
 BEATS_A_LIFE = 10
 NOTHING_HELD = broker_pb2.StreamLeasesRequest(beat=broker_pb2.GeneratorBeat())
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisProcess]:
-    process = RedisProcess(tmp_path)
-    process.start()
-    yield process
-    process.kill()
 
 
 @asynccontextmanager

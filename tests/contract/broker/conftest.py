@@ -1,0 +1,19 @@
+"""What the suites of brokers over a real Redis share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.stores.redis_server import RedisProcess
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    """A real Redis of the test's own."""
+    process = RedisProcess(tmp_path)
+    process.start()
+    yield process
+    process.kill()
