@@ -10,12 +10,12 @@ from services.broker.storage.redis.keys import NUM_SLOTS, RunKeys, slot_of, spre
 
 
 @pytest.mark.parametrize("num_masters", [2, 3, 4, 5, 6])
-@pytest.mark.parametrize("num_shards", [8, 12, 16, 64, 1024])
+@pytest.mark.parametrize("num_shards", [8, 12, 16, 64])
 def test_no_master_has_many_more_of_a_run_s_shards_than_its_share(num_shards: int, num_masters: int) -> None:
     for number in range(8):
         slots = [slot_of(spread_tag(shard_id(f"run-{number}", shard))) for shard in range(1, num_shards + 1)]
         most = max(Counter(slot * num_masters // NUM_SLOTS for slot in slots).values())
-        assert most <= -(-num_shards // num_masters) + 2
+        assert most <= num_shards / num_masters + 2
 
 
 def test_the_keys_of_a_shard_share_the_slot_that_redis_gives_them() -> None:
