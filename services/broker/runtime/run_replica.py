@@ -39,7 +39,10 @@ class RunReplica(Replica[RunState]):
         super().__init__(run_id, name=f"run {run_id!r}", make=RunState, store=store, clock=RunClock(clock))
         self._broker = broker
         """Name of the process among the brokers that serve the run (`run_clock`)."""
-        self._is_serving = False
+        self._is_serving = self._may_be_known = False
+        """Whether the store knows that it serves the run, and whether it may know: an answer may have been lost."""
+        self._advancing: asyncio.Task[None] | None = None
+        """The last advance of the run's clock."""
         self.books_read_s = -math.inf
         """When the caretaker last read the audit counters."""
         self.observed_s = -math.inf
@@ -120,24 +123,41 @@ class RunReplica(Replica[RunState]):
         return await self.transact(operation, may_create=True)
 
     async def keep_time(self) -> None:
-        """Advance the run's clock in the store, as a broker that serves the run while streams listen, and read it."""
-        gap_s = MAX_GAP_S if self.copy is None else max_gap_s(self.copy.limits)
-        is_serving, is_stored = bool(self._listeners), self.heartbeats.next_turn()
-        is_leaving = self._is_serving and not is_serving
-        broker = self._broker if is_leaving or (is_serving and is_stored) else ""
-        self.clock.take(await self.store.tick(self.run_id, gap_s, broker=broker, is_leaving=is_leaving))
-        self._is_serving = is_serving
+        """Advance the run's clock in the store, as a broker that serves the run while streams listen, and read it.
+
+        Callers at the same time share one advance, and its failure.
+        """
+        await self._advance(is_serving=bool(self._listeners))
 
     async def attend(self) -> None:
         """Serve the run from now on; a stream calls this, while it listens, before it hands out leases."""
-        if not self._is_serving:
+        while self._listeners and not self._is_serving:
             await self.keep_time()
 
     async def leave(self) -> None:
         """Serve the run no more: the process stops, or is done with the run."""
-        if self._is_serving:
-            self._is_serving = False
-            await self.store.tick(self.run_id, MAX_GAP_S, broker=self._broker, is_leaving=True)
+        if self._advancing is not None:
+            await asyncio.wait([self._advancing])
+        if self._may_be_known:
+            await self._advance(is_serving=False)
+
+    async def _advance(self, *, is_serving: bool) -> None:
+        if self._advancing is None or self._advancing.done():
+            self._advancing = asyncio.create_task(self._tick(is_serving=is_serving))
+            self._advancing.add_done_callback(_retrieve)
+        await asyncio.shield(self._advancing)
+
+    async def _tick(self, *, is_serving: bool) -> None:
+        gap_s = MAX_GAP_S if self.copy is None else max_gap_s(self.copy.limits)
+        is_stored = self.heartbeats.next_turn()
+        is_leaving = self._may_be_known and not is_serving
+        # The first advance says only that others must wait for this process, whatever it has still to store.
+        is_counted = is_serving and (is_stored or not self._is_serving)
+        self._is_serving = self._is_serving and is_serving
+        self._may_be_known = self._may_be_known or is_counted
+        broker = self._broker if is_leaving or is_counted else ""
+        self.clock.take(await self.store.tick(self.run_id, gap_s, broker=broker, is_leaving=is_leaving))
+        self._is_serving = self._may_be_known = is_serving
 
     async def poll(self) -> None:
         """Apply changes of other processes; drops the copy of a deleted run."""
@@ -182,3 +202,9 @@ class RunReplica(Replica[RunState]):
 
     def _tell_time(self, reading: Reading) -> None:
         self.clock.take(reading)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Retrieve a task's error, which no caller may wait for any more."""
+    if not task.cancelled():
+        task.exception()
