@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
-from services.broker.records.stored_sample import StoredSample
+from services.broker.records.stored_sample import StoredSample, compacted
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.runtime import compactor
 from services.broker.runtime.compactor import Compactor
@@ -83,3 +85,31 @@ async def test_what_is_compact_or_not_trained_on_or_huge_is_no_work(monkeypatch:
     await work.offer(record("b"), {0: tokens(3)}, commits)
     await work.settled()
     assert commits.count == 0
+
+
+async def test_one_that_cannot_be_compacted_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compactor, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(compactor, "MAX_WAITING_BYTES", 100)
+    work, commits = Compactor("r"), Commits()
+    commits.may_end.set()
+    broken = replace(tokens(3), loss_mask=b"\1", token_ids=b"\1")
+    await work.offer(record("a"), {0: broken, 1: tokens(20)}, commits)
+    await work.offer(record("b"), {0: tokens(3)}, commits)
+    await work.settled()
+    assert commits.count == 2
+
+
+async def test_the_loop_goes_on_while_a_large_one_is_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compactor, "THREAD_BYTES", 100)
+    threads: list[int] = []
+
+    def noted(sample: StoredSample) -> bytes:
+        threads.append(threading.get_ident())
+        return compacted(sample)
+
+    monkeypatch.setattr(compactor, "compacted", noted)
+    work, commits = Compactor("r"), Commits()
+    commits.may_end.set()
+    await work.offer(record("a"), {0: tokens(100), 1: tokens(3)}, commits)
+    await work.settled()
+    assert [thread == threading.get_ident() for thread in threads] == [False, True]
