@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import redis.asyncio
 
-from benchmarks.broker import latency, memory, queue_depth, throughput, token_stream
+from benchmarks.broker import latency, queue_depth, stalled_trainer, throughput, token_stream
 from benchmarks.broker.peers import bare, peer
 from benchmarks.broker.processes import Stage, Worker, free_port
 from benchmarks.broker.workload import WORKLOADS
@@ -72,7 +72,7 @@ async def run(
             result["latency"] = await _latency(stage, workers[:2], plan, progress)
             result["token_stream"] = await _token_stream(stage, workers[0], plan, progress)
             progress("memory: a trainer that takes nothing")
-            result["memory"] = await memory.measure(stage, duration_s=plan.stall_s, run_id="stalled")
+            result["memory"] = await stalled_trainer.measure(stage, duration_s=plan.stall_s, run_id="stalled")
             await _empty(stage)
             result["queue"] = await _queue(stage, plan, progress)
     return result

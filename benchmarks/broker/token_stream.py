@@ -31,7 +31,7 @@ FLUSH_INTERVAL_S = 0.2
 """The generator's default."""
 
 
-class _Generator:
+class Generator:
     """A generator that decodes nothing: the tokens are made up."""
 
     def __init__(self, number: int, num_slots: int) -> None:
@@ -69,7 +69,7 @@ class _Generator:
 
 async def decode(ready: Ready, *, broker: str, run_id: str, num_samples: int, duration_s: float) -> dict[str, Any]:
     """The role of all generators: takes every lease, then appends tokens to every sample at a steady rate."""
-    generators = [_Generator(number, num_samples // NUM_CONNECTIONS) for number in range(NUM_CONNECTIONS)]
+    generators = [Generator(number, num_samples // NUM_CONNECTIONS) for number in range(NUM_CONNECTIONS)]
     connections = [Connection(broker) for _ in generators]
     tasks: list[asyncio.Task[None]] = []
     for generator, connection in zip(generators, connections, strict=True):

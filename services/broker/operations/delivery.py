@@ -22,6 +22,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import drops
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.batching import ReadyGroup, StepView, choose
+from services.broker.rules.sample_policy import MAX_RETAINED_GROUPS
 from services.broker.rules.staleness import deadline, staleness
 from services.broker.state import batches, counters, tallies
 from services.broker.state.run_state import RunState
@@ -243,6 +244,7 @@ def advance(state: RunState, policy_version: int, now_s: float) -> None:
         policy_version - state.policy.num_retained_steps + 1,
         _oldest_affordable(index.trained_bytes, MAX_TRAINED_BYTES),
         _oldest_affordable(index.retained_bytes, state.policy.max_trained_bytes),
+        _oldest_affordable({step: len(names) for step, names in index.trained.items()}, MAX_RETAINED_GROUPS),
     )
     for version in sorted(version for version in state.index.trained if version < oldest_kept):
         tallies.forget_step(state, version)
@@ -250,12 +252,12 @@ def advance(state: RunState, policy_version: int, now_s: float) -> None:
     drops.drop_stale(state)
 
 
-def _oldest_affordable(bytes_of_steps: Mapping[int, int], most: int) -> int:
-    """The oldest step that may be retained: together they take at most this many bytes, or those of the newest step."""
-    size_bytes, oldest = 0, 0
-    for version in sorted(bytes_of_steps, reverse=True):
-        size_bytes += bytes_of_steps[version]
-        if oldest and size_bytes > most:
+def _oldest_affordable(size_of_steps: Mapping[int, int], most: int) -> int:
+    """The oldest step that may be retained: together they are at most this large, or only the newest step is."""
+    size, oldest = 0, 0
+    for version in sorted(size_of_steps, reverse=True):
+        size += size_of_steps[version]
+        if oldest and size > most:
             return oldest
         oldest = version
     return 0

@@ -14,6 +14,8 @@ from services.broker.rules.limits import MAX_GROUP_SIZE, Limits
 DEFAULT_RETAINED_STEPS = 64
 MAX_RETAINED_STEPS = 1_024
 DEFAULT_RETAINED_BYTES = 4 * 1024**3
+MAX_RETAINED_GROUPS = 262_144
+"""Groups of trained steps whose records a broker loads when it starts; what was put together counts as one."""
 MIN_RETAINED_BYTES, MAX_RETAINED_BYTES = 1024**2, 2**50
 MAX_TOKEN_SHARDS = 1_024
 DEFAULT_DISPATCH = "auto"

@@ -63,12 +63,15 @@ class GroupRecords(Mapping[str, GroupRecord]):
         self._open[group.group_id] = group
         self._at[group.sequence] = group.group_id
 
-    def pack(self, group_id: str, record: bytes) -> None:
-        """Add a group as bytes, or pack a present one, whose record will not change for a long time."""
-        group = self._open.pop(group_id, None)
+    def add_packed(self, group_id: str, record: bytes, sequence: int) -> None:
+        """Add a group as bytes."""
         self._packed[group_id] = record
-        if group is None:
-            self._at[head_of(record).sequence] = group_id
+        self._at[sequence] = group_id
+
+    def pack(self, group_id: str, record: bytes) -> None:
+        """Turn a group into bytes: its record will not change for a long time."""
+        if self._open.pop(group_id, None) is not None:
+            self._packed[group_id] = record
 
     def opened(self, group_id: str) -> GroupRecord:
         """A group's record itself, to be changed."""

@@ -327,7 +327,11 @@ class RunState:
         # Records that are being deleted no longer count.
         num_bytes = 0
         for name, record in ({} if run.payload_gone else snapshot.groups).items():
-            self._replace(name, record)
+            if snapshot.is_full and record is not None:
+                # Nothing is there to be replaced: half of the time for trained records.
+                self._read_in(name, record)
+            else:
+                self._replace(name, record)
             num_bytes += len(name) + len(record or b"")
             if num_bytes >= SLICE_BYTES:
                 num_bytes = 0
@@ -353,15 +357,19 @@ class RunState:
     def _replace(self, name: str, data: bytes | None) -> None:
         if is_tally(name):
             self.tallies.pop(tally_version(name), None)
-            if data is not None:
-                self.tallies[tally_version(name)] = StepTally.FromString(data)
-            return
-        self._take_out(name)
-        if data is None:
+        else:
+            self._take_out(name)
+        if data is not None:
+            self._read_in(name, data)
+
+    def _read_in(self, name: str, data: bytes) -> None:
+        """Add a stored record where there is none of its name."""
+        if is_tally(name):
+            self.tallies[tally_version(name)] = StepTally.FromString(data)
             return
         head = head_of(data)
         if head.HasField("trained_version") and not head.HasField("put"):
-            self.groups.pack(name, data)
+            self.groups.add_packed(name, data, head.sequence)
             self.index.add_trained(name, head.trained_version, head.stored_bytes)
         else:
             self._take_in(read_record(name, data, head))

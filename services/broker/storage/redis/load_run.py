@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ SLICE_RECORDS = 100
 """Records read at once while their size is unknown; Redis may return more of a small hash."""
 MAX_SLICE_RECORDS = 1_000
 MAX_SCANS = 5
+CHANGES_EVERY_S = 0.1
+"""How often the changes since the scan began are read: before they are too many to be read at once."""
 
 
 class RedisLoad:
@@ -57,7 +60,7 @@ class RedisLoad:
         raise ServiceUnavailableError(f"run {run_id!r} changed too much while it was read, {MAX_SCANS} times")
 
     async def _scanned(self, run_id: str) -> Snapshot | None:
-        """Every record, slice by slice, with the changes since then after each slice.
+        """Every record, slice by slice, with the changes since then now and again.
 
         Later reads replace earlier ones, and after the last slice all changes are read: wherever in the scan a change
         falls, the records are those of one commit.
@@ -68,11 +71,14 @@ class RedisLoad:
             return None
         mark, run = Mark(int(root[0]), root[1].decode()), root[2]
         records: dict[str, bytes] = {}
-        cursor, num_records = 0, SLICE_RECORDS
+        cursor, num_records, changes_s = 0, SLICE_RECORDS, time.monotonic() + CHANGES_EVERY_S
         while True:
             cursor, found = await scan(self._redis, keys.groups, cursor, num_records)
             records.update((name.decode(), record) for name, record in found.items())
             num_records = _slice_records(found) or num_records
+            if cursor and time.monotonic() < changes_s:
+                continue
+            changes_s = time.monotonic() + CHANGES_EVERY_S
             changed = await self.changes(run_id, mark)
             if changed is None:
                 return None

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2
 from services.broker.ingest.trajectory_decoder import read_put
-from services.broker.operations import append_trajectories, compaction, drops
+from services.broker.operations import append_trajectories, compaction, delivery, drops
 from services.broker.operations.append_trajectories import Put, PutOutcome
 from services.broker.operations.lifecycle import reopen_run
 from services.broker.runtime.metrics import BrokerMetrics
@@ -125,6 +125,17 @@ def test_the_oldest_steps_go_beyond_half_of_the_bytes_and_the_newest_stays() -> 
     make_ready(state, "g5", version=5)
     acknowledge(state, deliver(state), 6)
     assert sorted(state.index.trained) == [6]
+    assert audit(state).balanced
+
+
+def test_the_oldest_steps_go_beyond_the_number_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "MAX_RETAINED_GROUPS", 3)
+    state = open_state(groups_per_step=2)
+    for version in range(3):
+        make_ready(state, f"g{version}", version=version)
+        make_ready(state, f"h{version}", version=version)
+        acknowledge(state, deliver(state), version + 1)
+    assert sorted(state.index.trained) == [3]
     assert audit(state).balanced
 
 
