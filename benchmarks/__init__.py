@@ -7,6 +7,7 @@ and it is not installed.
 
 SUITES = {
     "broker": "throughput, latency and memory of a broker, and its token streams",
+    "broker.chunks": "CPU time of token chunks, by their size and number",
     "broker.large_groups": "memory that one very large group takes",
     "broker.leases": "CPU time of a lease at the start of a step, by size of the fleet",
     "broker.memory": "a broker's memory under a large fleet",

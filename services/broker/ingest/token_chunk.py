@@ -6,7 +6,8 @@ All checks that need no run state are here; `append_tokens` does the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from penstock.errors import InvalidFieldError, require
 from penstock.v1 import broker_pb2, types_pb2
@@ -17,19 +18,20 @@ MAX_TEXT_BYTES = 8 * 1024 * 1024
 _FINISH_REASONS = frozenset(types_pb2.FinishReason.values())
 _Look = tuple[int, int | None, int | None]
 """Number of a chunk's tokens, their oldest and newest version; None if there are none, or they are malformed."""
+_KEY = attrgetter("group_id", "sample_index", "attempt")
+_PLACE = attrgetter("lease_id", "offset", "finish_reason")
 
 
-@dataclass(slots=True, kw_only=True)
-class ChunkFacts:
-    """The checked properties of a chunk, and the bytes to keep; not frozen, which would triple its creation time."""
+class ChunkFacts(NamedTuple):
+    """The checked properties of a chunk, and the bytes to keep; a tuple, as nothing else is made as fast."""
 
     group_id: str
     sample_index: int
     attempt: int
     lease_id: str
     offset: int
-    num_tokens: int
     finish_reason: types_pb2.FinishReason.ValueType
+    num_tokens: int
     min_version: int | None
     max_version: int | None
     fault: str
@@ -59,19 +61,23 @@ def read_chunks(chunks: Sequence[types_pb2.TokenChunk]) -> list[ChunkFacts]:
     One check of all together decides the usual case, in which all are valid: a chunk often has two tokens, and checking
     each alone would cost more than all its other processing.
     """
+    chunks = list(chunks)
     try:
-        return list(map(_facts, chunks, _look(chunks)))
+        return _facts(chunks, _look(chunks))
     except InvalidFieldError:
         return [read_chunk(chunk) for chunk in chunks]
 
 
 def read_chunk(chunk: types_pb2.TokenChunk) -> ChunkFacts:
     """Check one chunk by itself; see `read_chunks`."""
+    look: _Look = (len(chunk.token_ids) // 4, None, None)
+    fault = ""
     try:
         [look] = _look([chunk])
     except InvalidFieldError as error:
-        return _facts(chunk, (len(chunk.token_ids) // 4, None, None), str(error))
-    return _facts(chunk, look)
+        fault = str(error)
+    [facts] = _facts([chunk], [look], fault)
+    return facts
 
 
 def _look(chunks: Sequence[types_pb2.TokenChunk]) -> list[_Look]:
@@ -100,25 +106,21 @@ def _check_end(chunk: types_pb2.TokenChunk) -> None:
     require(bool(reason or chunk.token_ids), "token_ids", "empty", "set in a chunk that does not end the sample")
 
 
-def _facts(chunk: types_pb2.TokenChunk, look: _Look, fault: str = "") -> ChunkFacts:
-    num_tokens, oldest, newest = look
-    key = chunk.key
-    group_id, sample_index, attempt, lease_id = key.group_id, key.sample_index, key.attempt, chunk.lease_id
+def _facts(chunks: Sequence[types_pb2.TokenChunk], looks: Sequence[_Look], fault: str = "") -> list[ChunkFacts]:
+    # Column by column: most of it then runs in C.
+    places = list(map(_PLACE, chunks))
+    keys = [_KEY(chunk.key) for chunk in chunks]
+    payloads = map(_payload, chunks)
+    return [
+        ChunkFacts._make((*key, *place, *look, fault, payload))
+        for key, place, look, payload in zip(keys, places, looks, payloads, strict=True)
+    ]
+
+
+def _payload(chunk: types_pb2.TokenChunk) -> bytes:
     chunk.ClearField("key")
     chunk.ClearField("lease_id")
-    return ChunkFacts(
-        group_id=group_id,
-        sample_index=sample_index,
-        attempt=attempt,
-        lease_id=lease_id,
-        offset=chunk.offset,
-        num_tokens=num_tokens,
-        finish_reason=chunk.finish_reason,
-        min_version=oldest,
-        max_version=newest,
-        fault=fault,
-        payload=chunk.SerializeToString(),
-    )
+    return chunk.SerializeToString()
 
 
 def _is_longer(text: str, num_bytes: int) -> bool:

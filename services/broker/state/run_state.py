@@ -68,6 +68,10 @@ class RunState:
         """Records changed by the current operation, as they were before it; None if absent."""
         self._kept_undo: dict[str, bytes | None] = {}
         """Records changed since the last commit, as they were then."""
+        self._stored: dict[str, bytes]
+        """Records of groups under way that grew, as of the last commit: the next growth needs no copy to undo it."""
+        self._grown: set[str]
+        """Records that grew since the last commit."""
         self.pending: Delta
         """Changes of the current operation other than records."""
         self._kept: Delta
@@ -97,6 +101,7 @@ class RunState:
         self.tallies: dict[int, StepTally] = {}
         """By step: the tally of its groups that no longer have a record."""
         self._entries: dict[str, _Entry] = {}
+        self._stored = {}
         self._forget(run.SerializeToString(deterministic=True))
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -191,6 +196,7 @@ class RunState:
         older version by `lower_version`.
         """
         self._noted(group_id)
+        self._grown.add(group_id)
 
     def lower_version(self, group_id: str, version: int) -> None:
         """Note that a sample of the group has tokens of `version`. Not needed in an `edit`, where it does nothing."""
@@ -224,7 +230,8 @@ class RunState:
     def _noted(self, group_id: str) -> GroupRecord:
         """The group, before its record changes."""
         if group_id not in self._undo:
-            self._undo[group_id] = self.groups.serialized(group_id)
+            stored = None if group_id in self._kept_undo else self._stored.get(group_id)
+            self._undo[group_id] = stored or self.groups.serialized(group_id)
         if self.index.is_put(group_id):
             self.run.format = FORMAT
         return self.groups.opened(group_id)
@@ -300,8 +307,12 @@ class RunState:
         for name, record in self._kept.groups.items():
             if record is not None and self.index.is_trained(name) and not self.index.is_put(name):
                 self.groups.pack(name, record)
+            if record is not None and name in self._grown:
+                self._stored[name] = record
+            else:
+                self._stored.pop(name, None)
         self._run_committed = self._run_kept
-        self._kept_undo, self._kept, self._is_turned = {}, Delta(run=b""), False
+        self._kept_undo, self._kept, self._grown, self._is_turned = {}, Delta(run=b""), set(), False
 
     def rollback(self) -> None:
         """Return to the last commit: the delta was not stored."""
@@ -345,7 +356,7 @@ class RunState:
         self._read_limits()
 
     def _forget(self, run: bytes) -> None:
-        self._undo, self._kept_undo, self._is_turned = {}, {}, False
+        self._undo, self._kept_undo, self._grown, self._is_turned = {}, {}, set(), False
         self.pending, self._kept = Delta(run=b""), Delta(run=b"")
         self._run_kept = self._run_committed = run
 
@@ -381,6 +392,7 @@ class RunState:
 
     def _take_out(self, name: str) -> None:
         """Forget a record, if present."""
+        self._stored.pop(name, None)
         self._unindex(name)
         if self.groups.is_open(name):
             self.index.leave(self.groups[name])

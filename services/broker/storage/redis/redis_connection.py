@@ -49,6 +49,7 @@ _log = structlog.get_logger()
 _LUA = Path(__file__).parent / "lua"
 _T = TypeVar("_T")
 _Arg = bytes | memoryview | str | int
+_DATA = (bytes, memoryview)
 _Command = Sequence[_Arg]
 
 
@@ -96,7 +97,7 @@ async def exchange(redis: Redis, commands: Sequence[_Command], *, num_replicas: 
         parts: list[bytes] = []
         for command in commands:
             # Packed by hiredis, in C; by redis-py if a value is too large to copy.
-            is_large = any(isinstance(arg, bytes | memoryview) and len(arg) > MAX_COPIED_BYTES for arg in command)
+            is_large = any([len(arg) > MAX_COPIED_BYTES for arg in command if isinstance(arg, _DATA)])
             parts += connection.pack_command(*command) if is_large else [hiredis.pack_command(tuple[Any, ...](command))]
         await connection.send_packed_command(parts)
         for _ in commands:

@@ -88,7 +88,9 @@ class RedisStore:
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """See `Store.commit`."""
         keys = RunKeys(run_id)
-        lists = {sample: position for position, sample in enumerate(dict.fromkeys(item[0] for item in delta.chunks), 1)}
+        lists = {
+            sample: position for position, sample in enumerate(dict.fromkeys([item[0] for item in delta.chunks]), 1)
+        }
         name = secrets.token_hex(8)
         args: list[bytes | str | int] = [
             *((expected.revision, expected.name) if expected else (0, "")),
@@ -102,8 +104,12 @@ class RedisStore:
             for group_id, value in mapping.items():
                 args += [group_id, value or b""]
         args += delta.retired
-        for sample, chunk in delta.chunks:
-            args += [lists[sample], chunk]
+        if len(lists) == len(delta.chunks):
+            # The common case: no sample has two, so that they need no positions.
+            args += [chunk for _sample, chunk in delta.chunks]
+        else:
+            for sample, chunk in delta.chunks:
+                args += [lists[sample], chunk]
         for counter, count in delta.counts.items():
             args += [counter, count]
         script_keys = [keys.run, keys.marks, keys.changed, keys.groups, keys.prompts, keys.retired, keys.books]

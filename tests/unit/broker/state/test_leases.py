@@ -333,3 +333,23 @@ def test_chunks_read_together_are_what_they_are_alone() -> None:
         assert read_chunks([deepcopy(one) for one in request]) == alone
         assert [bool(facts_of.fault) for facts_of in alone] == [False, False, *(True for _ in spoilt), False]
     assert [(facts_of.min_version, facts_of.num_tokens) for facts_of in alone[:2]] == [(3, 2), (4, 1)]
+
+
+@pytest.mark.parametrize("num_commits", [0, 1, 2])
+def test_growth_is_undone_to_the_last_operation_and_to_the_last_commit(num_commits: int) -> None:
+    state = open_state()
+    submit(state, "a")
+    grants = lease(state, 2)
+    state.settle()
+    for number in range(num_commits):
+        assert put(state, grants[0], [5], offset=number, now_s=3.0 + number) == []
+        state.settle()
+    committed = state.groups.serialized("a"), state.index.live_bytes
+    assert put(state, grants[0], [5], offset=num_commits, now_s=9.0) == []
+    state.keep()
+    kept = state.groups.serialized("a"), state.index.live_bytes
+    assert put(state, grants[1], [6], version=0, now_s=9.5) == []
+    state.undo()
+    assert (state.groups.serialized("a"), state.index.live_bytes) == kept
+    state.rollback()
+    assert (state.groups.serialized("a"), state.index.live_bytes) == committed

@@ -5,7 +5,8 @@
 --   number of marks to keep, counts of: records, prompts, retired ids, chunks, chunk lists to append to, counters;
 --   version into which the counters of older ones are folded (empty: none); counts of: fresh ids, payloads;
 --   then fresh ids ..., name and record (empty: remove) ..., group id and prompt (empty: remove) ...,
---   retired ids ..., position of the chunk list and chunk ..., counter and what to add to it ...
+--   retired ids ..., position of the chunk list and chunk ... (chunks only, if there are as many lists), counter and what
+--   to add to it ...
 -- Returns the new revision; false when the run is not at the expected mark, or payload is gone that was written ahead;
 --   a list of positions when fresh ids are retired. Running it again with the same name changes nothing and returns the
 --   same.
@@ -77,9 +78,16 @@ end
 for i = first_list + num_lists, #KEYS do
   redis.call('UNLINK', KEYS[i])
 end
-for _ = 1, num_chunks do
-  redis.call('RPUSH', KEYS[first_list - 1 + tonumber(ARGV[at])], ARGV[at + 1])
-  at = at + 2
+if num_chunks == num_lists then
+  for i = 0, num_chunks - 1 do
+    redis.call('RPUSH', KEYS[first_list + i], ARGV[at + i])
+  end
+  at = at + num_chunks
+else
+  for _ = 1, num_chunks do
+    redis.call('RPUSH', KEYS[first_list - 1 + tonumber(ARGV[at])], ARGV[at + 1])
+    at = at + 2
+  end
 end
 for _ = 1, num_counters do
   redis.call('HINCRBY', KEYS[7], ARGV[at], ARGV[at + 1])
