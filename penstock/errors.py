@@ -16,6 +16,7 @@
     +-- RunClosedError           FAILED_PRECONDITION  the run is closed
     +-- FencedError              FAILED_PRECONDITION  another trainer has taken the run over
     +-- OtherInstanceError       FAILED_PRECONDITION  another run was opened under this id
+    +-- WrongOwnerError          FAILED_PRECONDITION  chunks of token shards of another broker
     +-- ServiceUnavailableError  UNAVAILABLE          draining, or a part it needs is away
     |   +-- BadCertificateError  UNAVAILABLE          TLS with it fails: certificate, name, authority (clients)
     +-- DigestMismatchError      DATA_LOSS            weights are not what their manifest states
@@ -154,6 +155,12 @@ class OtherInstanceError(PenstockError):
     """Another run was opened under this id."""
 
     code, reason = code_pb2.FAILED_PRECONDITION, "OTHER_INSTANCE"
+
+
+class WrongOwnerError(PenstockError):
+    """The chunks belong to another broker, `metadata["owner"]`, and their sender was told so."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "WRONG_OWNER"
 
 
 class ServiceUnavailableError(PenstockError):

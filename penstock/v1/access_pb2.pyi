@@ -42,7 +42,7 @@ class _AccessRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AccessRole
     ACCESS_ROLE_OBSERVER: _AccessRole.ValueType  # 6
     """Reads how a run stands, but neither prompts nor completions."""
     ACCESS_ROLE_BROKER: _AccessRole.ValueType  # 7
-    """A broker or a scheduler, where it calls the other."""
+    """A broker or a scheduler, where it calls the other, and a broker where it calls another broker."""
 
 class AccessRole(_AccessRole, metaclass=_AccessRoleEnumTypeWrapper):
     """What a caller is, by its certificate (a URI name "penstock://RUN/ROLE/SITE") or its token ("ROLE:SECRET")."""
@@ -62,7 +62,7 @@ ACCESS_ROLE_ENVIRONMENT: AccessRole.ValueType  # 5
 ACCESS_ROLE_OBSERVER: AccessRole.ValueType  # 6
 """Reads how a run stands, but neither prompts nor completions."""
 ACCESS_ROLE_BROKER: AccessRole.ValueType  # 7
-"""A broker or a scheduler, where it calls the other."""
+"""A broker or a scheduler, where it calls the other, and a broker where it calls another broker."""
 Global___AccessRole: _TypeAlias = AccessRole  # noqa: Y015
 
 ROLES_FIELD_NUMBER: _builtins.int

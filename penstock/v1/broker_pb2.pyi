@@ -972,12 +972,15 @@ class StreamTokensRequest(_message.Message):
     GENERATOR_ID_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    MUST_PASS_ON_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     generator_id: _builtins.str
     """Which generator."""
     sequence: _builtins.int
     """Counts the requests of this stream from 1; echoed."""
+    must_pass_on: _builtins.bool
+    """The sender cannot reach the brokers that own the shards of these chunks: pass them on, however often that happens."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenChunk]:
         """Chunks of any number of samples, at most 4,096 and 12 MiB (aim for 64 KiB); chunks of one sample in order."""
@@ -989,10 +992,11 @@ class StreamTokensRequest(_message.Message):
         generator_id: _builtins.str = ...,
         sequence: _builtins.int = ...,
         chunks: _abc.Iterable[_types_pb2.TokenChunk] | None = ...,
+        must_pass_on: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "generator_id", b"generator_id", "run_id", b"run_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "generator_id", b"generator_id", "must_pass_on", b"must_pass_on", "run_id", b"run_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1046,25 +1050,120 @@ class StreamTokensResponse(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
+    SHARD_MAP_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The request it answers; everything in it that is not named below is stored."""
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkError]:
         """Chunks that were refused."""
 
+    @_builtins.property
+    def shard_map(self) -> Global___ShardMap:
+        """Who owns the run's token shards: with the first answer on a stream to a request with chunks of one, and when it has
+        changed. 256 requests in a row to a broker that owns none of their shards end the stream with WRONG_OWNER, unless
+        must_pass_on is set.
+        """
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         errors: _abc.Iterable[Global___ChunkError] | None = ...,
+        shard_map: Global___ShardMap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_map", b"shard_map"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "sequence", b"sequence", "shard_map", b"shard_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamTokensResponse: _TypeAlias = StreamTokensResponse  # noqa: Y015
+
+@_typing.final
+class ShardMap(_message.Message):
+    """Which broker owns which token shard of a run. Of two maps the one with the higher epoch counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    HERE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Rises with every change of the living brokers, and never goes back; 0 while the answering broker does not know them."""
+    here: _builtins.int
+    """Number in addresses of the broker that answers; unset if it owns none."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of the brokers that own any, host:port; at most 256."""
+
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The owner of each shard, from shard 1 on: its number in addresses, from 0. At most 1,024."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        owners: _abc.Iterable[_builtins.int] | None = ...,
+        here: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_here", b"_here", "here", b"here"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_here", b"_here", "addresses", b"addresses", "epoch", b"epoch", "here", b"here", "owners", b"owners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__here: _TypeAlias = _typing.Literal["here"]  # noqa: Y015
+    _WhichOneofArgType__here: _TypeAlias = _typing.Literal["_here", b"_here"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__here) -> _WhichOneofReturnType__here | None: ...
+
+Global___ShardMap: _TypeAlias = ShardMap  # noqa: Y015
+
+@_typing.final
+class GetShardMapRequest(_message.Message):
+    """Request of GetShardMap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Which run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetShardMapRequest: _TypeAlias = GetShardMapRequest  # noqa: Y015
+
+@_typing.final
+class GetShardMapResponse(_message.Message):
+    """Response of GetShardMap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_MAP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shard_map(self) -> Global___ShardMap:
+        """The map; without shards if the run has none."""
+
+    def __init__(
+        self,
+        *,
+        shard_map: Global___ShardMap | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_map", b"shard_map"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard_map", b"shard_map"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetShardMapResponse: _TypeAlias = GetShardMapResponse  # noqa: Y015
 
 @_typing.final
 class PutTrajectoriesRequest(_message.Message):

@@ -64,6 +64,11 @@ class BrokerServiceStub:
                 request_serializer=penstock_dot_v1_dot_broker__pb2.StreamTokensRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_broker__pb2.StreamTokensResponse.FromString,
                 _registered_method=True)
+        self.GetShardMap = channel.unary_unary(
+                '/penstock.v1.BrokerService/GetShardMap',
+                request_serializer=penstock_dot_v1_dot_broker__pb2.GetShardMapRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_broker__pb2.GetShardMapResponse.FromString,
+                _registered_method=True)
         self.StreamScoring = channel.stream_stream(
                 '/penstock.v1.BrokerService/StreamScoring',
                 request_serializer=penstock_dot_v1_dot_broker__pb2.StreamScoringRequest.SerializeToString,
@@ -178,6 +183,14 @@ class BrokerServiceServicer:
     def StreamTokens(self, request_iterator, context):
         """Token chunks of many samples, multiplexed. One response per request, after Redis stored it. Resending is safe:
         what is already stored is recognised by its offset.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetShardMap(self, request, context):
+        """Which broker owns which token shard of a run: where to send chunks. Any broker passes on what is not its own, but that
+        costs it twice. Answers of StreamTokens carry the same, where there is news.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -307,6 +320,11 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     servicer.StreamTokens,
                     request_deserializer=penstock_dot_v1_dot_broker__pb2.StreamTokensRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_broker__pb2.StreamTokensResponse.SerializeToString,
+            ),
+            'GetShardMap': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetShardMap,
+                    request_deserializer=penstock_dot_v1_dot_broker__pb2.GetShardMapRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_broker__pb2.GetShardMapResponse.SerializeToString,
             ),
             'StreamScoring': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamScoring,
@@ -504,6 +522,33 @@ class BrokerService:
             '/penstock.v1.BrokerService/StreamTokens',
             penstock_dot_v1_dot_broker__pb2.StreamTokensRequest.SerializeToString,
             penstock_dot_v1_dot_broker__pb2.StreamTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetShardMap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.BrokerService/GetShardMap',
+            penstock_dot_v1_dot_broker__pb2.GetShardMapRequest.SerializeToString,
+            penstock_dot_v1_dot_broker__pb2.GetShardMapResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -81,6 +81,10 @@ class BrokerServiceStub:
     """Token chunks of many samples, multiplexed. One response per request, after Redis stored it. Resending is safe:
     what is already stored is recognised by its offset.
     """
+    GetShardMap: _grpc.UnaryUnaryMultiCallable[_broker_pb2.GetShardMapRequest, _broker_pb2.GetShardMapResponse]
+    """Which broker owns which token shard of a run: where to send chunks. Any broker passes on what is not its own, but that
+    costs it twice. Answers of StreamTokens carry the same, where there is news.
+    """
     StreamScoring: _grpc.StreamStreamMultiCallable[_broker_pb2.StreamScoringRequest, _broker_pb2.StreamScoringResponse]
     """A reward worker's stream: hello, credits and results up; finished samples and receipts down."""
     PutTrajectories: _grpc.StreamStreamMultiCallable[_broker_pb2.PutTrajectoriesRequest, _broker_pb2.PutTrajectoriesResponse]
@@ -171,6 +175,10 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
     StreamTokens: _aio.StreamStreamMultiCallable[_broker_pb2.StreamTokensRequest, _broker_pb2.StreamTokensResponse]  # type: ignore[assignment]
     """Token chunks of many samples, multiplexed. One response per request, after Redis stored it. Resending is safe:
     what is already stored is recognised by its offset.
+    """
+    GetShardMap: _aio.UnaryUnaryMultiCallable[_broker_pb2.GetShardMapRequest, _broker_pb2.GetShardMapResponse]  # type: ignore[assignment]
+    """Which broker owns which token shard of a run: where to send chunks. Any broker passes on what is not its own, but that
+    costs it twice. Answers of StreamTokens carry the same, where there is news.
     """
     StreamScoring: _aio.StreamStreamMultiCallable[_broker_pb2.StreamScoringRequest, _broker_pb2.StreamScoringResponse]  # type: ignore[assignment]
     """A reward worker's stream: hello, credits and results up; finished samples and receipts down."""
@@ -289,6 +297,16 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_broker_pb2.StreamTokensResponse], _abc.AsyncIterator[_broker_pb2.StreamTokensResponse]]:
         """Token chunks of many samples, multiplexed. One response per request, after Redis stored it. Resending is safe:
         what is already stored is recognised by its offset.
+        """
+
+    @_abc_1.abstractmethod
+    def GetShardMap(
+        self,
+        request: _broker_pb2.GetShardMapRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_broker_pb2.GetShardMapResponse, _abc.Awaitable[_broker_pb2.GetShardMapResponse]]:
+        """Which broker owns which token shard of a run: where to send chunks. Any broker passes on what is not its own, but that
+        costs it twice. Answers of StreamTokens carry the same, where there is news.
         """
 
     @_abc_1.abstractmethod

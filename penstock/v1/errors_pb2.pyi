@@ -73,6 +73,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """[FAILED_PRECONDITION] Another run was opened under this id: resume that one, choose another id, or delete it."""
     ERROR_REASON_FORBIDDEN: _ErrorReason.ValueType  # 21
     """[PERMISSION_DENIED] The call, or the run, site or name in it, is not open to the caller's role. Never retry."""
+    ERROR_REASON_WRONG_OWNER: _ErrorReason.ValueType  # 22
+    """[FAILED_PRECONDITION] The chunks' token shards are owned by another broker, which the message names, and the sender was
+    told so. Send them there.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call, or one item of it, was refused. The status code that goes with each is in brackets."""
@@ -121,6 +125,10 @@ ERROR_REASON_OTHER_INSTANCE: ErrorReason.ValueType  # 20
 """[FAILED_PRECONDITION] Another run was opened under this id: resume that one, choose another id, or delete it."""
 ERROR_REASON_FORBIDDEN: ErrorReason.ValueType  # 21
 """[PERMISSION_DENIED] The call, or the run, site or name in it, is not open to the caller's role. Never retry."""
+ERROR_REASON_WRONG_OWNER: ErrorReason.ValueType  # 22
+"""[FAILED_PRECONDITION] The chunks' token shards are owned by another broker, which the message names, and the sender was
+told so. Send them there.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

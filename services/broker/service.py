@@ -14,6 +14,7 @@ from penstock.network.guard import takes_bytes
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from penstock.wire.timestamps import timestamp, unix_s
+from services.broker.brokers.shard_maps import ShardMaps
 from services.broker.ingest.validation import (
     MAX_GROUP_IDS,
     MAX_PROMPTS,
@@ -59,8 +60,10 @@ def _admit_trainer(
 class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     """See broker.proto for what each call promises."""
 
-    def __init__(self, run_registry: RunRegistry) -> None:
+    def __init__(self, run_registry: RunRegistry, shard_maps: ShardMaps | None = None) -> None:
+        """`shard_maps` says who owns token shards; None if this broker is the only one."""
         self._run_registry = run_registry
+        self._shard_maps = shard_maps
 
     def _replica(self, run_id: str) -> RunReplica:
         """The replica of the run that a request names. Raises InvalidFieldError."""
@@ -130,8 +133,16 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request_iterator: AsyncIterator[broker_pb2.StreamTokensRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
         """See `token_stream`."""
-        async for response in serve_tokens(self._run_registry, request_iterator):
+        async for response in serve_tokens(self._run_registry, request_iterator, self._shard_maps):
             yield response
+
+    async def GetShardMap(
+        self, request: broker_pb2.GetShardMapRequest, context: _Context
+    ) -> broker_pb2.GetShardMapResponse:
+        """Who owns the run's token shards."""
+        check_run_id(request.run_id)
+        shard_map = None if self._shard_maps is None else await self._shard_maps.of(request.run_id)
+        return broker_pb2.GetShardMapResponse(shard_map=shard_map)
 
     async def StreamScoring(
         self, request_iterator: AsyncIterator[broker_pb2.StreamScoringRequest], context: _Context

@@ -39,6 +39,9 @@ class BrokerMetrics:
         self.moves = counter("penstock_broker_leases_moved", "Leases moved to an idle generator")
         self.tokens = counter("penstock_broker_tokens_accepted", "Completion tokens stored")
         self.refused = counter("penstock_broker_chunks_refused", "Token chunks refused", "reason")
+        self.misdirected = counter(
+            "penstock_broker_requests_misdirected", "Token requests to a broker that owns none of their shards"
+        )
         self._dropped = gauge(
             "penstock_broker_samples_dropped",
             "Training samples given up, by length bucket in tokens",

@@ -107,6 +107,10 @@ class RunRegistry:
             with suppress(PenstockError):
                 await replica.leave()
 
+    def served_runs(self) -> list[str]:
+        """The open runs with token shards whose clients have streams here."""
+        return [run_id for run_id, replica in self._run_registry.items() if replica.serves_shards]
+
     def check_serving(self) -> None:
         """Raise ServiceUnavailableError once the process drains."""
         if self.is_stopping:

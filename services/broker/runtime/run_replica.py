@@ -99,6 +99,19 @@ class RunReplica(Replica[RunState]):
         """Number of streams that listen."""
         return len(self._listeners)
 
+    @property
+    def _has_holders(self) -> bool:
+        """Whether a stream is of one who holds leases or takes groups: those who send tokens wait for the end only."""
+        return not all(self._listeners.values())
+
+    @property
+    def serves_shards(self) -> bool:
+        """Whether the run has token shards and is open, and clients other than senders of tokens have streams here."""
+        state = self.copy
+        if state is None or state.run.is_closed:
+            return False
+        return state.policy.token_shards > 1 and self._has_holders
+
     def wake(self) -> None:
         """Set listeners' events."""
         is_ended = self.copy is None or self.copy.run.is_closed
@@ -127,7 +140,7 @@ class RunReplica(Replica[RunState]):
 
         Callers at the same time share one advance, and its failure.
         """
-        await self._advance(is_serving=bool(self._listeners))
+        await self._advance(is_serving=self._has_holders)
 
     async def attend(self) -> None:
         """Serve the run from now on; a stream calls this, while it listens, before it hands out leases."""

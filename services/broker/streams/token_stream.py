@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.brokers.shard_maps import ShardMaps
 from services.broker.ingest.token_chunk import ChunkFacts, read_chunks
 from services.broker.ingest.validation import (
     MAX_CHUNKS,
@@ -24,6 +25,7 @@ from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import answered
+from services.broker.streams.shard_hints import ShardHints
 
 MAX_UNREAD = 64
 """Answers that wait unread; then the client's requests are not read either."""
@@ -31,7 +33,9 @@ _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LEN
 
 
 async def serve_tokens(
-    run_registry: RunRegistry, requests: AsyncIterator[broker_pb2.StreamTokensRequest]
+    run_registry: RunRegistry,
+    requests: AsyncIterator[broker_pb2.StreamTokensRequest],
+    shard_maps: ShardMaps | None = None,
 ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
     """Answer each request in turn; one commit holds all its chunks.
 
@@ -40,11 +44,16 @@ async def serve_tokens(
     wake = asyncio.Event()
     answers: asyncio.Queue[broker_pb2.StreamTokensResponse] = asyncio.Queue(MAX_UNREAD)
     runs: dict[str, RunReplica] = {}
+    hints = ShardHints(shard_maps, run_registry.metrics)
     with ExitStack() as listening:
         listening.enter_context(run_registry.listening(wake))
 
         async def handle(request: broker_pb2.StreamTokensRequest) -> None:
-            await answers.put(await accept(run_registry, request))
+            shard_map = await hints.look(request)
+            answer = await accept(run_registry, request)
+            if shard_map is not None:
+                answer.shard_map.CopyFrom(shard_map)
+            await answers.put(answer)
             if request.run_id not in runs:
                 runs[request.run_id] = run_registry.replica(request.run_id)
                 listening.enter_context(runs[request.run_id].listening(wake, only_end=True))

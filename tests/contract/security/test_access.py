@@ -26,6 +26,8 @@ from penstock.v1 import (
     reward_pb2_grpc,
     scheduler_pb2,
     scheduler_pb2_grpc,
+    shards_pb2,
+    shards_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
     weights_pb2,
@@ -40,6 +42,7 @@ MODULES = (
     (generator_pb2, generator_pb2_grpc),
     (reward_pb2, reward_pb2_grpc),
     (scheduler_pb2, scheduler_pb2_grpc),
+    (shards_pb2, shards_pb2_grpc),
     (trainer_pb2, trainer_pb2_grpc),
     (weights_pb2, weights_pb2_grpc),
 )
@@ -64,7 +67,7 @@ EXPECTED = {
     "trainer": {*_TRAINS, *_READS, *_PLANS, "ListRuns", "AuditRun", "GetGenerator", "ListNodes"},
     "generator": {
         *(*_READS, *_PLANS, *_SCORES, *_FETCHES),
-        *("StreamLeases", "StreamTokens", "GetGenerator", "RegisterNode", "ReportNode", "ListNodes"),
+        *("StreamLeases", "StreamTokens", "GetShardMap", "GetGenerator", "RegisterNode", "ReportNode", "ListNodes"),
     },
     "reward": {*_READS, *_SCORES, "StreamScoring"},
     "environment": {*_READS, *_SCORES, "PutTrajectories"},
@@ -72,7 +75,10 @@ EXPECTED = {
         *(*_READS, *_PLANS, "ListRuns", "AuditRun", "GetGenerator", "WatchRun"),
         *("GetTrainer", "ListNodes", "GetLengthModel", "GetRewardModel"),
     },
-    "broker": {*_PLANS, "ForecastLengths", "ReportLengths", "GetLengthModel"},
+    "broker": {
+        *(*_PLANS, "ForecastLengths", "ReportLengths", "GetLengthModel"),
+        *("AcceptChunks", "SealLeases", "ReportTails"),
+    },
 }
 """What each role may call, besides the operator, which may call all: written down a second time, on purpose."""
 

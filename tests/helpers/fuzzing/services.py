@@ -19,10 +19,12 @@ from penstock.v1 import (
     generator_pb2,
     reward_pb2,
     scheduler_pb2,
+    shards_pb2,
     trainer_pb2,
     types_pb2,
     weights_pb2,
 )
+from services.broker.brokers.shard_service import ShardService
 from services.generator.engine.engine import UpdateMode
 from services.generator.service import GeneratorServicer
 from services.reward.models.build import build_model
@@ -32,6 +34,7 @@ from services.scheduler.service import SchedulerServicer
 from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from services.trainer.service import TrainerService
 from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
+from tests.helpers.brokers.members import NotedShards
 from tests.helpers.brokers.trajectories import groups
 
 SERVICES = [
@@ -42,6 +45,7 @@ SERVICES = [
         (trainer_pb2, "TrainerService"),
         (weights_pb2, "WeightStoreService"),
         (generator_pb2, "GeneratorService"),
+        (shards_pb2, "ShardService"),
     )
 ]
 
@@ -86,6 +90,7 @@ def broker_requests() -> dict[str, list[Message]]:
         ],
         "AckStep": [broker_pb2.AckStepRequest(run_id=RUN, consumer_id="c", group_ids=["a"], policy_version=1)],
         "DropGroups": [broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=["z"], reason="r")],
+        "GetShardMap": [broker_pb2.GetShardMapRequest(run_id=RUN)],
         "GetRun": [broker_pb2.GetRunRequest(run_id=RUN)],
         "DeleteRun": [broker_pb2.DeleteRunRequest(run_id="other")],
         "ListRuns": [broker_pb2.ListRunsRequest()],
@@ -122,6 +127,7 @@ def make_services() -> list[Service]:
     trainer = TrainerService(make_run=_refuse, weights_url="http://127.0.0.1:1")
     weights = WeightStoreService(WeightStore())
     lengths = make_forecaster(LengthsConfig(), clock=ManualClock(), registry=CollectorRegistry())
+    shards = NotedShards()
     scheduler = SchedulerServicer(clock=ManualClock(), heartbeat_interval_s=5.0, lengths=lengths)
     return [
         reward_service(build_model("exact_match")),
@@ -129,6 +135,7 @@ def make_services() -> list[Service]:
         service_of(trainer),
         service_of(weights),
         service_of(GeneratorServicer(StillGenerator())),
+        service_of(ShardService(shards, shards)),
     ]
 
 
@@ -142,6 +149,15 @@ def valid_requests(method: MethodDescriptor) -> list[Message]:
         "RegisterNode": scheduler_pb2.RegisterNodeRequest(node=this_machine(node_id="n")),
         "CreatePlan": scheduler_pb2.CreatePlanRequest(run_id="r", num_generators=2),
         "StartRun": trainer_pb2.StartRunRequest(run_id="r", config_json="{}"),
+        "AcceptChunks": shards_pb2.AcceptChunksRequest(
+            run_id="r", token_shard=1, sender_id="g", chunks=[chunk(broker_pb2.Lease(lease_id="l", key=key), [1])]
+        ),
+        "SealLeases": shards_pb2.SealLeasesRequest(
+            run_id="r", token_shard=1, leases=[shards_pb2.EndedLease(key=key, lease_id="l")]
+        ),
+        "ReportTails": shards_pb2.ReportTailsRequest(
+            run_id="r", token_shard=1, reports=[shards_pb2.SampleReport(key=key)]
+        ),
         "DrainGenerator": generator_pb2.DrainGeneratorRequest(grace=Duration(seconds=1)),
     }
     return [known[method.name]] if method.name in known else []

@@ -1,0 +1,54 @@
+"""Tells the sender on one token stream which brokers own its shards, and refuses one that never listens."""
+
+from __future__ import annotations
+
+from penstock.errors import ServiceUnavailableError, WrongOwnerError
+from penstock.v1 import broker_pb2
+from services.broker.brokers.shard_maps import ShardMaps
+from services.broker.runtime.metrics import BrokerMetrics
+
+MAX_MISDIRECTED = 256
+"""Requests in a row, to a broker that owns none of their shards, of a sender that was told who does."""
+
+
+class ShardHints:
+    """What one stream was told.
+
+    Args:
+        maps: The maps of runs; None if this broker knows of no others.
+        metrics: Counts requests that came to the wrong broker.
+    """
+
+    def __init__(self, maps: ShardMaps | None, metrics: BrokerMetrics) -> None:
+        self._maps, self._metrics = maps, metrics
+        self._told_epoch = 0
+        self._num_misdirected = 0
+
+    async def look(self, request: broker_pb2.StreamTokensRequest) -> broker_pb2.ShardMap | None:
+        """The map of the request's run if the sender has to hear it. Raises WrongOwnerError."""
+        shards = {chunk.token_shard for chunk in request.chunks} - {0}
+        if self._maps is None or not shards:
+            return None
+        try:
+            found = await self._maps.of(request.run_id)
+        except ServiceUnavailableError:
+            # Said, where it matters, by what becomes of the chunks.
+            return None
+        is_news, self._told_epoch = found.epoch != self._told_epoch, found.epoch
+        here = found.here if found.HasField("here") else None
+        owners = {found.owners[shard - 1] for shard in shards if shard <= len(found.owners)}
+        if here in owners or not owners:
+            self._num_misdirected = 0
+        else:
+            self._note_misdirected(request, found.addresses[min(owners)], is_news=is_news)
+        return found if is_news else None
+
+    def _note_misdirected(self, request: broker_pb2.StreamTokensRequest, owner: str, *, is_news: bool) -> None:
+        self._metrics.misdirected.inc()
+        self._num_misdirected = 0 if is_news or request.must_pass_on else self._num_misdirected + 1
+        if self._num_misdirected > MAX_MISDIRECTED:
+            raise WrongOwnerError(
+                f"chunks: {MAX_MISDIRECTED} requests of {request.generator_id!r} in a row have only chunks of token "
+                f"shards that {owner} owns; send them there, or say must_pass_on if it cannot be reached",
+                owner=owner,
+            )

@@ -1,0 +1,1 @@
+"""Several brokers on one store, in one process, over real gRPC."""
