@@ -37,8 +37,8 @@ async def _load_submitted(
     replica: RunReplica, groups: Sequence[GroupRecord], *, has_text: bool
 ) -> list[types_pb2.TrajectoryGroup]:
     prompts = await replica.payloads.prompts([group.group_id for group in groups])
-    wanted = [(group.group_id, index) for group in groups for index in kept_indices(group)]
-    stored = dict(zip(wanted, await replica.store.chunks(replica.run_id, wanted), strict=True))
+    wanted = {(group.group_id, index): group.token_shard for group in groups for index in kept_indices(group)}
+    stored = dict(zip(wanted, await replica.chunks(list(wanted), list(wanted.values())), strict=True))
     loaded: list[types_pb2.TrajectoryGroup] = []
     for group in groups:
         parts = {index: stored[(group.group_id, index)] for index in kept_indices(group)}

@@ -107,14 +107,13 @@ async def _group_parts(
     for indices in batched(
         kept_indices(group), lambda index: BYTES_PER_TOKEN * group.samples[index].num_tokens, READ_BYTES
     ):
-        stored = await replica.store.chunks(replica.run_id, [(group.group_id, index) for index in indices])
+        samples = [(group.group_id, index) for index in indices]
+        stored = await replica.chunks(samples, [group.token_shard] * len(samples))
         if not all(stored):
             _note_lost(group.group_id, sum(not parts for parts in stored), left_out)
-        samples = {index: read_sample(parts) for index, parts in zip(indices, stored, strict=True) if parts}
-        head.trajectories.extend(
-            trajectory(group, index, tokens, has_text=has_text) for index, tokens in samples.items()
-        )
-        await replica.compactor.offer(group, samples, replica.transact)
+        read = {index: read_sample(parts) for index, parts in zip(indices, stored, strict=True) if parts}
+        head.trajectories.extend(trajectory(group, index, tokens, has_text=has_text) for index, tokens in read.items())
+        await replica.compactor.offer(group, read, replica.transact)
         if head.trajectories:
             yield head.SerializeToString()
             head = types_pb2.TrajectoryGroup()

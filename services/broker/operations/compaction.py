@@ -30,7 +30,10 @@ class CompactSample:
 
 
 def replace_chunks(state: RunState, samples: Sequence[CompactSample]) -> int:
-    """Replace the chunks of those samples that are as they were read; returns their number."""
+    """Replace the chunks of those samples that are as they were read; returns their number.
+
+    A token shard has replaced those of its samples already: only their records change.
+    """
     num_replaced = 0
     for compact in samples:
         group_id, index = compact.sample
@@ -48,8 +51,9 @@ def replace_chunks(state: RunState, samples: Sequence[CompactSample]) -> int:
         record.is_compact, kept.stored_bytes = True, len(compact.payload)
         if record.HasField("trained_version"):
             record.stored_bytes = state.index.stored_bytes(group_id)
-        state.clear(compact.sample)
-        state.append(compact.sample, compact.payload)
+        if not group.token_shard:
+            state.clear(compact.sample)
+            state.append(compact.sample, compact.payload)
         state.run.format = FORMAT
         num_replaced += 1
     return num_replaced

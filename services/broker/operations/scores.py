@@ -44,6 +44,8 @@ class ScoringGrant:
     """Its duration from the grant and after each renewal."""
     generator_id: str
     """The generator that finished the sample."""
+    token_shard: int
+    """Where its tokens are; 0 if they are with the run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +87,7 @@ def lease_scoring(
                         expire_s=expire_s,
                         life_s=state.limits.scoring_lease_s,
                         generator_id=sample.generator_id,
+                        token_shard=group.token_shard,
                     )
                 )
     return grants

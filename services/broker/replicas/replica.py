@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -31,8 +31,6 @@ MAX_BATCH_OPERATIONS = 256
 
 class Document(Protocol):
     """A copy of a document, and its changes since the last commit; see `RunState` for what each call does."""
-
-    known_retired: set[str]
 
     @property
     def is_changed(self) -> bool:
@@ -129,6 +127,9 @@ class Replica(Generic[S]):
 
     async def _begin(self) -> None:
         """An operation is about to create the document."""
+
+    def _retired(self, state: S, group_ids: Collection[str]) -> None:
+        """Ids that the rolled-back changes treated as new belong to retired groups."""
 
     def _tell_time(self, reading: Reading) -> None:
         """The document's clock was read with it."""
@@ -281,7 +282,7 @@ class Replica(Generic[S]):
             self._mark = await self.store.commit(self.run_id, self._mark, delta)
         except RetiredError as error:
             state.rollback()
-            state.known_retired.update(error.group_ids)
+            self._retired(state, error.group_ids)
             return False
         except ConflictError:
             self.num_conflicts += 1
@@ -291,7 +292,6 @@ class Replica(Generic[S]):
             await self._refresh(state)
             return False
         state.settle()
-        state.known_retired.clear()
         self.copy = state
         if not only_grew:
             # Growth is by far the most frequent change, and nothing waits for it.

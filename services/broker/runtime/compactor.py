@@ -22,6 +22,7 @@ from services.broker.operations import compaction
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.stored_sample import StoredSample, compacted
 from services.broker.records_pb2 import GroupRecord
+from services.broker.shards.ports import TokenShards
 from services.broker.state.run_state import RunState
 
 MAX_WAITING_BYTES = 16 * 1024 * 1024
@@ -44,6 +45,7 @@ class _Job:
     index: int
     attempt: int
     stored: StoredSample
+    token_shard: int
 
     @property
     def size_bytes(self) -> int:
@@ -53,8 +55,9 @@ class _Job:
 class Compactor:
     """See the module."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, run_id: str, shards: TokenShards | None = None) -> None:
+        """`shards` reaches the run's token shards, if it may have any."""
+        self._run_id, self._shards = run_id, shards
         self._jobs: deque[_Job] = deque()
         self._num_bytes = 0
         """Of jobs not finished."""
@@ -73,7 +76,7 @@ class Compactor:
             await self._has_room.wait()
         for index, tokens in stored.items():
             if _size_bytes(tokens) <= MAX_SAMPLE_BYTES:
-                self._jobs.append(_Job(group.group_id, index, group.samples[index].attempt, tokens))
+                self._jobs.append(_Job(group.group_id, index, group.samples[index].attempt, tokens, group.token_shard))
                 self._num_bytes += _size_bytes(tokens)
         if self._jobs and self._worker is None:
             self._worker = asyncio.create_task(self._work(transact))
@@ -106,13 +109,25 @@ class Compactor:
     async def _compact(self, jobs: list[_Job], transact: Transact) -> None:
         try:
             samples = [await _encoded(job) for job in jobs]
-            await transact(partial(compaction.replace_chunks, samples=samples))
+            await transact(partial(compaction.replace_chunks, samples=await self._replaced(jobs, samples)))
         except PenstockError as error:
             _log.info("samples keep their chunks", run_id=self._run_id, num_samples=len(jobs), error=str(error))
         except Exception:  # whatever it is, other samples must not keep their chunks because of it
             _log.exception("samples keep their chunks", run_id=self._run_id, num_samples=len(jobs))
         self._num_bytes -= sum(job.size_bytes for job in jobs)
         self._has_room.set()
+
+    async def _replaced(self, jobs: list[_Job], samples: list[CompactSample]) -> list[CompactSample]:
+        """Have token shards replace the chunks that they have; returns what remains to be noted in the run."""
+        by_shard: dict[int, list[CompactSample]] = {}
+        for job, sample in zip(jobs, samples, strict=True):
+            by_shard.setdefault(job.token_shard, []).append(sample)
+        replaced = by_shard.pop(0, [])
+        if self._shards is not None:
+            for shard, members in by_shard.items():
+                flags = await self._shards.compact(self._run_id, shard, members)
+                replaced += [sample for sample, is_replaced in zip(members, flags, strict=True) if is_replaced]
+        return replaced
 
 
 async def _encoded(job: _Job) -> CompactSample:

@@ -8,6 +8,7 @@ repeat each part, and each slice is deleted only while the run is still the mark
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 
 from penstock.errors import RunConflictError, ServiceUnavailableError
 from penstock.v1 import broker_pb2
@@ -15,6 +16,7 @@ from services.broker.operations import drops
 from services.broker.records.store import ConflictError, Delta, Root, Store
 from services.broker.records_pb2 import RunRecord
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.shards.shard_removal import remove_shards
 
 DELETED, EXPIRED = "deleted", "expired"
 CALL_S = 2.0
@@ -47,7 +49,7 @@ async def delete(replica: RunReplica, *, is_forced: bool) -> broker_pb2.DeleteRu
                     await _check_idle(replica, run)
                 await mark(store, root, is_closed=True, payload_gone=DELETED)
                 continue
-            async for num_cut in store.purge(replica.run_id, root.mark):
+            async for num_cut in purge(store, run, root):
                 num_keys += num_cut
                 if time.monotonic() > until_s:
                     return broker_pb2.DeleteRunResponse(existed=True, num_keys=num_keys)
@@ -70,6 +72,15 @@ async def expire(replica: RunReplica, root: Root) -> None:
             return
         root = fresh
     await mark(replica.store, root, is_closed=True, payload_gone=EXPIRED)
+
+
+async def purge(store: Store, run: RunRecord, root: Root) -> AsyncIterator[int]:
+    """Delete the records and payload of a marked run and its token shards; see `Store.purge`."""
+    async for num_cut in remove_shards(store, run.run_id, range(1, run.policy.token_shards + 1)):
+        yield num_cut
+    # Last: its record says how many shards there are to look for.
+    async for num_cut in store.purge(run.run_id, root.mark):
+        yield num_cut
 
 
 async def mark(store: Store, root: Root, **changes: float | str) -> None:

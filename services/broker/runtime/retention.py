@@ -62,8 +62,8 @@ class Retention:
                 pass
             _log.info("a deletion left half done was finished", run_id=run_id)
         elif run.payload_gone:
-            if root.num_records:
-                num_keys = sum([num_cut async for num_cut in store.purge(run_id, root.mark)])
+            if root.num_records or run.policy.token_shards > 1:
+                num_keys = sum([num_cut async for num_cut in removal.purge(store, run, root)])
                 _log.info("payload of a closed run expired", run_id=run_id, num_keys=num_keys)
         elif run.is_closed and self._keep_s is not None:
             now_s = await store.now_s(run_id)

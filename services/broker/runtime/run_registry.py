@@ -24,6 +24,8 @@ from services.broker.runtime.heartbeats import Renewed
 from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.shards.ports import TokenShards
+from services.broker.shards.shard_registry import ShardRegistry
 from services.broker.stalls import stall_report
 from services.broker.state.run_state import RunState
 
@@ -68,6 +70,9 @@ class RunRegistry:
         """Kept, with their copies, even if nothing refers to them now."""
         self._listeners: set[asyncio.Event] = set()
         self.is_stopping = False
+        self.own_shards = ShardRegistry(store=store, core=self, clock_of=lambda run_id: self.replica(run_id).clock)
+        """The token shards that this process works on itself."""
+        self.shards: TokenShards = self.own_shards
 
     @contextmanager
     def listening(self, event: asyncio.Event) -> Iterator[None]:
@@ -82,7 +87,7 @@ class RunRegistry:
         """The replica of a run that may or may not exist."""
         replica = self._run_registry.get(run_id)
         if replica is None:
-            replica = RunReplica(run_id, store=self.store, clock=self.clock, broker=self._broker)
+            replica = RunReplica(run_id, store=self.store, clock=self.clock, broker=self._broker, shards=self.shards)
             self._run_registry[run_id] = replica
         self._used_lately[run_id] = replica
         return replica
@@ -103,6 +108,7 @@ class RunRegistry:
 
     async def leave(self) -> None:
         """Tell other brokers not to wait for this process: its streams have ended. If that fails, the entry lapses."""
+        await self.own_shards.settled()
         for replica in list(self._run_registry.values()):
             with suppress(PenstockError):
                 await replica.leave()
@@ -118,6 +124,14 @@ class RunRegistry:
 
     async def care(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
         """Look after every run until cancelled; `set_serving` is called at every change of the store's health."""
+        # Beside the runs, whose clocks do not wait for shards.
+        caring = asyncio.create_task(self.own_shards.care())
+        try:
+            await self._care_for_runs(set_serving)
+        finally:
+            caring.cancel()
+
+    async def _care_for_runs(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
         is_serving: bool | None = None
         while True:
             try:
@@ -146,6 +160,8 @@ class RunRegistry:
             await replica.keep_time()
             await replica.poll()
             await expire(replica, self.metrics)
+            if replica.copy is not None:
+                replica.sealer.start(replica.copy, self.shards)
             await replica.peers.refresh()
             await self._observe_books(replica)
             if replica.copy is not None:

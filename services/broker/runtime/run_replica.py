@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,12 +19,15 @@ from services.broker.fleet.dispatcher import Dispatcher
 from services.broker.fleet.worker_registry import Peers
 from services.broker.operations.lifecycle import create_run, reopen_run
 from services.broker.records.run_clock import MAX_GAP_S, Reading, RunClock, max_gap_s
-from services.broker.records.store import Store
+from services.broker.records.shard_ids import shard_id
+from services.broker.records.store import SampleId, Store
 from services.broker.replicas.replica import Replica, Request
 from services.broker.runtime.compactor import Compactor
 from services.broker.runtime.heartbeats import Heartbeats
 from services.broker.runtime.lease_rounds import LeaseRounds
 from services.broker.runtime.payload_cache import PayloadCache
+from services.broker.shards.ports import TokenShards
+from services.broker.shards.sealer import Sealer
 from services.broker.state.run_state import RunState
 
 _T = TypeVar("_T")
@@ -35,7 +38,9 @@ Follower = Callable[[RunState], Callable[[RunState], Any] | None]
 class RunReplica(Replica[RunState]):
     """See the module."""
 
-    def __init__(self, run_id: str, *, store: Store, clock: Clock, broker: str = "") -> None:
+    def __init__(
+        self, run_id: str, *, store: Store, clock: Clock, broker: str = "", shards: TokenShards | None = None
+    ) -> None:
         super().__init__(run_id, name=f"run {run_id!r}", make=RunState, store=store, clock=RunClock(clock))
         self._broker = broker
         """Name of the process among the brokers that serve the run (`run_clock`)."""
@@ -59,7 +64,8 @@ class RunReplica(Replica[RunState]):
         self.receiving_bytes = 0
         """Payload of puts that arrive in parts, until they are stored; see `trajectory_parts`."""
         self.payloads = PayloadCache(run_id, store=store)
-        self.compactor = Compactor(run_id)
+        self.compactor = Compactor(run_id, shards)
+        self.sealer = Sealer(run_id, self.transact, self.clock)
         self.peers = Peers(run_id, store=store, clock=self.clock)
         self.dispatcher = Dispatcher(self.peers)
         self.lease_rounds = LeaseRounds(self.transact, self.dispatcher, self.clock)
@@ -189,6 +195,20 @@ class RunReplica(Replica[RunState]):
         """
         return await self.transact(lambda state: reading(state, self._books), must_verify=False, needs_books=True)
 
+    async def chunks(self, samples: Sequence[SampleId], token_shards: Sequence[int]) -> list[list[bytes]]:
+        """The accepted chunks of each sample, from the token shard of its group."""
+        if not any(token_shards):
+            return await self.store.chunks(self.run_id, samples)
+        by_shard: dict[int, list[int]] = {}
+        for position, shard in enumerate(token_shards):
+            by_shard.setdefault(shard, []).append(position)
+        parts: list[list[bytes]] = [[]] * len(samples)
+        for shard, positions in by_shard.items():
+            found = await self.store.chunks(shard_id(self.run_id, shard), [samples[at] for at in positions])
+            for position, chunks in zip(positions, found, strict=True):
+                parts[position] = chunks
+        return parts
+
     def forget(self) -> None:
         """Drop the copy of a deleted run, and wake everything that waits for its end."""
         self._forget()
@@ -212,6 +232,9 @@ class RunReplica(Replica[RunState]):
 
     async def _begin(self) -> None:
         await self.keep_time()
+
+    def _retired(self, state: RunState, group_ids: Collection[str]) -> None:
+        state.known_retired.update(group_ids)
 
     def _tell_time(self, reading: Reading) -> None:
         self.clock.take(reading)

@@ -313,6 +313,7 @@ class RunState:
                 self._stored.pop(name, None)
         self._run_committed = self._run_kept
         self._kept_undo, self._kept, self._grown, self._is_turned = {}, Delta(run=b""), set(), False
+        self.known_retired.clear()
 
     def rollback(self) -> None:
         """Return to the last commit: the delta was not stored."""

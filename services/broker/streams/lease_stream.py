@@ -232,7 +232,9 @@ class LeaseStream:
             return []
         prompts = await self._replica.payloads.prompts([grant.sample[0] for grant in grants])
         continued = [grant for grant in grants if grant.num_prefix_tokens]
-        stored = await self._replica.store.chunks(self._replica.run_id, [grant.sample for grant in continued])
+        stored = await self._replica.chunks(
+            [grant.sample for grant in continued], [grant.token_shard for grant in continued]
+        )
         prefixes = {grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)}
         return [
             _Response(

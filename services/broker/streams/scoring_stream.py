@@ -143,7 +143,7 @@ class ScoringStream:
         if not grants:
             return []
         prompts = await self._replica.payloads.prompts([grant.sample[0] for grant in grants])
-        stored = await self._replica.store.chunks(self._replica.run_id, [grant.sample for grant in grants])
+        stored = await self._replica.chunks([grant.sample for grant in grants], [grant.token_shard for grant in grants])
         leases: list[broker_pb2.ScoringLease] = []
         for grant, parts in zip(grants, stored, strict=True):
             if (prompt := prompts.get(grant.sample[0])) is not None:

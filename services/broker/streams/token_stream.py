@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from services.broker.ingest.validation import (
 )
 from services.broker.operations import append_tokens
 from services.broker.operations.append_tokens import Accepted
+from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
@@ -68,24 +70,65 @@ async def serve_tokens(
 
 
 async def accept(run_registry: RunRegistry, request: broker_pb2.StreamTokensRequest) -> broker_pb2.StreamTokensResponse:
-    """Store the chunks of one request."""
+    """Store the chunks of one request, each where its sample's tokens are."""
     check_run_id(request.run_id)
     check_id("generator_id", request.generator_id)
     check_count("chunks", len(request.chunks), MAX_CHUNKS)
     check_bytes("chunks", request.ByteSize(), most=MAX_TOKENS_REQUEST_BYTES)
-    replica = run_registry.replica(request.run_id)
-    generator_id = request.generator_id
-    chunks = read_chunks(request.chunks)
+    if any([chunk.token_shard for chunk in request.chunks]):
+        parts = [_store(run_registry, request, shard, chunks) for shard, chunks in _by_shard(request.chunks).items()]
+        errors = [error for part in await asyncio.gather(*parts) for error in part]
+    else:
+        errors = await _store(run_registry, request, 0, request.chunks)
+    return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=errors)
+
+
+def _by_shard(chunks: Sequence[types_pb2.TokenChunk]) -> dict[int, list[types_pb2.TokenChunk]]:
+    """Chunks by their token shard, which is not stored with them."""
+    parts: dict[int, list[types_pb2.TokenChunk]] = {}
+    for chunk in chunks:
+        parts.setdefault(chunk.token_shard, []).append(chunk)
+        chunk.ClearField("token_shard")
+    return parts
+
+
+async def _store(
+    run_registry: RunRegistry,
+    request: broker_pb2.StreamTokensRequest,
+    shard: int,
+    chunks: Sequence[types_pb2.TokenChunk],
+) -> list[broker_pb2.ChunkError]:
+    """Store chunks of one shard, or of the run itself; returns those that were refused."""
+    facts = read_chunks(chunks)
+    if shard > MAX_TOKEN_SHARDS:
+        return [fact.refuse("INVALID_FIELD", 0, f"token_shard: {shard}; must be what its lease says") for fact in facts]
+    keep = _in_shard if shard else _in_run
+    outcome = await keep(run_registry, request, shard, facts)
+    _count(run_registry.metrics, facts, outcome)
+    _report_lengths(run_registry, request.run_id, facts, outcome)
+    return outcome.accepted.errors
+
+
+async def _in_run(
+    run_registry: RunRegistry, request: broker_pb2.StreamTokensRequest, _shard: int, chunks: Sequence[ChunkFacts]
+) -> _Outcome:
+    replica, generator_id = run_registry.replica(request.run_id), request.generator_id
 
     def operation(state: RunState) -> _Outcome:
         state.check_open()
         accepted = append_tokens.accept_chunks(state, generator_id, chunks, replica.clock.now_s())
         return _Outcome(accepted=accepted, policy_version=state.run.policy_version)
 
-    outcome = await replica.transact(operation)
-    _count(run_registry.metrics, chunks, outcome)
-    _report_lengths(run_registry, request.run_id, chunks, outcome)
-    return broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=outcome.accepted.errors)
+    return await replica.transact(operation)
+
+
+async def _in_shard(
+    run_registry: RunRegistry, request: broker_pb2.StreamTokensRequest, shard: int, chunks: Sequence[ChunkFacts]
+) -> _Outcome:
+    accepted = await run_registry.shards.accept(request.run_id, shard, request.generator_id, chunks)
+    # A hint, for the metrics: the copy of the run may be behind, or not here.
+    copy = run_registry.replica(request.run_id).copy
+    return _Outcome(accepted=accepted, policy_version=sys.maxsize if copy is None else copy.run.policy_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

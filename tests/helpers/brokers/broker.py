@@ -84,6 +84,7 @@ def chunk(
         "policy_versions": encode_versions([version] * len(ids)),
         "finish_reason": finish,
         "text": "2" if finish else "",
+        "token_shard": lease.token_shard,
     }
     return types_pb2.TokenChunk(**(values | changes))
 

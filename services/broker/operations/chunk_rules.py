@@ -1,0 +1,65 @@
+"""Decides which chunks of a sample are stored, wherever its tokens are kept. Pure.
+
+Promise: a chunk is stored only under the current lease, and only if it continues where the last one ended.
+"""
+
+from __future__ import annotations
+
+from penstock.v1 import broker_pb2, types_pb2
+from services.broker.ingest.token_chunk import ChunkFacts
+from services.broker.operations.append_tokens import Accepted
+
+_QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+
+
+class ChunkRules:
+    """Judges one generator's chunks; what is not stored is noted in `accepted`."""
+
+    def __init__(self, generator_id: str, *, max_completion_tokens: int, policy_version: int) -> None:
+        self._generator_id = generator_id
+        self._max_tokens, self._policy_version = max_completion_tokens, policy_version
+        self.accepted = Accepted(errors=[], repeated=[])
+
+    def is_welcome(
+        self,
+        chunk: ChunkFacts,
+        *,
+        lease_id: str,
+        generator_id: str,
+        sample_state: broker_pb2.SampleState.ValueType,
+        num_tokens: int,
+    ) -> bool:
+        """Whether to store a chunk of a sample with that lease, state and number of stored tokens."""
+        is_held = lease_id == chunk.lease_id and generator_id == self._generator_id
+        if is_held and _is_stored(sample_state, num_tokens, chunk):
+            self.accepted.repeated.append(chunk)
+        elif not is_held or sample_state != _LEASED:
+            self.refuse(chunk, "LEASE_LOST", num_tokens, "the lease expired or was revoked")
+        elif chunk.offset != num_tokens:
+            self.refuse(chunk, "OFFSET_MISMATCH", num_tokens, f"{num_tokens} tokens are stored")
+        elif fault := chunk.fault or self._fault(chunk):
+            self.refuse(chunk, "INVALID_FIELD", num_tokens, fault)
+        else:
+            return True
+        return False
+
+    def refuse(self, chunk: ChunkFacts, reason: str, next_offset: int, message: str) -> None:
+        """Note that a chunk is not stored."""
+        self.accepted.errors.append(chunk.refuse(reason, next_offset, message))
+
+    def _fault(self, chunk: ChunkFacts) -> str:
+        if chunk.end > self._max_tokens:
+            return f"{chunk.end} completion tokens, but the run allows {self._max_tokens}"
+        if chunk.max_version is not None and chunk.max_version > self._policy_version:
+            return f"policy version {chunk.max_version} is ahead of the run's {self._policy_version}"
+        return ""
+
+
+def _is_stored(sample_state: broker_pb2.SampleState.ValueType, num_tokens: int, chunk: ChunkFacts) -> bool:
+    """Whether a chunk from the sample's lease holder is a repetition; `num_tokens` are stored already."""
+    if chunk.end > num_tokens:
+        return False
+    if sample_state == _LEASED:
+        return chunk.num_tokens > 0 and not chunk.finish_reason
+    was_aborted = chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
+    return was_aborted or sample_state not in (_QUEUED, broker_pb2.SAMPLE_STATE_DROPPED)

@@ -1,0 +1,116 @@
+"""Keeps the token shards that a broker process works on: implements `TokenShards` for itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from penstock.errors import InvalidFieldError, PenstockError, UnknownRunError
+from services.broker.ingest.token_chunk import ChunkFacts
+from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.compaction import CompactSample
+from services.broker.records.run_clock import RunClock
+from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
+from services.broker.records.store import Store
+from services.broker.records.token_tails import SealRequest
+from services.broker.records_pb2 import SampleTail
+from services.broker.shards.ports import Core
+from services.broker.shards.shard_replica import ShardReplica
+
+CARE_EVERY_S = 1.0
+SHARDS_AT_ONCE = 32
+IDLE_SHARD_S = 60.0
+"""A shard without groups, or of another owner, that is unused for this long is unloaded."""
+
+_log = structlog.get_logger()
+
+
+class ShardRegistry:
+    """Shard replicas by run and number, made on demand."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        core: Core,
+        clock_of: Callable[[str], RunClock],
+        is_ours: Callable[[str, int], bool] = lambda _run_id, _shard: True,
+    ) -> None:
+        """`clock_of` returns a run's clock in this process; `is_ours` says which shards the process looks after."""
+        self.core = core
+        """Set before the first call."""
+        self._store, self._clock_of = store, clock_of
+        self.is_ours = is_ours
+        self._replicas: dict[tuple[str, int], ShardReplica] = {}
+
+    def replica(self, run_id: str, shard: int) -> ShardReplica:
+        """The replica of a shard that may or may not exist. Raises InvalidFieldError."""
+        if not 1 <= shard <= MAX_TOKEN_SHARDS:
+            raise InvalidFieldError(f"token_shard: {shard}; must be what the lease says", field="token_shard")
+        clock, replica = self._clock_of(run_id), self._replicas.get((run_id, shard))
+        if replica is None:
+            replica = ShardReplica(run_id, shard, store=self._store, clock=clock, core=self.core)
+            self._replicas[run_id, shard] = replica
+        # The run may have been unloaded and loaded again since.
+        replica.clock = clock
+        return replica
+
+    @property
+    def num_conflicts(self) -> int:
+        """Commits that failed because another process had changed a shard."""
+        return sum(replica.num_conflicts for replica in self._replicas.values())
+
+    async def accept(self, run_id: str, shard: int, generator_id: str, chunks: Sequence[ChunkFacts]) -> Accepted:
+        """See `TokenShards.accept`."""
+        return await self.replica(run_id, shard).accept(generator_id, chunks)
+
+    async def seal(self, run_id: str, shard: int, samples: Sequence[SealRequest]) -> list[SampleTail]:
+        """See `TokenShards.seal`."""
+        return await self.replica(run_id, shard).seal(samples)
+
+    async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
+        """See `TokenShards.compact`."""
+        return await self.replica(run_id, shard).compact(samples)
+
+    async def attend(self, run_id: str, shard: int) -> None:
+        """Look after a shard from now on: what a process that owned it before left over is told at the next look."""
+        await self.replica(run_id, shard).load()
+
+    async def care(self) -> None:
+        """Look after the shards until cancelled."""
+        while True:
+            await asyncio.sleep(CARE_EVERY_S)
+            await self.look()
+
+    async def settled(self) -> None:
+        """Wait for what is under way though nobody waits for it: the process stops."""
+        for replica in list(self._replicas.values()):
+            await replica.settled()
+
+    async def look(self) -> None:
+        """Look after each shard once."""
+        keys = list(self._replicas)
+        for start in range(0, len(keys), SHARDS_AT_ONCE):
+            await asyncio.gather(*(self._look_at(*key) for key in keys[start : start + SHARDS_AT_ONCE]))
+
+    async def _look_at(self, run_id: str, shard: int) -> None:
+        replica = self._replicas.get((run_id, shard))
+        if replica is None:
+            return
+        try:
+            await self._care_for(run_id, shard, replica)
+        except UnknownRunError:
+            self._replicas.pop((run_id, shard), None)
+        except PenstockError as error:
+            _log.warning("token shard not cared for", run_id=run_id, shard=shard, error=str(error))
+
+    async def _care_for(self, run_id: str, shard: int, replica: ShardReplica) -> None:
+        used_s, is_ours = replica.last_used_s, self.is_ours(run_id, shard)
+        if is_ours:
+            await replica.care()
+            replica.last_used_s = used_s
+        is_needed = is_ours and replica.copy is not None and replica.copy.group_ids
+        if not is_needed and replica.clock.monotonic_s() - used_s > IDLE_SHARD_S:
+            self._replicas.pop((run_id, shard), None)

@@ -1,0 +1,224 @@
+"""Holds a token shard inside one broker process, and keeps its run up to date about it.
+
+Promises:
+- An answer to chunks that end samples is given only once the run knows of those ends; ends that it does not know, left
+  over by a process that died, are told again.
+- A shard document is made only for a lease that the run has granted, and one of an earlier run of that id is deleted
+  before it is used. It may be changed by several processes at once: each commit then fails for all but one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import TypeVar
+
+import structlog
+
+from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
+from services.broker.ingest.token_chunk import ChunkFacts
+from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.compaction import CompactSample
+from services.broker.records.run_clock import RunClock
+from services.broker.records.shard_ids import shard_id
+from services.broker.records.store import ConflictError, Store
+from services.broker.records.token_tails import SealRequest, TailReport
+from services.broker.records_pb2 import GroupRecord, SampleTail, ShardRecord
+from services.broker.replicas.replica import MAX_ATTEMPTS, Replica
+from services.broker.shards import acceptance, tails
+from services.broker.shards.acceptance import Answer
+from services.broker.shards.end_reports import REPORTS_AT_ONCE, EndReports
+from services.broker.shards.ports import Core
+from services.broker.shards.run_facts import RunFacts, check_open, read_facts
+from services.broker.shards.shard_removal import remove_shards
+from services.broker.shards.shard_state import ShardState
+
+FACTS_LIFE_S = 1.0
+"""How long a shard goes on by what it last read of its run."""
+PROGRESS_EVERY_S = 5.0
+"""How often the run learns how far samples are; a lease that gets no token may expire after 30 s at the earliest."""
+CLEAN_EVERY_S = 10.0
+GROUPS_AT_ONCE = 500
+MAX_CREATIONS = 3
+
+_T = TypeVar("_T")
+_log = structlog.get_logger()
+
+
+class ShardReplica(Replica[ShardState]):
+    """See the module."""
+
+    def __init__(self, run_id: str, shard: int, *, store: Store, clock: RunClock, core: Core) -> None:
+        document_id = shard_id(run_id, shard)
+        super().__init__(
+            document_id, name=f"token shard {shard} of run {run_id!r}", make=ShardState, store=store, clock=clock
+        )
+        self.core_id = run_id
+        """The run."""
+        self.shard = shard
+        self.num_mismatches = 0
+        """Leases that did not continue what the shard has: the store has lost something."""
+        self._core = core
+        self._facts: RunFacts | None = None
+        self._ends = EndReports(self._tell_ends)
+        self._noting: set[asyncio.Task[None]] = set()
+        self._progress_s = self._cleaned_s = -math.inf
+
+    # -- the calls of `TokenShards` ------------------------------------------------------------------------------------
+
+    async def accept(self, generator_id: str, chunks: Sequence[ChunkFacts]) -> Accepted:
+        """See `TokenShards.accept`."""
+        newest = max((chunk.max_version or 0 for chunk in chunks), default=0)
+        facts = await self.facts(version=newest)
+        check_open(facts, self.core_id)
+        decide = partial(acceptance.accept_chunks, shard=self.shard, generator_id=generator_id, facts=facts)
+        try:
+            answer = await self.transact(partial(decide, chunks=chunks, now_s=self.clock.now_s()))
+        except UnknownRunError:
+            answer = Answer(accepted=Accepted(errors=[], repeated=[]), unknown=list(chunks))
+        answers = [answer, await self._adopt(answer.unknown, decide, facts)] if answer.unknown else [answer]
+        await self._ends.tell([end for each in answers for end in each.ends])
+        return Accepted(
+            errors=[error for each in answers for error in each.accepted.errors],
+            repeated=[chunk for each in answers for chunk in each.accepted.repeated],
+        )
+
+    async def seal(self, requests: Sequence[SealRequest]) -> list[SampleTail]:
+        """See `TokenShards.seal`."""
+        return await self._change(lambda state: tails.seal(state, requests), await self.facts())
+
+    async def compact(self, samples: Sequence[CompactSample]) -> list[bool]:
+        """See `TokenShards.compact`."""
+        await self.facts()
+        try:
+            return await self.transact(lambda state: tails.compact(state, samples))
+        except UnknownRunError:
+            return [False] * len(samples)
+
+    async def _adopt(self, chunks: Sequence[ChunkFacts], decide: Callable[..., Answer], facts: RunFacts) -> Answer:
+        """Accept chunks under leases that the shard does not know, by what the run says of them."""
+        names = list(dict.fromkeys(chunk.group_id for chunk in chunks))
+        found = await self.store.records(self.core_id, names)
+        records = {
+            name: None if record is None else GroupRecord.FromString(record)
+            for name, record in zip(names, found, strict=True)
+        }
+        decide = partial(decide, chunks=chunks, now_s=self.clock.now_s(), records=records)
+        try:
+            answer = await self.transact(decide)
+        except UnknownRunError:
+            empty = ShardState()
+            answer = decide(empty)
+            if empty.is_changed:
+                answer = await self._change(decide, facts)
+        self.num_mismatches += len(answer.mismatches)
+        for sample in answer.mismatches:
+            _log.error("a lease does not continue what its shard has", run_id=self.core_id, sample=sample)
+        return answer
+
+    async def _change(self, operation: Callable[[ShardState], _T], facts: RunFacts) -> _T:
+        """Change the shard, which is made if need be."""
+        record = ShardRecord(run_id=self.core_id, shard=self.shard, open_s=facts.open_s)
+        for _ in range(MAX_CREATIONS):
+            try:
+                return await self.transact(operation)
+            except UnknownRunError:
+                await self.transact(partial(_create, record=record), may_create=True)
+        return await self.transact(operation)
+
+    # -- housekeeping --------------------------------------------------------------------------------------------------
+
+    async def facts(self, *, version: int = 0) -> RunFacts:
+        """What the shard knows of its run, read again when that is old, or of a version before this one.
+
+        Raises UnknownRunError.
+        """
+        facts, now_s = self._facts, self.clock.monotonic_s()
+        if facts is None or now_s - facts.read_s > FACTS_LIFE_S or version > facts.policy_version:
+            self._facts = None
+            facts = self._facts = await read_facts(self.store, self.core_id, now_s)
+        await self.load()
+        if self.copy is not None and self.copy.shard.open_s != facts.open_s:
+            _log.info("a token shard of an earlier run is deleted", run_id=self.core_id, shard=self.shard)
+            await self.remove()
+        return facts
+
+    async def load(self) -> None:
+        """Have a copy, if there is a document."""
+        if self.copy is None:
+            with suppress(UnknownRunError):
+                await self.transact(lambda _state: None, must_verify=False)
+
+    async def remove(self) -> None:
+        """Delete the document; raises ServiceUnavailableError if others kept changing it."""
+        for _ in range(MAX_ATTEMPTS):
+            with suppress(ConflictError):
+                async for _num_cut in remove_shards(self.store, self.core_id, [self.shard]):
+                    pass
+                self._forget()
+                return
+        raise ServiceUnavailableError(f"{self._name}: others kept changing it while it was being deleted")
+
+    async def care(self) -> None:
+        """Tell the run what is due, and forget what it needs no more; called about once a second.
+
+        Raises UnknownRunError once the run is gone, and the shard with it.
+        """
+        try:
+            await self.facts()
+        except UnknownRunError:
+            await self.remove()
+            raise
+        if self.copy is None:
+            return
+        if self.copy.ended:
+            await self._ends.tell(await self.transact(tails.unreported, must_verify=False))
+        now_s = self.clock.monotonic_s()
+        if now_s - self._progress_s >= PROGRESS_EVERY_S:
+            self._progress_s = now_s
+            await self._tell_progress()
+        if now_s - self._cleaned_s >= CLEAN_EVERY_S:
+            self._cleaned_s = now_s
+            await self._clean()
+
+    async def settled(self) -> None:
+        """Wait for what is under way though nobody waits for it."""
+        if self._noting:
+            await asyncio.wait(self._noting)
+
+    async def _tell_progress(self) -> None:
+        while self.copy is not None and self.copy.grown:
+            samples = list(islice(self.copy.grown, REPORTS_AT_ONCE))
+            self.copy.grown.difference_update(samples)
+            # Through a transaction: the copy may have tokens that are not stored.
+            reports = await self.transact(partial(tails.progress, samples=samples), must_verify=False)
+            if reports:
+                await self._core.report(self.core_id, self.shard, reports)
+
+    async def _clean(self) -> None:
+        group_ids = [] if self.copy is None else self.copy.group_ids
+        for start in range(0, len(group_ids), GROUPS_AT_ONCE):
+            some = group_ids[start : start + GROUPS_AT_ONCE]
+            retired = await self.store.retired(self.core_id, some)
+            if retired:
+                await self.transact(partial(tails.forget, group_ids=sorted(retired)), must_verify=False)
+
+    async def _tell_ends(self, reports: Sequence[TailReport]) -> None:
+        await self._core.report(self.core_id, self.shard, reports)
+        # Nobody waits for the note: without it they are told again.
+        noting = asyncio.create_task(self._note_told(reports))
+        self._noting.add(noting)
+        noting.add_done_callback(self._noting.discard)
+
+    async def _note_told(self, reports: Sequence[TailReport]) -> None:
+        with suppress(PenstockError):
+            await self.transact(partial(tails.confirm, reports=reports), must_verify=False)
+
+
+def _create(state: ShardState, *, record: ShardRecord) -> None:
+    if not state.shard.run_id:
+        state.create(record)

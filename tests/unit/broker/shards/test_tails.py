@@ -1,0 +1,162 @@
+"""What a token shard seals, tells its run, compacts and forgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.errors import ServiceUnavailableError
+from penstock.v1 import broker_pb2
+from services.broker.operations.compaction import CompactSample
+from services.broker.records.shard_ids import shard_id
+from services.broker.shards.shard_replica import CLEAN_EVERY_S, PROGRESS_EVERY_S
+from services.broker.storage.memory_store import MemoryStore
+from tests.helpers.brokers.broker import RUN
+from tests.helpers.brokers.sharded_run import ABORTED, STOP, ShardedRun, chunk_of, put, reasons, seal_request
+
+QUEUED, LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+SEALING, FINISHED = broker_pb2.SAMPLE_STATE_SEALING, broker_pb2.SAMPLE_STATE_FINISHED
+
+
+async def sharded(*group_ids: str, **changes: Any) -> ShardedRun:
+    run = ShardedRun(MemoryStore())
+    await run.open(*group_ids or ("a",), **changes)
+    return run
+
+
+@pytest.mark.parametrize("num_stored", [0, 2])
+async def test_nothing_is_stored_under_a_sealed_lease(num_stored: int) -> None:
+    run = await sharded()
+    process, [lease] = run.process(), await run.lease()
+    if num_stored:
+        await put(process, lease, [1, 2])
+    await run.expire()
+    tail = await run.seal(process, lease)
+    assert (tail.num_tokens, tail.is_sealed, tail.lease_id) == (num_stored, True, lease.lease_id)
+    assert reasons(await put(process, lease, [3], offset=num_stored)) == ["LEASE_LOST"]
+    assert run.sample(("a", 0)).num_tokens == num_stored
+    [again] = await run.lease()
+    assert reasons(await put(process, again, [3], offset=num_stored)) == []
+    assert await run.tokens(again) == [*[1, 2][:num_stored], 3]
+
+
+async def test_a_seal_of_a_lease_that_another_one_followed_disturbs_nothing() -> None:
+    run = await sharded()
+    process, [lease] = run.process(), await run.lease()
+    await put(process, lease, [1])
+    await run.expire()
+    await run.seal(process, lease)
+    [again] = await run.lease()
+    await put(process, again, [2], offset=1)
+    [late] = await process.seal(RUN, lease.token_shard, [seal_request(lease)])
+    assert late.lease_id == lease.lease_id
+    assert reasons(await put(process, again, [3], offset=2)) == []
+
+
+async def test_a_lease_without_a_chunk_seals_what_came_before_it() -> None:
+    run = await sharded()
+    process, [lease] = run.process(), await run.lease()
+    await put(process, lease, [1, 2], finish=ABORTED)
+    [again] = await run.lease()
+    await run.expire()
+    tail = await run.seal(process, again)
+    assert (tail.num_tokens, tail.finish_reason) == (2, 0)
+    assert (run.sample(("a", 0)).state, run.sample(("a", 0)).num_tokens) == (QUEUED, 2)
+    assert reasons(await put(process, again, [3], offset=2)) == ["LEASE_LOST"]
+
+
+async def test_a_sample_that_ended_unheard_is_finished_by_the_seal() -> None:
+    run = await sharded()
+    process, [lease] = run.process(), await run.lease()
+    run.is_away = True
+    with pytest.raises(ServiceUnavailableError):
+        await put(process, lease, [1, 2], finish=STOP)
+    run.is_away = False
+    await run.expire()
+    assert run.sample(("a", 0)).state == SEALING
+    tail = await run.seal(run.process(), lease)
+    assert (tail.num_tokens, tail.finish_reason) == (2, STOP)
+    assert run.sample(("a", 0)).state == FINISHED
+
+
+async def test_an_end_that_the_run_did_not_hear_of_is_told_until_it_does() -> None:
+    run = await sharded()
+    first, [lease] = run.process(), await run.lease()
+    run.is_away = True
+    last = chunk_of(lease, [1, 2], finish=STOP)
+    with pytest.raises(ServiceUnavailableError):
+        await first.accept(RUN, lease.token_shard, "gen-1", [last])
+    await first.look()
+    run.is_away = False
+    # The process dies; another one looks after the shard.
+    second = run.process()
+    await second.attend(RUN, lease.token_shard)
+    await second.look()
+    assert (run.sample(("a", 0)).state, run.sample(("a", 0)).num_tokens) == (FINISHED, 2)
+    await second.look()
+    assert len(run.reports) == 1
+
+
+async def test_a_repeated_end_is_answered_only_once_the_run_knows_of_it() -> None:
+    run = await sharded()
+    process, [lease] = run.process(), await run.lease()
+    last = chunk_of(lease, [1, 2], finish=STOP)
+    run.is_away = True
+    for _ in range(2):
+        with pytest.raises(ServiceUnavailableError):
+            await process.accept(RUN, lease.token_shard, "gen-1", [last])
+    run.is_away = False
+    accepted = await process.accept(RUN, lease.token_shard, "gen-1", [last])
+    assert accepted.repeated == [last]
+    assert run.sample(("a", 0)).state == FINISHED
+
+
+async def test_the_run_hears_now_and_then_how_far_samples_are() -> None:
+    run = await sharded("a", "b")
+    process, [one, two] = run.process(), await run.lease(2)
+    await put(process, one, [1, 2])
+    await process.look()
+    assert run.sample(("a", 0)).num_tokens == 2
+    await put(process, one, [3], offset=2)
+    await put(process, two, [4])
+    await process.look()
+    assert run.sample(("a", 0)).num_tokens == 2
+    run.clock.advance(PROGRESS_EVERY_S)
+    await process.look()
+    assert [run.sample((name, 0)).num_tokens for name in ("a", "b")] == [3, 1]
+    run.clock.advance(PROGRESS_EVERY_S)
+    await process.look()
+    assert len(run.reports) == 3
+
+
+async def test_what_the_run_has_no_more_use_for_is_deleted() -> None:
+    run = await sharded("a", "b", "c")
+    process, leases = run.process(), await run.lease(3)
+    await put(process, leases[0], [1], finish=STOP)
+    await put(process, leases[1], [2])
+    await put(process, leases[2], [3])
+    await run.drop("a", "b")
+    run.clock.advance(CLEAN_EVERY_S)
+    await process.look()
+    assert [await run.tokens(lease) for lease in leases] == [[], [], [3]]
+    document = shard_id(RUN, leases[0].token_shard)
+    assert await run.store.records(document, ["a", "b"]) == [None, None]
+    assert reasons(await put(process, leases[1], [9], offset=1)) == ["UNKNOWN_SAMPLE"]
+
+
+async def test_only_samples_that_ended_as_they_were_read_are_compacted() -> None:
+    run = await sharded("a", "b", "c")
+    process, leases = run.process(), await run.lease(3)
+    await put(process, leases[0], [1], finish=STOP)
+    await put(process, leases[1], [2])
+    await process.look()
+    samples = [
+        CompactSample(sample=(name, 0), attempt=attempt, payload=b"compact")
+        for name, attempt in (("a", 0), ("b", 0), ("c", 0))
+    ]
+    shard = leases[0].token_shard
+    assert await process.compact(RUN, shard, samples) == [True, False, False]
+    assert await process.compact(RUN, shard % 3 + 1, samples) == [False, False, False]
+    stored = await run.store.chunks(shard_id(RUN, shard), [("a", 0), ("c", 0)])
+    assert stored == [[b"compact"], []]
