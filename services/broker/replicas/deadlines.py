@@ -3,48 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 from penstock.errors import ServiceUnavailableError
+from penstock.process.time_limits import TimeLimit
 
 
 class Deadlines:
     """The running limits of what `owner` names."""
 
     def __init__(self, owner: str) -> None:
-        self._owner = owner
-        self._timeouts: dict[asyncio.Timeout, float] = {}
-        """The paused limits, each with its remaining seconds."""
-        self._is_paused = False
+        self.owner = owner
+        self.limits: dict[Deadline, float] = {}
+        """Those that run, each with the seconds it had left when it was last paused."""
+        self.is_paused = False
 
-    @asynccontextmanager
-    async def within(self, limit_s: float) -> AsyncIterator[None]:
-        """Raise ServiceUnavailableError if the block takes longer, pauses excluded."""
-        try:
-            async with asyncio.timeout(None if self._is_paused else limit_s) as timeout:
-                self._timeouts[timeout] = limit_s
-                try:
-                    yield
-                finally:
-                    del self._timeouts[timeout]
-        except TimeoutError as error:
-            raise ServiceUnavailableError(f"{self._owner}: no answer in {limit_s} s") from error
+    def within(self, limit_s: float) -> Deadline:
+        """A block that raises ServiceUnavailableError if it takes longer, pauses excluded."""
+        return Deadline(self, limit_s)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Pause every limit inside the block."""
         now_s = asyncio.get_running_loop().time
-        self._is_paused = True
-        for timeout in self._timeouts:
-            end_s = timeout.when()
-            if end_s is not None and not timeout.expired():
-                self._timeouts[timeout] = end_s - now_s()
-                timeout.reschedule(None)
+        self.is_paused = True
+        for limit in self.limits:
+            if limit.end_s is not None and not limit.is_over:
+                self.limits[limit] = limit.end_s - now_s()
+                limit.reschedule(None)
         try:
             yield
         finally:
-            self._is_paused = False
-            for timeout, left_s in self._timeouts.items():
-                if not timeout.expired():
-                    timeout.reschedule(now_s() + left_s)
+            self.is_paused = False
+            for limit, left_s in self.limits.items():
+                if not limit.is_over:
+                    limit.reschedule(left_s)
+
+
+class Deadline(TimeLimit):
+    """See `Deadlines.within`."""
+
+    __slots__ = ("_deadlines", "_whole_s")
+
+    def __init__(self, deadlines: Deadlines, limit_s: float) -> None:
+        super().__init__(None if deadlines.is_paused else limit_s)
+        self._deadlines, self._whole_s = deadlines, limit_s
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self._deadlines.limits[self] = self._whole_s
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop. Raises ServiceUnavailableError if the time was up."""
+        del self._deadlines.limits[self]
+        try:
+            super().__exit__(kind, error, traceback)
+        except TimeoutError as late:
+            raise ServiceUnavailableError(f"{self._deadlines.owner}: no answer in {self._whole_s} s") from late

@@ -82,7 +82,8 @@ class Request(Generic[S]):
     """Whether it also works on an empty copy, if the document does not exist."""
     needs_books: bool = False
     """Whether it reads the audit counters."""
-    is_follower: bool = False
+    take: Callable[[asyncio.Future[Any]], None] | None = None
+    """Called with the answer at once, of an operation that followed others."""
     result: Any = None
     error: PenstockError | None = None
 
@@ -90,6 +91,19 @@ class Request(Generic[S]):
     def is_alone(self) -> bool:
         """Whether it is a batch of its own."""
         return self.may_create or self.needs_books
+
+    def finish(self, error: BaseException | None) -> None:
+        """Answer with the result, or with the error; does nothing if the caller is gone."""
+        if self.answer.done():
+            return
+        if isinstance(error, asyncio.CancelledError):
+            self.answer.cancel()
+        elif error is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(self.result)
+        if self.take is not None:
+            self.take(self.answer)
 
 
 class Replica(Generic[S]):
@@ -162,7 +176,7 @@ class Replica(Generic[S]):
         self._waiting.append(Request(operation, answer, must_verify, may_create, needs_books))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
-        async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
+        with self._deadlines.within(TRANSACTION_TIMEOUT_S):
             return await answer
 
     async def _work(self) -> None:
@@ -171,7 +185,7 @@ class Replica(Generic[S]):
             while self._waiting:
                 batch = self._next_batch()
                 try:
-                    async with self._deadlines.within(TRANSACTION_TIMEOUT_S):
+                    with self._deadlines.within(TRANSACTION_TIMEOUT_S):
                         await self._settle(batch)
                 except PenstockError as error:
                     self._go_back()
@@ -244,7 +258,7 @@ class Replica(Generic[S]):
             state.undo()
             request.error = error
         except Exception as error:
-            _set_error(request.answer, error)
+            request.finish(error)
             return False
         return True
 
@@ -336,21 +350,10 @@ async def _take_over(state: Document, snapshot: Snapshot) -> None:
 
 def _answer(batch: Sequence[Request[Any]]) -> None:
     """Followers first: a trainer waits for work, a producer only for its answer."""
-    for request in sorted(batch, key=lambda request: not request.is_follower):
-        if request.error is not None:
-            _set_error(request.answer, request.error)
-        elif not request.answer.done():
-            request.answer.set_result(request.result)
+    for request in sorted(batch, key=lambda request: request.take is None):
+        request.finish(request.error)
 
 
 def _fail(batch: Sequence[Request[Any]], error: BaseException) -> None:
     for request in batch:
-        _set_error(request.answer, error)
-
-
-def _set_error(answer: asyncio.Future[Any], error: BaseException) -> None:
-    """Does nothing if the caller is gone."""
-    if isinstance(error, asyncio.CancelledError):
-        answer.cancel()
-    elif not answer.done():
-        answer.set_exception(error)
+        request.finish(error)

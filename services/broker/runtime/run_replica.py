@@ -1,7 +1,7 @@
 """Holds a run inside one broker process: its replica, who listens to it, and what serves it.
 
-Promise: listeners are woken by every change of any process, except growth of samples under way; `poll` detects changes
-of other processes.
+Promise: listeners are woken by every change of any process that concerns them, except growth of samples under way;
+`poll` detects changes of other processes.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from penstock.clock import Clock
 from penstock.errors import UnknownRunError
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2
 from services.broker.fleet.dispatcher import Dispatcher
 from services.broker.fleet.worker_registry import Peers
@@ -25,6 +26,7 @@ from services.broker.replicas.replica import Replica, Request
 from services.broker.runtime.compactor import Compactor
 from services.broker.runtime.heartbeats import Heartbeats
 from services.broker.runtime.lease_rounds import LeaseRounds
+from services.broker.runtime.listeners import Listeners, Topic
 from services.broker.runtime.payload_cache import PayloadCache
 from services.broker.shards.ports import TokenShards
 from services.broker.shards.sealer import Sealer
@@ -53,8 +55,6 @@ class RunReplica(Replica[RunState]):
         self.observed_s = -math.inf
         """When it last set the metrics of the run's queues and stalls."""
         self.heartbeats = Heartbeats(self.transact, self.clock)
-        self._listeners: dict[asyncio.Event, bool] = {}
-        """Events to set, and whether only at the run's end."""
         self._followers: dict[Follower, Callable[[asyncio.Future[Any]], None]] = {}
         """In order of arrival: woken in that order, so that the first to ask is served first."""
         self.num_groups_coming = 0
@@ -69,22 +69,17 @@ class RunReplica(Replica[RunState]):
         self.peers = Peers(run_id, store=store, clock=self.clock)
         self.dispatcher = Dispatcher(self.peers)
         self.lease_rounds = LeaseRounds(self.transact, self.dispatcher, self.clock)
+        self._listeners = Listeners(self.lease_rounds.seats)
 
     # -- listening -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def listening(self, event: asyncio.Event | None = None, *, only_end: bool = False) -> Iterator[asyncio.Event]:
-        """An event (the given one, or a new one) that changes of the run set; the listener clears it.
+    def listening(self, event: Wake | None = None, *, topic: Topic = Topic.EVERYTHING) -> AbstractContextManager[Wake]:
+        """An event (the given one, or a new one) that changes of the run set; the listener clears it."""
+        return self._listeners.listening(event or Wake(), topic)
 
-        With `only_end` only the run's closing or removal sets it: otherwise every commit would wake the many streams
-        that wait for nothing else.
-        """
-        event = event or asyncio.Event()
-        self._listeners[event] = only_end
-        try:
-            yield event
-        finally:
-            self._listeners.pop(event, None)
+    def leasing(self, event: Wake, generator_id: str) -> AbstractContextManager[Wake]:
+        """The same for a generator's lease stream."""
+        return self._listeners.leasing(event, generator_id)
 
     @contextmanager
     def following(self, follower: Follower, take: Callable[[asyncio.Future[Any]], None]) -> Iterator[None]:
@@ -108,7 +103,7 @@ class RunReplica(Replica[RunState]):
     @property
     def _has_holders(self) -> bool:
         """Whether a stream is of one who holds leases or takes groups: those who send tokens wait for the end only."""
-        return not all(self._listeners.values())
+        return self._listeners.has_holders
 
     @property
     def serves_shards(self) -> bool:
@@ -119,11 +114,8 @@ class RunReplica(Replica[RunState]):
         return state.policy.token_shards > 1 and self._has_holders
 
     def wake(self) -> None:
-        """Set listeners' events."""
-        is_ended = self.copy is None or self.copy.run.is_closed
-        for event, only_end in self._listeners.items():
-            if is_ended or not only_end:
-                event.set()
+        """Set listeners' events, whatever they listen for."""
+        self._listeners.wake_all(is_ended=self.copy is None or self.copy.run.is_closed)
 
     @property
     def is_closed(self) -> bool:
@@ -218,7 +210,10 @@ class RunReplica(Replica[RunState]):
     # -- what a run adds to a replica ----------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        self.wake()
+        if self.copy is None:
+            self.wake()
+        else:
+            self._listeners.wake(self.copy)
 
     def _follow_up(self, state: RunState) -> list[Request[RunState]]:
         requests: list[Request[RunState]] = []
@@ -226,8 +221,7 @@ class RunReplica(Replica[RunState]):
             operation = follower(state)
             if operation is not None:
                 answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                answer.add_done_callback(take)
-                requests.append(Request(operation, answer, is_follower=True))
+                requests.append(Request(operation, answer, take=take))
         return requests
 
     async def _begin(self) -> None:

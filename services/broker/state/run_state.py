@@ -29,6 +29,7 @@ from services.broker.rules.sample_policy import Policy
 from services.broker.state.batch_index import BatchIndex
 from services.broker.state.batches import cut_at, cuts_between, head_of, ids, num_groups, read_record
 from services.broker.state.group_records import GroupRecords
+from services.broker.state.news import News
 from services.broker.state.tally_names import is_tally, tally_name, tally_version
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
@@ -102,6 +103,7 @@ class RunState:
         """By step: the tally of its groups that no longer have a record."""
         self._entries: dict[str, _Entry] = {}
         self._stored = {}
+        self._news = News(is_all=True)
         self._forget(run.SerializeToString(deterministic=True))
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -158,6 +160,11 @@ class RunState:
     def num_waiting(self, purpose: int) -> int:
         """Groups of a purpose none of whose samples was ever leased."""
         return len(self._waiting[purpose])
+
+    def take_news(self) -> News:
+        """What changed since the last call, whether it was committed, undone or taken over."""
+        news, self._news = self._news, News()
+        return news
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
@@ -422,6 +429,7 @@ class RunState:
 
     def _queue(self, entry: _Entry, group: GroupRecord, num_queued: int, *, is_started: bool) -> None:
         """Place a group in the queues; by length only if the run's dispatch uses lengths."""
+        self._news.has_queued = True
         queued = QueuedGroup(
             sequence=group.sequence,
             is_evaluation=group.purpose == types_pb2.PURPOSE_EVALUATE,
@@ -441,6 +449,7 @@ class RunState:
         if sample.state == _LEASED:
             self.generation_leases.setdefault(sample.generator_id, {})[sample.lease_id] = key
             entry.generation.append((sample.generator_id, sample.lease_id))
+            self._news.holders.add(sample.generator_id)
         elif sample.state == _SCORING:
             self.scoring_leases.setdefault(sample.worker_id, {})[sample.scoring_lease_id] = key
             entry.scoring.append((sample.worker_id, sample.scoring_lease_id))
@@ -451,6 +460,7 @@ class RunState:
             finished = (int(group.purpose == types_pb2.PURPOSE_TRAIN), group.sequence, index)
             self.finished.add(finished)
             entry.finished.append(finished)
+            self._news.has_finished = True
 
     def _unindex(self, name: str) -> None:
         self.num_changes += 1
@@ -464,6 +474,7 @@ class RunState:
         self.leased_lengths.add(entry.length, -len(entry.generation))
         for finished in entry.finished:
             self.finished.discard(finished)
+        self._news.holders.update(holder for holder, _lease_id in entry.generation)
         _remove(self.generation_leases, entry.generation)
         _remove(self.scoring_leases, entry.scoring)
         self.sealing.difference_update(entry.sealing)

@@ -8,7 +8,6 @@ SIGN_OF_LIFE_S.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ import structlog
 
 from penstock.errors import NotRetainedError, require
 from penstock.network.rpc import MAX_MESSAGE_BYTES
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.pieces import batched
 from services.broker.assembly.group_loading import load_records
@@ -231,7 +231,7 @@ async def _is_still_there(replica: RunReplica, planned: Plan) -> bool:
 
 
 async def _wait_for_news(
-    run_registry: RunRegistry, replica: RunReplica, cursor: Cursor, wake: asyncio.Event, until_s: float
+    run_registry: RunRegistry, replica: RunReplica, cursor: Cursor, wake: Wake, until_s: float
 ) -> None:
     """Wait until the copy may have data after `cursor`, or until `until_s` of the monotonic clock."""
     while not run_registry.is_stopping and (timeout_s := until_s - time.monotonic()) > 0:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import structlog
 
 from penstock.errors import InvalidFieldError
+from penstock.process.time_limits import Wake
 from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
@@ -57,7 +58,7 @@ class LeaseStream:
         self._beat: broker_pb2.GeneratorBeat | None = None
         self._seat: Seat | None = None
         """None before the first heartbeat."""
-        self._wake = asyncio.Event()
+        self._wake = Wake()
         self._num_sent = 0
         self._known: set[str] = set()
         """Leases that this stream sent, or that the generator reports."""
@@ -77,7 +78,7 @@ class LeaseStream:
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
-        with self._replica.listening(self._wake) as wake, self._leaving():
+        with self._replica.leasing(self._wake, self._hello.generator_id) as wake, self._leaving():
             await self._replica.attend()
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
@@ -211,6 +212,8 @@ class LeaseStream:
             return []
         # The next attempt waits as long again: in between the loads hardly change.
         self._idle_since_s = now_s
+        # Meanwhile its seat gets nothing, nor is it told of what may be had.
+        self._wake.set()
 
         def operation(state: RunState) -> Moves:
             if leasing.holds_abandoned(state, facts):

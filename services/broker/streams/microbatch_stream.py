@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.assembly.large_groups import portions
 from services.broker.assembly.microbatch_reader import load_frames
@@ -67,7 +68,7 @@ class MicrobatchStream:
         self._consumer = Consumer(consumer_id=hello.consumer_id, purpose=hello.purpose, stream_id=secrets.token_hex(8))
         self._credit_total = first.credit_total
         self._num_sent = 0
-        self._wake = asyncio.Event()
+        self._wake = Wake()
         self._is_delivering = False
         """Whether a delivery is being committed, or is committed but not yet counted as sent."""
         self._followed: asyncio.Future[_Delivery] | None = None

@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Generic, TypeVar
 
 from penstock.errors import DeadlineError, InvalidFieldError
-from penstock.process.tasks import end, set_within
+from penstock.process.tasks import end
+from penstock.process.time_limits import Wake
 
 HELLO_TIMEOUT_S = 10.0
 CHECK_EVERY_S = 5.0
@@ -30,12 +31,9 @@ async def first_request(requests: AsyncIterator[_Request]) -> _Request:
         raise DeadlineError(f"hello: no first message in {HELLO_TIMEOUT_S} s") from error
 
 
-async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
+async def wait_for_event(event: Wake, timeout_s: float) -> bool:
     """Wait until `event` is set, then clear it; returns whether it was set in time."""
-    is_set = await set_within(event, timeout_s)
-    if is_set:
-        event.clear()
-    return is_set
+    return await event.take_within(timeout_s)
 
 
 class Intake(Generic[_Request]):
@@ -48,7 +46,7 @@ class Intake(Generic[_Request]):
         self,
         requests: AsyncIterator[_Request],
         handle: Callable[[_Request], Awaitable[None]],
-        wake: asyncio.Event,
+        wake: Wake,
     ) -> None:
         self._requests, self._handle, self._wake = requests, handle, wake
         self.has_begun = False
@@ -86,7 +84,7 @@ async def answered(
     requests: AsyncIterator[_Request],
     handle: Callable[[_Request], Awaitable[None]],
     answers: asyncio.Queue[_Answer],
-    wake: asyncio.Event,
+    wake: Wake,
     check: Callable[[], bool],
 ) -> AsyncGenerator[_Answer, None]:
     """The answers of a stream without a hello, which `handle` puts into `answers`.

@@ -24,6 +24,7 @@ from services.broker.operations import scores
 from services.broker.operations.scores import Receipts, ScoringGrant
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.heartbeats import WorkerNote
+from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, wait_for_event
@@ -59,7 +60,7 @@ class ScoringStream:
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
-        with self._replica.listening() as wake:
+        with self._replica.listening(topic=Topic.SCORING) as wake:
             await self._replica.attend()
             async with Intake(requests, self._on_request, wake) as intake:
                 while True:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
 from penstock.names import check_run_id
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.brokers.shard_maps import ShardMaps
 from services.broker.ingest.token_chunk import ChunkFacts, read_chunks
@@ -22,6 +23,7 @@ from services.broker.ingest.validation import (
 from services.broker.operations import append_tokens
 from services.broker.operations.append_tokens import Accepted
 from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
+from services.broker.runtime.listeners import Topic
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
@@ -43,7 +45,7 @@ async def serve_tokens(
 
     An idle stream ends with OK when a run it wrote to is closed, and with UNAVAILABLE when the process drains.
     """
-    wake = asyncio.Event()
+    wake = Wake()
     answers: asyncio.Queue[broker_pb2.StreamTokensResponse] = asyncio.Queue(MAX_UNREAD)
     runs: dict[str, RunReplica] = {}
     hints = ShardHints(shard_maps, run_registry.metrics)
@@ -58,7 +60,7 @@ async def serve_tokens(
             await answers.put(answer)
             if request.run_id not in runs:
                 runs[request.run_id] = run_registry.replica(request.run_id)
-                listening.enter_context(runs[request.run_id].listening(wake, only_end=True))
+                listening.enter_context(runs[request.run_id].listening(wake, topic=Topic.END))
 
         def check() -> bool:
             run_registry.check_serving()

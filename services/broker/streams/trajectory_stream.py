@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
 from penstock.process.tasks import end
+from penstock.process.time_limits import Wake
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire import packed as packed_types
@@ -24,6 +25,7 @@ from services.broker.ingest.validation import check_id
 from services.broker.operations import append_trajectories
 from services.broker.operations.append_trajectories import Put
 from services.broker.runtime.invariant_metrics import InvariantMetrics
+from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
@@ -51,7 +53,7 @@ async def serve_puts(run_registry: RunRegistry, requests: AsyncIterator[bytes]) 
 
     The stream ends with OK when its run is closed and no answer is due, and with UNAVAILABLE when the process drains.
     """
-    wake = asyncio.Event()
+    wake = Wake()
     with ExitStack() as listening:
         listening.enter_context(run_registry.listening(wake))
         stream = _PutStream(run_registry, wake, listening)
@@ -69,7 +71,7 @@ async def serve_puts(run_registry: RunRegistry, requests: AsyncIterator[bytes]) 
 class _PutStream:
     """One producer's stream: its run, the put that it receives in parts, and the answers it is due."""
 
-    def __init__(self, run_registry: RunRegistry, wake: asyncio.Event, listening: ExitStack) -> None:
+    def __init__(self, run_registry: RunRegistry, wake: Wake, listening: ExitStack) -> None:
         self._run_registry, self._wake, self._listening = run_registry, wake, listening
         self._replica: RunReplica | None = None
         self.parts = PutParts()
@@ -100,7 +102,7 @@ class _PutStream:
     def _replica_of(self, run_id: str) -> RunReplica:
         if self._replica is None:
             self._replica = self._run_registry.replica(run_id)
-            self._listening.enter_context(self._replica.listening(self._wake, only_end=True))
+            self._listening.enter_context(self._replica.listening(self._wake, topic=Topic.END))
         if self._replica.run_id != run_id:
             raise InvalidFieldError(f"run_id: {run_id!r}; the stream is of {self._replica.run_id!r}", field="run_id")
         return self._replica

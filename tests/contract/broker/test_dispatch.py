@@ -11,6 +11,7 @@ import pytest
 
 from penstock.errors import ServiceUnavailableError
 from penstock.network import rpc
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_array
 from services.broker.fleet import dispatcher
@@ -286,7 +287,7 @@ async def test_a_stream_that_may_not_ask_yet_does_not_look_again_and_again(
 ) -> None:
     waits_s: list[float] = []
 
-    async def waiting(event: asyncio.Event, timeout_s: float) -> bool:
+    async def waiting(event: Wake, timeout_s: float) -> bool:
         waits_s.append(timeout_s)
         return await wait_for_event(event, timeout_s)
 

@@ -13,6 +13,7 @@ from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import append_tokens, submission
 from services.broker.records.store import Delta, Mark
+from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
@@ -186,7 +187,7 @@ async def test_listeners_are_woken_by_changes_but_not_where_samples_only_grow() 
         accepted = await replica.transact(lambda state: append_tokens.accept_chunks(state, "gen-1", [facts], 3.0))
         assert accepted.errors == []
 
-    with replica.listening() as every, replica.listening(only_end=True) as end:
+    with replica.listening() as every, replica.listening(topic=Topic.END) as end:
         await decode(0, 5, 6)
         await decode(2, 7)
         assert not every.is_set()
