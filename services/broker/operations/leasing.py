@@ -288,11 +288,11 @@ def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> i
     """
     if now_s - unbroken_since_s < state.limits.generation_lease_s:
         return 0
-    late: dict[str, list[int]] = {}
-    for held in state.generation_leases.values():
-        for group_id, index in held.values():
-            if state.groups[group_id].samples[index].lease_expire_s <= now_s:
-                late.setdefault(group_id, []).append(index)
+
+    def end_s(sample: SampleId) -> float:
+        return state.groups[sample[0]].samples[sample[1]].lease_expire_s
+
+    late = state.generation_ends.ended(state.generation_leases, end_s, now_s)
     for group_id, indices in late.items():
         with state.edit(group_id) as group:
             for index in indices:

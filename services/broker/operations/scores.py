@@ -110,11 +110,11 @@ def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0
     """Requeue the samples of workers' expired leases; returns how many. Gaps count as in `generation.expire`."""
     if now_s - unbroken_since_s < state.limits.scoring_lease_s:
         return 0
-    late: dict[str, list[int]] = {}
-    for held in state.scoring_leases.values():
-        for group_id, index in held.values():
-            if state.groups[group_id].samples[index].scoring_expire_s <= now_s:
-                late.setdefault(group_id, []).append(index)
+
+    def end_s(sample: SampleId) -> float:
+        return state.groups[sample[0]].samples[sample[1]].scoring_expire_s
+
+    late = state.scoring_ends.ended(state.scoring_leases, end_s, now_s)
     for group_id, indices in late.items():
         with state.edit(group_id) as group:
             for index in indices:

@@ -1,10 +1,11 @@
 """Finds what stalls a run's work, in words: what is missing, silent or behind, and what will happen when. Pure.
 
-Cheap on purpose: looks at leases, connections and the heads of queues, never at every queued group.
+Cheap on purpose: looks at connections, the heads of queues and leases (some of very many), never at every queued group.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,8 +16,13 @@ from services.broker.records_pb2 import SampleRecord, WorkerView
 from services.broker.state.run_state import FinishedKey, Leases, RunState
 
 TRAIN, EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
+_LEASED, _SCORING = broker_pb2.SAMPLE_STATE_LEASED, broker_pb2.SAMPLE_STATE_SCORING
 SILENT_AFTER_S = 10.0
 """A generator sends a heartbeat at least every 5 s; after twice that it counts as silent."""
+MAX_LOOKED = 4_096
+"""Leases among which the longest silent one is looked for, about 5 ms."""
+MAX_SILENT = 32
+"""Silent generators that are reported one by one."""
 SUBMITTER, GENERATORS, REWARD_WORKERS, TRAINER = "submitter of prompts", "generators", "reward workers", "trainer"
 
 
@@ -119,9 +125,12 @@ def _no_worker(state: RunState, present: Present, now_s: float) -> Iterator[Caus
 
 
 def _silent_generators(state: RunState, present: Present, now_s: float) -> list[Cause]:
+    """Generators that hold leases and are silent, the longest silent ones of many."""
     heard_s = {view.hello.generator_id: _beat_s(view) for view in present.generators}
+    silent = [name for name in state.generation_leases if now_s - heard_s.get(name, -math.inf) >= SILENT_AFTER_S]
     found = []
-    for generator_id, held in state.generation_leases.items():
+    for generator_id in sorted(silent, key=lambda name: heard_s.get(name, -math.inf))[:MAX_SILENT]:
+        held = state.generation_leases[generator_id]
         samples = [(key, state.groups[key[0]].samples[key[1]]) for key in held.values()]
         key, sample = min(samples, key=lambda item: item[1].lease_expire_s)
         since_s = heard_s.get(generator_id, max(sample.last_chunk_s, sample.lease_s))
@@ -187,10 +196,10 @@ def may_start(state: RunState, generator_version: int) -> bool:
 
 def _decoding(state: RunState, purpose: int, now_s: float) -> Cause | None:
     """The leased sample whose last sign of life is oldest."""
-    held = [item for item in _held(state, state.generation_leases) if _purpose(state, item[0]) == purpose]
-    if not held:
+    held = _held(state, state.generation_leases, _LEASED, purpose, now_s)
+    if held is None:
         return None
-    key, sample = min(held, key=lambda item: _heard_s(item[1]))
+    key, sample = min(held.examples, key=lambda item: _heard_s(item[1]))
     heard_s = _heard_s(sample)
     if now_s - heard_s >= SILENT_AFTER_S:
         words = f"is leased by {sample.generator_id}, silent {_for(heard_s, now_s)} while {sample.generator_id} lives"
@@ -201,7 +210,7 @@ def _decoding(state: RunState, purpose: int, now_s: float) -> Cause | None:
         words = f"is leased by {sample.generator_id} {_for(sample.lease_s, now_s)}, no token yet"
     text = f"{name_of(key)} {words}, lease ends {_due(sample.lease_expire_s, now_s)} unless renewed"
     owner = f"generator {sample.generator_id}"
-    waiter = counted(len(held), "sample")
+    waiter = counted(held.count, "sample")
     return Cause(waiter=waiter, owner=owner, text=text, since_s=heard_s, deadline_s=sample.lease_expire_s)
 
 
@@ -216,15 +225,15 @@ def _sealing(state: RunState, purpose: int) -> Cause | None:
 
 
 def _scoring(state: RunState, purpose: int, now_s: float) -> Cause | None:
-    held = [item for item in _held(state, state.scoring_leases) if _purpose(state, item[0]) == purpose]
-    if not held:
+    held = _held(state, state.scoring_leases, _SCORING, purpose, now_s)
+    if held is None:
         return None
-    key, sample = min(held, key=lambda item: item[1].finish_s)
+    key, sample = min(held.examples, key=lambda item: item[1].finish_s)
     text = (
         f"{name_of(key)} is scored by {sample.worker_id}, finished {now_s - sample.finish_s:.0f} s ago, "
         f"lease ends {_due(sample.scoring_expire_s, now_s)} unless renewed"
     )
-    owner, waiter = f"reward worker {sample.worker_id}", counted(len(held), "sample")
+    owner, waiter = f"reward worker {sample.worker_id}", counted(held.count, "sample")
     return Cause(
         waiter=waiter,
         owner=owner,
@@ -235,10 +244,11 @@ def _scoring(state: RunState, purpose: int, now_s: float) -> Cause | None:
 
 
 def _unscored(state: RunState, purpose: int) -> Cause | None:
-    keys = [key for key in state.finished if (key[0] == 0) == (purpose == EVALUATE)]
-    if not keys:
+    num_evaluation = state.finished.bisect_left((1, 0, 0))
+    count = num_evaluation if purpose == EVALUATE else len(state.finished) - num_evaluation
+    if not count:
         return None
-    text = f"{counted(len(keys), 'finished sample', 'waits', 'wait')} for a free reward worker"
+    text = f"{counted(count, 'finished sample', 'waits', 'wait')} for a free reward worker"
     return Cause(waiter="samples", owner=REWARD_WORKERS, text=text, since_s=_first_finish_s(state))
 
 
@@ -256,10 +266,35 @@ def _beat_s(view: broker_pb2.GeneratorView) -> float:
     return unix_s(view.beat_time)
 
 
-def _held(state: RunState, leases: Leases) -> Iterator[tuple[SampleId, SampleRecord]]:
-    for held in leases.values():
-        for key in held.values():
-            yield key, _sample(state, key)
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Samples of a purpose that somebody holds."""
+
+    count: int
+    examples: list[tuple[SampleId, SampleRecord]]
+    """All of them, or of very many those of some holders: each second of others."""
+
+
+def _held(
+    state: RunState, leases: Leases, status: broker_pb2.SampleState.ValueType, purpose: int, now_s: float
+) -> _Held | None:
+    """The samples of a purpose that are leased, and so in that state; None if there are none."""
+    num_leases = sum(map(len, leases.values()))
+    num_training = state.index.num_samples[status]
+    count = num_training if purpose == TRAIN else num_leases - num_training
+    if not count:
+        return None
+    holders, stride = list(leases.values()), 1 + num_leases // MAX_LOOKED
+    for start in range(stride):
+        found: list[tuple[SampleId, SampleRecord]] = []
+        for held in holders[(start + int(now_s)) % stride :: stride]:
+            for key in held.values():
+                group = state.groups[key[0]]
+                if group.purpose == purpose:
+                    found.append((key, group.samples[key[1]]))
+        if found:
+            return _Held(count, found)
+    return None
 
 
 def _sample(state: RunState, key: SampleId) -> SampleRecord:

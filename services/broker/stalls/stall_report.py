@@ -26,19 +26,13 @@ from services.broker.state.run_state import RunState
 
 def waiting(state: RunState, present: Present, now_s: float) -> broker_pb2.Waiting:
     """The explanation for a trainer that gets nothing."""
-    leased = {key[0] for held in state.generation_leases.values() for key in held.values()}
-    scoring = {key[0] for held in state.scoring_leases.values() for key in held.values()}
-    scoring |= {group.group_id for _, number, _ in state.finished if (group := state.groups.at(number)) is not None}
+    num_leased, num_scoring = state.num_held(TRAIN)
     return broker_pb2.Waiting(
         reason=trainer_wait(state, stalls(state, present, now_s), now_s).text,
         num_queued_groups=state.num_waiting(TRAIN),
-        num_leased_groups=_num_training(state, leased),
-        num_scoring_groups=_num_training(state, scoring - leased),
+        num_leased_groups=num_leased,
+        num_scoring_groups=num_scoring,
     )
-
-
-def _num_training(state: RunState, group_ids: set[str]) -> int:
-    return sum(state.groups[group_id].purpose == TRAIN for group_id in group_ids)
 
 
 def waits(state: RunState, present: Present, now_s: float) -> list[broker_pb2.Wait]:

@@ -29,6 +29,7 @@ from services.broker.rules.sample_policy import Policy
 from services.broker.state.batch_index import BatchIndex
 from services.broker.state.batches import cut_at, cuts_between, head_of, ids, num_groups, read_record
 from services.broker.state.group_records import GroupRecords
+from services.broker.state.lease_ends import LeaseEnds
 from services.broker.state.news import News
 from services.broker.state.tally_names import is_tally, tally_name, tally_version
 
@@ -51,6 +52,7 @@ FinishedKey = tuple[int, int, int]
 class _Entry:
     """The queue positions of a group under way, to remove it from the queues again."""
 
+    purpose: int
     ranks: dict[Order, Rank] = field(default_factory=dict)
     length: float = 0.0
     """Forecast of the group's completions."""
@@ -96,6 +98,7 @@ class RunState:
         self.finished: SortedList[FinishedKey] = SortedList()
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
+        self.generation_ends, self.scoring_ends = LeaseEnds(), LeaseEnds()
         self.sealing: set[SampleId] = set()
         """Samples whose token shard has not said yet how many tokens they have."""
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
@@ -165,6 +168,12 @@ class RunState:
         """What changed since the last call, whether it was committed, undone or taken over."""
         news, self._news = self._news, News()
         return news
+
+    def num_held(self, purpose: int) -> tuple[int, int]:
+        """Groups of a purpose of which a generator holds a sample; and others of which one waits for its score."""
+        entries = [entry for entry in self._entries.values() if entry.purpose == purpose]
+        num_leased = sum(bool(entry.generation) for entry in entries)
+        return num_leased, sum(bool(entry.finished or entry.scoring) and not entry.generation for entry in entries)
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
@@ -362,6 +371,8 @@ class RunState:
             self._replace(name, record)
         self.run = RunRecord.FromString(run)
         self._read_limits()
+        self.generation_ends.forget()
+        self.scoring_ends.forget()
 
     def _forget(self, run: bytes) -> None:
         self._undo, self._kept_undo, self._grown, self._is_turned = {}, {}, set(), False
@@ -414,7 +425,7 @@ class RunState:
         if not self.index.add(group):
             return
         group_id = group.group_id
-        entry = self._entries[group_id] = _Entry(length=_predicted(group))
+        entry = self._entries[group_id] = _Entry(group.purpose, length=_predicted(group))
         num_queued = 0
         for index, sample in enumerate(group.samples):
             if sample.state == _QUEUED:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
 from services.broker.operations import leasing, submission
 from services.broker.records_pb2 import WorkerView
+from services.broker.stalls import causes
 from services.broker.stalls.causes import Present
 from services.broker.stalls.stall_report import waiting, waits
 from services.broker.state.run_state import RunState
@@ -254,3 +257,27 @@ def test_a_waiting_trainer_hears_the_same_and_how_many() -> None:
     assert (told.num_queued_groups, told.num_leased_groups, told.num_scoring_groups) == (1, 0, 2)
     assert f"trainer > reward workers: {told.reason}" == lines(state)[0]
     assert told.reason.startswith("2 of 2 groups are missing; 3 finished samples")
+
+
+def test_of_very_many_leases_some_are_looked_at_and_later_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes, "MAX_LOOKED", 2)
+    state = open_state(group_size=1, groups_per_step=4)
+    submit(state, "a", "b", "c")
+    submission.submit(state, [evaluation("e")], retired=(), now_s=1.0)
+    for number in range(4):
+        assert len(lease(state, 1, generator_id=f"g{number}", now_s=44.0)) == 1
+    found = [lines(state, present(view("g9")), NOW_S + second) for second in range(3)]
+    assert [text[0].split(" is leased")[0].split()[-1] for text in found] == ["b/0", "c/0", "a/0"]
+    # An evaluation's is found, too, wherever it is.
+    assert all("sample e/0 is leased by g0" in text[1] for text in found)
+
+
+def test_only_the_longest_silent_generators_of_many_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes, "MAX_SILENT", 1)
+    state = open_state(group_size=1)
+    submit(state, "a", "b")
+    for name in ("g0", "g1"):
+        assert len(lease(state, 1, generator_id=name, now_s=20.0)) == 1
+    who = present(view("g0", heard_s=24.0), view("g1", heard_s=22.0))
+    [line] = [line for line in lines(state, who, 40.0) if "silent" in line]
+    assert "leased by g1, silent for 18 s" in line
