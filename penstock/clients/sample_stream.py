@@ -50,6 +50,7 @@ class SampleStream:
         offset: Completion tokens that the broker already has.
         listener: Notified of its end.
         on_change: Called with the stream and the change of its buffer in bytes.
+        token_shard: The lease's.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class SampleStream:
         offset: int,
         listener: StreamListener,
         on_change: Callable[[SampleStream, int], None],
+        token_shard: int = 0,
     ) -> None:
         self.lease_id = lease_id
+        self.token_shard = token_shard
         self.is_closed = False
         """Whether it ended; tokens appended afterwards are ignored."""
         self._is_finished = False
@@ -117,6 +120,10 @@ class SampleStream:
         self._clear()
         self._on_change(self, -freed_bytes)
 
+    def follow(self, on_change: Callable[[SampleStream, int], None]) -> None:
+        """For the session: another one sends it from now on."""
+        self._on_change = on_change
+
     def settle(self) -> None:
         """For the session: the last chunk is stored."""
         if not self.is_closed:
@@ -141,6 +148,7 @@ class SampleStream:
             token_ids=int32_bytes(token_ids),
             logprobs=float32_bytes(logprobs),
             policy_versions=_version_runs(taken),
+            token_shard=self.token_shard,
         )
         self._offset += len(token_ids)
         self._num_tokens -= len(token_ids)

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
 from penstock.clients.sample_stream import SampleStream, StreamListener
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
-from penstock.errors import InternalError, PenstockError, RunClosedError, UnknownRunError
+from penstock.errors import InternalError, PenstockError, RunClosedError, ServiceUnavailableError, UnknownRunError
 from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
 from penstock.process.tasks import set_within
@@ -47,6 +47,8 @@ class _Sent:
     request: broker_pb2.StreamTokensRequest
     streams: list[SampleStream]
     """One for each chunk."""
+    taken_s: float
+    """When it was taken, by the event loop's clock."""
 
 
 class TokenSession:
@@ -57,18 +59,34 @@ class TokenSession:
         run_id: Which run.
         generator_id: Which generator.
         flush_interval_s: Longest time a token waits before it is sent, seconds.
+        on_map: Called with what the broker says of who owns token shards.
     """
 
-    def __init__(self, broker: Connection, *, run_id: str, generator_id: str, flush_interval_s: float) -> None:
+    def __init__(
+        self,
+        broker: Connection,
+        *,
+        run_id: str,
+        generator_id: str,
+        flush_interval_s: float,
+        on_map: Callable[[broker_pb2.ShardMap], None] = lambda _map: None,
+    ) -> None:
         self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
         self._run_id = run_id
         self._generator_id = generator_id
         self._flush_interval_s = flush_interval_s
+        self._on_map = on_map
         self._stream = Reconnecting(broker.peer)
+        self._patience: asyncio.Timeout | None = None
+        """Of the current stream."""
+        self.must_pass_on = False
+        """Whether the broker must pass on chunks of shards that it does not own, however many."""
         self._dirty: dict[SampleStream, None] = {}
         self._dirty_since_s = 0.0
         self._buffered_bytes = 0
         self._unacknowledged: deque[_Sent] = deque()
+        self._to_resend: deque[_Sent] = deque()
+        """Those that are to be sent on the current stream before anything else."""
         self._is_flushing = False
         self._work = asyncio.Event()
         self._room = asyncio.Event()
@@ -78,9 +96,18 @@ class TokenSession:
         self.num_tokens_stored = 0
         """Tokens that the broker has acknowledged since the start."""
 
-    def open(self, key: types_pb2.SampleKey, *, lease_id: str, offset: int, listener: StreamListener) -> SampleStream:
+    def open(
+        self, key: types_pb2.SampleKey, *, lease_id: str, offset: int, listener: StreamListener, token_shard: int = 0
+    ) -> SampleStream:
         """Open a stream for the tokens of one lease, which follow `offset` accepted ones."""
-        return SampleStream(key, lease_id=lease_id, offset=offset, listener=listener, on_change=self._note_change)
+        return SampleStream(
+            key,
+            lease_id=lease_id,
+            offset=offset,
+            listener=listener,
+            on_change=self._note_change,
+            token_shard=token_shard,
+        )
 
     @property
     def has_room(self) -> bool:
@@ -104,6 +131,20 @@ class TokenSession:
         """Send until cancelled. Raises PenstockError if a retry cannot help."""
         await self._stream.run(self._follow, self._on_end)
 
+    async def run_until_lost(self) -> None:
+        """Send until the stream ends with anything unacknowledged, for whatever reason, which is then raised.
+
+        For one of several brokers: whether the run is closed is left to the others to say.
+        """
+        while True:
+            try:
+                await self._follow()
+            except PenstockError:
+                if self._unacknowledged:
+                    raise
+            if self._unacknowledged:
+                raise ServiceUnavailableError(f"{self._stream.peer}: ended the stream")
+
     def _on_end(self, error: PenstockError | None) -> None:
         if error is None:
             self._void("RUN_CLOSED", "the broker ended the stream")
@@ -121,20 +162,26 @@ class TokenSession:
         for sent in self._unacknowledged:
             sent.request.sequence = 0
         call = self._stub.StreamTokens()
-        await self._stream.converse(call, self._requests(), self._acknowledge, max_silence_s=MAX_SILENCE_S)
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                await self._stream.converse(call, self._requests(), self._acknowledge, max_silence_s=MAX_SILENCE_S)
+        except TimeoutError:
+            raise ServiceUnavailableError(f"{self._stream.peer}: left, as it does not answer") from None
+        finally:
+            self._patience = None
 
     async def _requests(self) -> AsyncGenerator[broker_pb2.StreamTokensRequest, None]:
-        resent = self._unacknowledged.copy()
+        self._to_resend = self._unacknowledged.copy()
         for sequence in count(1):
-            if not resent:
+            if not self._to_resend:
                 await self._wait_until_due()
-            sent = resent.popleft() if resent else self._take()
+            sent = self._to_resend.popleft() if self._to_resend else self._take()
             sent.request.sequence = sequence
             yield sent.request
 
     async def _wait_until_due(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._to_resend:
             has_window = len(self._unacknowledged) < MAX_UNACKNOWLEDGED
             wait_s: float | None = None
             if self._dirty and has_window:
@@ -145,7 +192,9 @@ class TokenSession:
             await set_within(self._work, wait_s)
 
     def _take(self) -> _Sent:
-        request = broker_pb2.StreamTokensRequest(run_id=self._run_id, generator_id=self._generator_id)
+        request = broker_pb2.StreamTokensRequest(
+            run_id=self._run_id, generator_id=self._generator_id, must_pass_on=self.must_pass_on
+        )
         streams: list[SampleStream] = []
         num_bytes = 0
         while self._dirty and num_bytes < TARGET_REQUEST_BYTES and len(streams) < MAX_CHUNKS_PER_REQUEST:
@@ -158,7 +207,7 @@ class TokenSession:
             num_bytes += chunk.ByteSize()
             streams.append(stream)
             request.chunks.append(chunk)
-        sent = _Sent(request=request, streams=streams)
+        sent = _Sent(request=request, streams=streams, taken_s=asyncio.get_running_loop().time())
         self._unacknowledged.append(sent)
         self._update_events()
         return sent
@@ -177,6 +226,55 @@ class TokenSession:
                 self.num_tokens_stored += len(chunk.token_ids) // 4
                 if chunk.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED:
                     stream.settle()
+        self._update_events()
+        if response.HasField("shard_map"):
+            self._on_map(response.shard_map)
+
+    # -- samples that move between sessions ----------------------------------------------------------------------------
+
+    @property
+    def overdue_s(self) -> float:
+        """How long ago the oldest request without an answer was taken; 0 if there is none."""
+        oldest = self._unacknowledged[0] if self._unacknowledged else None
+        return 0.0 if oldest is None else asyncio.get_running_loop().time() - oldest.taken_s
+
+    def unacknowledged(self) -> set[SampleStream]:
+        """The samples with chunks that the broker has not acknowledged: they must not move yet."""
+        return {stream for sent in self._unacknowledged for stream in sent.streams}
+
+    def reconnect(self) -> None:
+        """Give the current stream up, and send what is unacknowledged again on another one."""
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time())
+
+    def release(self, stream: SampleStream) -> None:
+        """Send nothing more of a sample without unacknowledged chunks."""
+        self._dirty.pop(stream, None)
+        self._buffered_bytes -= stream.buffered_bytes
+        self._update_events()
+
+    def adopt(self, stream: SampleStream) -> None:
+        """Send a sample from now on."""
+        stream.follow(self._note_change)
+        self._note_change(stream, stream.buffered_bytes)
+
+    def hand_over(self, streams: Iterable[SampleStream], other: TokenSession) -> None:
+        """Give all of its samples to another session, which sends what is unacknowledged here before anything else.
+
+        Call it once this one runs no more.
+        """
+        sent, self._unacknowledged = self._unacknowledged, deque()
+        other._take_over(sent)
+        for stream in streams:
+            self.release(stream)
+            other.adopt(stream)
+
+    def _take_over(self, sent: deque[_Sent]) -> None:
+        for item in sent:
+            item.request.sequence = 0
+            item.request.must_pass_on = True
+        self._unacknowledged += sent
+        self._to_resend += sent
         self._update_events()
 
     def _void(self, reason: str, message: str) -> None:

@@ -1091,8 +1091,8 @@ class ShardMap(_message.Message):
     HERE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Rises with every change of the living brokers, and never goes back; 0 while the answering broker does not know them."""
-    here: _builtins.int
-    """Number in addresses of the broker that answers; unset if it owns none."""
+    here: _builtins.str
+    """Address of the broker that answers, host:port, whether it owns any or not."""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses of the brokers that own any, host:port; at most 256."""
@@ -1107,15 +1107,13 @@ class ShardMap(_message.Message):
         epoch: _builtins.int = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
         owners: _abc.Iterable[_builtins.int] | None = ...,
-        here: _builtins.int | None = ...,
+        here: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_here", b"_here", "here", b"here"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_here", b"_here", "addresses", b"addresses", "epoch", b"epoch", "here", b"here", "owners", b"owners"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "epoch", b"epoch", "here", b"here", "owners", b"owners"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__here: _TypeAlias = _typing.Literal["here"]  # noqa: Y015
-    _WhichOneofArgType__here: _TypeAlias = _typing.Literal["_here", b"_here"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__here) -> _WhichOneofReturnType__here | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardMap: _TypeAlias = ShardMap  # noqa: Y015
 

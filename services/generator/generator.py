@@ -21,7 +21,7 @@ from functools import partial
 import structlog
 
 from penstock.clients.leases import LeaseSession
-from penstock.clients.tokens import TokenSession
+from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.clock import SystemClock
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.model.model_folder import TextDecoder
@@ -110,11 +110,12 @@ class Generator:
         self._held = AttestedWeights(on_change=self._notify)
         self._security = security
         self._broker = Connection(config.broker, security=security)
-        self._tokens = TokenSession(
+        self._tokens = ShardedTokens(
             self._broker,
             run_id=config.run_id,
             generator_id=self.generator_id,
             flush_interval_s=config.flush_interval_s,
+            security=security,
         )
         self._parts = RolloutParts(
             engine=engine,

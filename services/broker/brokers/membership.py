@@ -47,7 +47,8 @@ class Membership:
         serves: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
         self.name = name
-        self._store, self._address, self._clock, self._serves = store, address, clock, serves
+        self.address = address
+        self._store, self._clock, self._serves = store, clock, serves
         self._process = f"{socket.gethostname()}, pid {os.getpid()}, {secrets.token_hex(4)}"
         self._roll: Roll | None = None
         self._heard_s = self._warned_s = -math.inf
@@ -64,7 +65,7 @@ class Membership:
 
     async def answer(self) -> None:
         """Answer the roll once. Raises ServiceUnavailableError."""
-        me = Broker(name=self.name, address=self._address, serves=frozenset(self._serves()))
+        me = Broker(name=self.name, address=self.address, serves=frozenset(self._serves()))
         # The others count from when the store hears it, which is later.
         asked_s, is_first = self._clock.monotonic_s(), self._roll is None
         roll = await self._store.answer_roll(me, self._process)
@@ -77,7 +78,7 @@ class Membership:
 
     async def leave(self) -> None:
         """Tell the others that this process stops; if that fails they notice by its silence."""
-        me = Broker(name=self.name, address=self._address)
+        me = Broker(name=self.name, address=self.address)
         with suppress(PenstockError):
             await self._store.answer_roll(me, self._process, is_leaving=True)
         self._roll = None

@@ -46,5 +46,5 @@ class ShardMaps:
             epoch=roll.epoch,
             addresses=[roll.brokers[name].address for name in numbers],
             owners=[numbers[owner.name] for owner in owners],
-            here=numbers.get(self._membership.name),
+            here=self._membership.address,
         )

@@ -142,7 +142,7 @@ class RunReplica(Replica[RunState]):
 
     async def attend(self) -> None:
         """Serve the run from now on; a stream calls this, while it listens, before it hands out leases."""
-        while self._listeners and not self._is_serving:
+        while self._has_holders and not self._is_serving:
             await self.keep_time()
 
     async def leave(self) -> None:

@@ -35,12 +35,11 @@ class ShardHints:
             # Said, where it matters, by what becomes of the chunks.
             return None
         is_news, self._told_epoch = found.epoch != self._told_epoch, found.epoch
-        here = found.here if found.HasField("here") else None
-        owners = {found.owners[shard - 1] for shard in shards if shard <= len(found.owners)}
-        if here in owners or not owners:
+        owners = {found.addresses[found.owners[shard - 1]] for shard in shards if shard <= len(found.owners)}
+        if found.here in owners or not owners:
             self._num_misdirected = 0
         else:
-            self._note_misdirected(request, found.addresses[min(owners)], is_news=is_news)
+            self._note_misdirected(request, min(owners), is_news=is_news)
         return found if is_news else None
 
     def _note_misdirected(self, request: broker_pb2.StreamTokensRequest, owner: str, *, is_news: bool) -> None:

@@ -25,7 +25,7 @@ from functools import cached_property
 import structlog
 
 from penstock.clients.sample_stream import SampleStream
-from penstock.clients.tokens import TokenSession
+from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.errors import InvalidFieldError
 from penstock.model.model_folder import TextDecoder
 from penstock.process.tasks import end, set_within
@@ -57,7 +57,7 @@ class RolloutParts:
     """What decoding a sample needs."""
 
     engine: Engine
-    tokens: TokenSession
+    tokens: ShardedTokens
     held: AttestedWeights
     text: TextDecoder
     end_token_ids: tuple[int, ...]
@@ -164,7 +164,11 @@ class Rollouts:
             return
         work = _Work(lease=lease, owner=self)
         work.stream = self._parts.tokens.open(
-            lease.key, lease_id=lease.lease_id, offset=len(lease.prefix_token_ids) // 4, listener=work
+            lease.key,
+            lease_id=lease.lease_id,
+            offset=len(lease.prefix_token_ids) // 4,
+            listener=work,
+            token_shard=lease.token_shard,
         )
         self._works[lease.lease_id] = work
         self._slots.take()
@@ -197,7 +201,13 @@ class Rollouts:
             # Decoded and stored tokens have diverged (for example, a store lost its last second): the next lease
             # begins from what is stored.
             tokens = self._parts.tokens
-            stream = tokens.open(lease.key, lease_id=lease.lease_id, offset=error.next_offset, listener=_GiveBack())
+            stream = tokens.open(
+                lease.key,
+                lease_id=lease.lease_id,
+                offset=error.next_offset,
+                listener=_GiveBack(),
+                token_shard=lease.token_shard,
+            )
             stream.finish(types_pb2.FINISH_REASON_ABORTED)
 
     def forget(self, lease_id: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.clients.leases import LeaseSession
 from penstock.clients.sample_stream import SampleStream
-from penstock.clients.tokens import TokenSession
+from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.errors import PenstockError
 from penstock.network.connection import Connection
 from penstock.network.rpc import backoff_s, open_channel, translated_errors
@@ -58,7 +58,7 @@ class Generator:
             run_id=workload.RUN_ID, generator_id=name, engine="scripted", max_context_tokens=1024
         )
         self._leases = LeaseSession(Connection(self._channel), hello=hello, handler=self)
-        self._tokens = TokenSession(
+        self._tokens = ShardedTokens(
             Connection(self._channel), run_id=workload.RUN_ID, generator_id=name, flush_interval_s=0.05
         )
         self._active: dict[str, _Decoding] = {}
@@ -111,7 +111,7 @@ class Generator:
                 self._folder, "violation", what=f"{key.group_id}/{key.sample_index}: prefix of another sample"
             )
         stream = decoding.stream = self._tokens.open(
-            key, lease_id=lease.lease_id, offset=len(prefix), listener=decoding
+            key, lease_id=lease.lease_id, offset=len(prefix), listener=decoding, token_shard=lease.token_shard
         )
         try:
             while stream.num_tokens < len(tokens) and not decoding.ended.is_set():

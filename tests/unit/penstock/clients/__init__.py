@@ -1,0 +1,1 @@
+"""What clients make of what services say, without gRPC."""
