@@ -188,7 +188,7 @@ class Store(Protocol):
         ...
 
     async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
-        """The ids among these that belong to retired groups."""
+        """The ids among these that belong to retired groups: the last MIN_RETIRED_KEPT, and up to as many before."""
         ...
 
     async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
@@ -255,5 +255,7 @@ MAX_BUSY_SPANS = 20_000
 """About an hour of a generator that reports five spans a second; 0.5 MiB."""
 MAX_CHANGED_BYTES = 16 * 1024 * 1024
 """Bytes of records read at once."""
+MIN_RETIRED_KEPT = 1_048_576
+"""Ids of retired groups that are recognised; up to twice as many are, at about 70 bytes each."""
 MARKS_KEPT = 2_000
 """Commits a copy may be behind and still load only the difference."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -17,6 +17,7 @@ from services.broker.records.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
     MAX_CHANGED_BYTES,
+    MIN_RETIRED_KEPT,
     ConflictError,
     Delta,
     LostMarkError,
@@ -43,10 +44,15 @@ class _Run:
     chunks: dict[SampleId, list[bytes]] = field(default_factory=dict)
     payloads: dict[str, bytes] = field(default_factory=dict)
     retired: set[str] = field(default_factory=set)
+    retired_earlier: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
     peers: dict[str, bytes] = field(default_factory=dict)
     spans: dict[str, list[bytes]] = field(default_factory=dict)
     clock: StoredClock = field(default_factory=StoredClock)
+
+    def known_retired(self, group_ids: Collection[str]) -> set[str]:
+        """The ids among these that are retired."""
+        return self.retired.intersection(group_ids) | self.retired_earlier.intersection(group_ids)
 
 
 class MemoryStore:
@@ -83,7 +89,7 @@ class MemoryStore:
         if (run.mark if run else None) != expected:
             raise ConflictError(run_id)
         run = self._runs.setdefault(run_id, _Run())
-        known = run.retired.intersection(delta.fresh)
+        known = run.known_retired(delta.fresh)
         if known:
             raise RetiredError(known)
         mark = Mark((expected.revision if expected else 0) + 1, secrets.token_hex(8))
@@ -96,6 +102,8 @@ class MemoryStore:
         for sample, chunk in delta.chunks:
             run.chunks.setdefault(sample, []).append(chunk)
         run.retired |= delta.retired
+        if len(run.retired) > MIN_RETIRED_KEPT:
+            run.retired, run.retired_earlier = set(), run.retired
         for name, count in delta.counts.items():
             run.counts[name] = run.counts.get(name, 0) + count
         if delta.fold_version is not None:
@@ -136,7 +144,7 @@ class MemoryStore:
 
     async def retired(self, run_id: str, group_ids: Sequence[str]) -> set[str]:
         """See `Store.retired`."""
-        return self._run(run_id).retired.intersection(group_ids)
+        return self._run(run_id).known_retired(group_ids)
 
     async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
         """See `Store.put_peer`."""
@@ -186,7 +194,7 @@ class MemoryStore:
         if run.mark != expected:
             raise ConflictError(run_id)
         num_keys = len(run.groups) + len(run.chunks) + len(run.payloads)
-        for content in (run.groups, run.chunks, run.payloads, run.prompts, run.retired):
+        for content in (run.groups, run.chunks, run.payloads, run.prompts, run.retired, run.retired_earlier):
             content.clear()
         yield num_keys
 

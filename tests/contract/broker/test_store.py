@@ -14,7 +14,16 @@ import redis
 from services.broker.records.roll import Broker, StoredRoll
 from services.broker.records.run_clock import BROKER_LIFE_S
 from services.broker.records.shard_ids import shard_id
-from services.broker.records.store import MAX_BUSY_SPANS, ConflictError, Delta, LostMarkError, Mark, Snapshot, Store
+from services.broker.records.store import (
+    MAX_BUSY_SPANS,
+    ConflictError,
+    Delta,
+    LostMarkError,
+    Mark,
+    RetiredError,
+    Snapshot,
+    Store,
+)
 from services.broker.records_pb2 import ShardGroup
 from services.broker.storage import memory_store
 from services.broker.storage.redis import load_run, redis_store
@@ -94,6 +103,24 @@ async def test_any_sequence_of_commits_reads_back_and_every_old_copy_catches_up(
         assert await store.chunks(RUN, samples) == [oracle.chunks.get(sample, []) for sample in samples]
         assert await store.prompts(RUN, NAMES) == [oracle.prompts.get(name) for name in NAMES]
         assert await store.retired(RUN, NAMES) == oracle.retired
+
+
+async def test_the_newest_retired_ids_are_known_and_the_oldest_are_forgotten(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (memory_store, redis_store):
+        monkeypatch.setattr(module, "MIN_RETIRED_KEPT", 2)
+    mark = None
+    names = [f"g{number}" for number in range(9)]
+    for number, name in enumerate(names):
+        mark = await store.commit(RUN, mark, Delta(run=b"1", retired={name}))
+        known = await store.retired(RUN, names)
+        assert set(names[max(0, number - 1) : number + 1]) <= known <= set(names[: number + 1])
+        assert len(known) <= 5
+    for name in known:
+        with pytest.raises(RetiredError):
+            await store.commit(RUN, mark, Delta(run=b"2", fresh=["new", name]))
+    await store.commit(RUN, mark, Delta(run=b"2", fresh=["new", "g0"]))
 
 
 async def test_a_commit_on_an_old_mark_stores_nothing(store: Store) -> None:

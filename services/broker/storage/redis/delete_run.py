@@ -52,7 +52,7 @@ class RedisPurge:
                 some = names[start : start + SLICE_KEYS]
                 await self._cut(run_id, expected, (), some)
                 yield len(some)
-        await self._cut(run_id, expected, (keys.prompts, keys.retired), ())
+        await self._cut(run_id, expected, (keys.prompts, keys.retired, keys.retired_earlier), ())
 
     async def _cut(self, run_id: str, expected: Mark, payload: Sequence[str], names: Sequence[str]) -> None:
         keys = RunKeys(run_id)

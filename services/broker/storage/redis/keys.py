@@ -65,6 +65,8 @@ class RunKeys:
         """Hash: Prompt by group id."""
         self.retired = f"{base}:retired"
         """Set: ids of groups whose records are gone."""
+        self.retired_earlier = f"{base}:retired:earlier"
+        """Set: the same of those before them, up to the last time that `retired` was full."""
         self.books = f"{base}:books"
         """Hash: audit counter by name."""
         self.peers = f"{base}:peers"
@@ -76,7 +78,8 @@ class RunKeys:
     @property
     def fixed(self) -> list[str]:
         """Every key of the run whose name contains only the run's id; `run` first."""
-        return [self.run, self.marks, self.changed, self.groups, self.prompts, self.retired, self.books, self.peers]
+        records = [self.run, self.marks, self.changed, self.groups, self.prompts, self.retired, self.retired_earlier]
+        return [*records, self.books, self.peers]
 
     def chunks(self, sample: SampleId) -> str:
         """List: TokenChunk of one sample, in order."""

@@ -20,6 +20,7 @@ from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import (
     MARKS_KEPT,
     MAX_BUSY_SPANS,
+    MIN_RETIRED_KEPT,
     ConflictError,
     Delta,
     Mark,
@@ -97,7 +98,7 @@ class RedisStore:
             *(name, delta.run, MARKS_KEPT),
             *(len(delta.groups), len(delta.prompts), len(delta.retired), len(delta.chunks), len(lists)),
             *(len(delta.counts), "" if delta.fold_version is None else delta.fold_version),
-            *(len(delta.fresh), len(delta.payloads)),
+            *(len(delta.fresh), len(delta.payloads), MIN_RETIRED_KEPT),
             *delta.fresh,
         ]
         for mapping in (delta.groups, delta.prompts):
@@ -113,6 +114,7 @@ class RedisStore:
         for counter, count in delta.counts.items():
             args += [counter, count]
         script_keys = [keys.run, keys.marks, keys.changed, keys.groups, keys.prompts, keys.retired, keys.books]
+        script_keys.append(keys.retired_earlier)
         script_keys += [keys.payload(payload_id) for payload_id in delta.payloads]
         script_keys += [keys.chunks(sample) for sample in (*lists, *delta.cleared)]
         script_keys += [keys.payload(payload_id) for payload_id in delta.dropped_payloads]
@@ -187,8 +189,10 @@ class RedisStore:
         """See `Store.retired`."""
         if not group_ids:
             return set()
-        flags = await self._redis.read(lambda redis: redis.smismember(RunKeys(run_id).retired, list(group_ids)))
-        return {group_id for group_id, flag in zip(group_ids, flags, strict=True) if flag}
+        keys = RunKeys(run_id)
+        commands = [("SMISMEMBER", key, *group_ids) for key in (keys.retired, keys.retired_earlier)]
+        newer, earlier = await self._redis.read(partial(pipelined, commands=commands))
+        return {group_id for group_id, *flags in zip(group_ids, newer, earlier, strict=True) if any(flags)}
 
     async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
         """See `Store.put_peer`."""

@@ -1,9 +1,10 @@
 -- One change of a run, whole or not at all.
--- KEYS: run, marks, changed, groups, prompts, retired, books, then payloads that must last, the chunk lists to append
---   to, and keys to delete.
+-- KEYS: run, marks, changed, groups, prompts, retired, books, retired earlier, then payloads that must last, the
+--   chunk lists to append to, and keys to delete.
 -- ARGV: expected revision and name ("0" and "" when the run must not exist), name of this commit, run record,
 --   number of marks to keep, counts of: records, prompts, retired ids, chunks, chunk lists to append to, counters;
 --   version into which the counters of older ones are folded (empty: none); counts of: fresh ids, payloads;
+--   number of retired ids to keep at least;
 --   then fresh ids ..., name and record (empty: remove) ..., group id and prompt (empty: remove) ...,
 --   retired ids ..., position of the chunk list and chunk ... (chunks only, if there are as many lists), counter and what
 --   to add to it ...
@@ -24,14 +25,15 @@ local num_groups, num_prompts, num_retired = tonumber(ARGV[6]), tonumber(ARGV[7]
 local num_chunks, num_lists = tonumber(ARGV[9]), tonumber(ARGV[10])
 local num_counters, fold_version = tonumber(ARGV[11]), tonumber(ARGV[12])
 local num_fresh, num_payloads = tonumber(ARGV[13]), tonumber(ARGV[14])
-local first_payload, first_list = 8, 8 + num_payloads
-local at = 15
+local first_payload, first_list = 9, 9 + num_payloads
+local at = 16
 
 local taken = {}
 for first = 0, num_fresh - 1, 1000 do
   local last = math.min(first + 1000, num_fresh)
+  local before = redis.call('SMISMEMBER', KEYS[8], unpack(ARGV, at + first, at + last - 1))
   for i, flag in ipairs(redis.call('SMISMEMBER', KEYS[6], unpack(ARGV, at + first, at + last - 1))) do
-    if flag == 1 then
+    if flag == 1 or before[i] == 1 then
       taken[#taken + 1] = first + i
     end
   end
@@ -73,6 +75,10 @@ end
 for _ = 1, num_retired do
   redis.call('SADD', KEYS[6], ARGV[at])
   at = at + 1
+end
+if num_retired > 0 and redis.call('SCARD', KEYS[6]) > tonumber(ARGV[15]) then
+  redis.call('UNLINK', KEYS[8])
+  redis.call('RENAME', KEYS[6], KEYS[8])
 end
 -- Deletions first: a sample restarted in this change keeps what the change stores for it.
 for i = first_list + num_lists, #KEYS do
