@@ -6,7 +6,9 @@
 
 Promises:
 
-- Tokens wait at most `flush_interval_s`, or until TARGET_REQUEST_BYTES are buffered, before they are sent.
+- Tokens wait at most for the flush interval, or until TARGET_REQUEST_BYTES are buffered, before they are sent. The
+  interval is `flush_interval_s`, or what a broker that falls behind asks for, if that is longer: then up to half of
+  MAX_BUFFERED_BYTES wait, 2 s of a generator that decodes 32,768 tokens a second.
 - At most MAX_UNACKNOWLEDGED requests are in flight and MAX_BUFFERED_BYTES are queued; then `wait_for_room` waits. So a
   slow or absent broker slows down decoding, and memory does not grow.
 - After a lost stream unacknowledged requests are sent again unchanged and in order; the broker recognises them by
@@ -17,6 +19,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from itertools import count
 from penstock.clients.sample_stream import SampleStream, StreamListener
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import InternalError, PenstockError, RunClosedError, ServiceUnavailableError, UnknownRunError
+from penstock.flush_interval import asked_s
 from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
 from penstock.process.tasks import set_within
@@ -33,7 +37,7 @@ from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 TARGET_REQUEST_BYTES = 64 * 1024
 MAX_CHUNKS_PER_REQUEST = 4096
 MAX_UNACKNOWLEDGED = 8
-MAX_BUFFERED_BYTES = 512 * 1024
+MAX_BUFFERED_BYTES = 1024 * 1024
 MAX_SILENCE_S = 20.0
 """An idle stream is closed after this, and opened again when there is something to send."""
 
@@ -58,7 +62,7 @@ class TokenSession:
         broker: Connection to it.
         run_id: Which run.
         generator_id: Which generator.
-        flush_interval_s: Longest time a token waits before it is sent, seconds.
+        flush_interval_s: Longest time a token waits before it is sent, seconds, unless the broker asks for more.
         on_map: Called with what the broker says of who owns token shards.
     """
 
@@ -81,8 +85,10 @@ class TokenSession:
         """Of the current stream."""
         self.must_pass_on = False
         """Whether the broker must pass on chunks of shards that it does not own, however many."""
-        self._dirty: dict[SampleStream, None] = {}
-        self._dirty_since_s = 0.0
+        self._asked_s = 0.0
+        """The flush interval that the broker last asked for; 0 if it asked for none."""
+        self._dirty: dict[SampleStream, float] = {}
+        """Since when, oldest first."""
         self._buffered_bytes = 0
         self._unacknowledged: deque[_Sent] = deque()
         self._to_resend: deque[_Sent] = deque()
@@ -108,6 +114,20 @@ class TokenSession:
             on_change=self._note_change,
             token_shard=token_shard,
         )
+
+    @property
+    def flush_interval_s(self) -> float:
+        """How long tokens are gathered now: for its own interval, or what the broker asks for, if that is longer."""
+        return max(self._flush_interval_s, self._asked_s)
+
+    @property
+    def _most_waiting_bytes(self) -> int:
+        """Buffered bytes that are sent before the interval is over."""
+        return MAX_BUFFERED_BYTES // 2 if self._is_asked else TARGET_REQUEST_BYTES
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._asked_s > self._flush_interval_s
 
     @property
     def has_room(self) -> bool:
@@ -185,8 +205,13 @@ class TokenSession:
             has_window = len(self._unacknowledged) < MAX_UNACKNOWLEDGED
             wait_s: float | None = None
             if self._dirty and has_window:
-                wait_s = self._dirty_since_s + self._flush_interval_s - loop.time()
-                if wait_s <= 0 or self._is_flushing or self._buffered_bytes >= TARGET_REQUEST_BYTES:
+                wait_s = next(iter(self._dirty.values())) + self.flush_interval_s - loop.time()
+                if wait_s <= 0 or self._is_flushing:
+                    return
+                if self._buffered_bytes >= self._most_waiting_bytes:
+                    if self._is_asked:
+                        # More than a request holds: all that waits now leaves.
+                        self._dirty = dict.fromkeys(self._dirty, -math.inf)
                     return
             self._work.clear()
             await set_within(self._work, wait_s)
@@ -217,6 +242,7 @@ class TokenSession:
         if sent is None or response.sequence == 0:
             raise InternalError(f"{self._stream.peer}: acknowledged request {response.sequence}, which was not sent")
         self._unacknowledged.remove(sent)
+        self._asked_s = asked_s(response.flush_interval)
         errors = {error.lease_id: error for error in response.errors}
         for stream, chunk in zip(sent.streams, sent.request.chunks, strict=True):
             error = errors.get(chunk.lease_id)
@@ -279,7 +305,8 @@ class TokenSession:
 
     def _void(self, reason: str, message: str) -> None:
         """The run is gone: nothing buffered here can be stored."""
-        streams = dict.fromkeys(stream for sent in self._unacknowledged for stream in sent.streams) | self._dirty
+        sent_streams = [stream for sent in self._unacknowledged for stream in sent.streams]
+        streams = dict.fromkeys([*sent_streams, *self._dirty])
         if streams:
             _log.info(
                 "tokens given up: the run is closed", peer=self._stream.peer, num_samples=len(streams), reason=message
@@ -292,14 +319,13 @@ class TokenSession:
     def _note_change(self, stream: SampleStream, change_bytes: int) -> None:
         if stream.is_dirty and stream not in self._dirty:
             if not self._dirty:
-                self._dirty_since_s = asyncio.get_running_loop().time()
                 self._work.set()
-            self._dirty[stream] = None
+            self._dirty[stream] = asyncio.get_running_loop().time()
         elif not stream.is_dirty:
             self._dirty.pop(stream, None)
         before_bytes = self._buffered_bytes
         self._buffered_bytes += change_bytes
-        if before_bytes < TARGET_REQUEST_BYTES <= self._buffered_bytes:
+        if before_bytes < self._most_waiting_bytes <= self._buffered_bytes:
             self._work.set()
         self._update_room()
 

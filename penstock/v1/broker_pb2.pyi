@@ -1051,6 +1051,7 @@ class StreamTokensResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     SHARD_MAP_FIELD_NUMBER: _builtins.int
+    FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The request it answers; everything in it that is not named below is stored."""
     @_builtins.property
@@ -1064,16 +1065,23 @@ class StreamTokensResponse(_message.Message):
         must_pass_on is set.
         """
 
+    @_builtins.property
+    def flush_interval(self) -> _duration_pb2.Duration:
+        """How long the generator is asked to gather tokens before it sends them, where that is longer than its own flush
+        interval: the broker falls behind. At most 5 s; unset while its own will do.
+        """
+
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         errors: _abc.Iterable[Global___ChunkError] | None = ...,
         shard_map: Global___ShardMap | None = ...,
+        flush_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shard_map", b"shard_map"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["flush_interval", b"flush_interval", "shard_map", b"shard_map"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "sequence", b"sequence", "shard_map", b"shard_map"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "flush_interval", b"flush_interval", "sequence", b"sequence", "shard_map", b"shard_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2216,6 +2224,7 @@ class GetRunResponse(_message.Message):
     OWNER_TIME_FIELD_NUMBER: _builtins.int
     NOW_TIME_FIELD_NUMBER: _builtins.int
     REWARD_WARNINGS_FIELD_NUMBER: _builtins.int
+    FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     policy_version: _builtins.int
@@ -2266,6 +2275,10 @@ class GetRunResponse(_message.Message):
     def reward_warnings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What was wrong with samples, by the id of the connected reward worker that says so."""
 
+    @_builtins.property
+    def flush_interval(self) -> _duration_pb2.Duration:
+        """What the answering broker asks of generators because it falls behind; see StreamTokensResponse. Unset if nothing."""
+
     def __init__(
         self,
         *,
@@ -2283,10 +2296,11 @@ class GetRunResponse(_message.Message):
         owner_time: _timestamp_pb2.Timestamp | None = ...,
         now_time: _timestamp_pb2.Timestamp | None = ...,
         reward_warnings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        flush_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "flush_interval", b"flush_interval", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_warnings", b"reward_warnings", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "flush_interval", b"flush_interval", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_warnings", b"reward_warnings", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

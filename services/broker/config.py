@@ -8,8 +8,10 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from penstock.config import MeasuredConfig
+from penstock.flush_interval import LONGEST_ASKED_S
 from penstock.security.plain_text import is_local
 from penstock.targets import checked_address
+from services.broker.rules.flush_interval import DEFAULT_LONGEST_S
 from services.broker.storage.stores import store_kind
 
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
@@ -35,6 +37,9 @@ class BrokerConfig(MeasuredConfig):
     closed_run_retention_s: float | None = Field(default=7 * 86_400.0, ge=0)
     """How long the samples of a closed run stay in the store, seconds by the store's own clock; then they are deleted:
     the run cannot be exported or resumed any more, its audit stays. None keeps them until the run is deleted."""
+    max_flush_interval_s: float = Field(default=DEFAULT_LONGEST_S, ge=0, le=LONGEST_ASKED_S)
+    """Longest time for which it asks generators to gather tokens when it falls behind, seconds; up to 0.2, their own
+    default, it asks for nothing."""
 
     @property
     def address(self) -> str:

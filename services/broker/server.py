@@ -15,8 +15,10 @@ from penstock.process import malloc
 from penstock.security import NO_SECURITY, Security
 from services.broker.brokers.membership import Membership
 from services.broker.config import BrokerConfig
+from services.broker.load_watch import watch_load
 from services.broker.loop_watch import watch_loop
 from services.broker.records.store import Store
+from services.broker.rules.flush_interval import FlushInterval
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
@@ -51,8 +53,9 @@ def make_run_registry(
     scheduler: str | None = None,
     security: Security = NO_SECURITY,
     broker: str = "",
+    flush_interval: FlushInterval | None = None,
 ) -> RunRegistry:
-    """The core of a broker over a store; see `RunRegistry` for `broker`."""
+    """The core of a broker over a store; see `RunRegistry` for the last two."""
     metrics = BrokerMetrics(registry)
     forecaster = Forecaster(
         scheduler, security=security, clock=clock, on_answer=lambda outcome: metrics.forecasts.labels(outcome).inc()
@@ -61,7 +64,13 @@ def make_run_registry(
         scheduler, security=security, on_report=lambda outcome, count: metrics.length_reports.labels(outcome).inc(count)
     )
     return RunRegistry(
-        store=store, clock=clock, metrics=metrics, forecaster=forecaster, length_reporter=reporter, broker=broker
+        store=store,
+        clock=clock,
+        metrics=metrics,
+        forecaster=forecaster,
+        length_reporter=reporter,
+        broker=broker,
+        flush_interval=flush_interval,
     )
 
 
@@ -88,8 +97,15 @@ async def serve(config: BrokerConfig) -> None:
     clock = SystemClock()
     # A broker that is started again takes the place of its predecessor, so that no other one waits for that.
     name = config.broker_name
+    flush_interval = FlushInterval(config.max_flush_interval_s)
     run_registry = make_run_registry(
-        store, registry=REGISTRY, clock=clock, scheduler=config.scheduler, security=security, broker=name
+        store,
+        registry=REGISTRY,
+        clock=clock,
+        scheduler=config.scheduler,
+        security=security,
+        broker=name,
+        flush_interval=flush_interval,
     )
     membership = Membership(store, name=name, address=config.address, clock=clock)
     server = make_server(run_registry, listen=config.listen, security=security, public_hosts=config.public_hosts)
@@ -101,6 +117,7 @@ async def serve(config: BrokerConfig) -> None:
                 membership.run,
                 run_registry.length_reporter.run,
                 lambda: watch_loop(run_registry.metrics, clock),
+                lambda: watch_load(flush_interval, run_registry.metrics, clock),
                 Retention(run_registry, keep_s=config.closed_run_retention_s).run,
             ],
             on_started=lambda: _log.info("broker serves", listen=config.listen),

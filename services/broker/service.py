@@ -25,6 +25,7 @@ from services.broker.ingest.validation import (
     check_timestamp,
 )
 from services.broker.operations import delivery, drops, ownership, submission
+from services.broker.rules.limits import duration
 from services.broker.runtime import removal
 from services.broker.runtime.run_list import list_runs
 from services.broker.runtime.run_registry import RunRegistry
@@ -207,6 +208,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         busy_since_s = unix_s(request.busy_since) if request.HasField("busy_since") else None
         generators, workers = await replica.peers.views(busy_since_s)
         present = replace(replica.peers.present(), generators=generators)
+        asked_s = self._run_registry.flush_interval.asked_s
 
         def operation(state: RunState) -> broker_pb2.GetRunResponse:
             for view in generators:
@@ -227,6 +229,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 reward_warnings=replica.peers.reward_warnings(),
                 dispatch_state=replica.dispatcher.describe(state, self._run_registry.forecaster.state),
                 now_time=timestamp(replica.clock.now_s()),
+                flush_interval=duration(asked_s) if asked_s else None,
             )
 
         return await replica.transact(operation)

@@ -70,6 +70,12 @@ class BrokerMetrics:
         self.longest_loop_stall = Gauge(
             "penstock_broker_loop_longest_stall_s", "Longest time the event loop was held", registry=registry
         )
+        self.load = Gauge(
+            "penstock_broker_load_ratio", "Load that the flush interval follows, 0 to 1", registry=registry
+        )
+        self.flush_interval = Gauge(
+            "penstock_broker_flush_interval_s", "Flush interval asked of generators, 0 for their own", registry=registry
+        )
         self._conflicts = gauge("penstock_broker_commit_conflicts", "Commits another broker was before")
 
     def observe(

@@ -19,6 +19,7 @@ from penstock.errors import PenstockError, ServiceUnavailableError
 from services.broker.operations import leasing, scores, token_ends
 from services.broker.records.store import Store
 from services.broker.records.token_tails import TailReport
+from services.broker.rules.flush_interval import FlushInterval
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.heartbeats import Renewed
 from services.broker.runtime.length_reports import LengthReporter
@@ -57,6 +58,7 @@ class RunRegistry:
         forecaster: Forecaster,
         length_reporter: LengthReporter,
         broker: str = "",
+        flush_interval: FlushInterval | None = None,
     ) -> None:
         """`broker` names the process among the brokers of the store (`run_clock`); by default at random."""
         self.store = store
@@ -64,6 +66,8 @@ class RunRegistry:
         self.metrics = metrics
         self.forecaster = forecaster
         self.length_reporter = length_reporter
+        self.flush_interval = flush_interval or FlushInterval()
+        """What generators are asked for."""
         self._broker = broker or secrets.token_hex(8)
         self._run_registry: WeakValueDictionary[str, RunReplica] = WeakValueDictionary()
         self._used_lately: dict[str, RunReplica] = {}

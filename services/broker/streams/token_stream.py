@@ -23,6 +23,7 @@ from services.broker.ingest.validation import (
 from services.broker.operations import append_tokens
 from services.broker.operations.append_tokens import Accepted
 from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
+from services.broker.rules.limits import duration
 from services.broker.runtime.listeners import Topic
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_registry import RunRegistry
@@ -48,15 +49,19 @@ async def serve_tokens(
     wake = Wake()
     answers: asyncio.Queue[broker_pb2.StreamTokensResponse] = asyncio.Queue(MAX_UNREAD)
     runs: dict[str, RunReplica] = {}
+    flush_interval = run_registry.flush_interval
     hints = ShardHints(shard_maps, run_registry.metrics)
     with ExitStack() as listening:
         listening.enter_context(run_registry.listening(wake))
 
         async def handle(request: broker_pb2.StreamTokensRequest) -> None:
-            shard_map = await hints.look(request)
-            answer = await accept(run_registry, request)
+            with flush_interval.answering(run_registry.clock):
+                shard_map = await hints.look(request)
+                answer = await accept(run_registry, request)
             if shard_map is not None:
                 answer.shard_map.CopyFrom(shard_map)
+            if flush_interval.asked_s:
+                answer.flush_interval.CopyFrom(duration(flush_interval.asked_s))
             await answers.put(answer)
             if request.run_id not in runs:
                 runs[request.run_id] = run_registry.replica(request.run_id)

@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
-from penstock.clients import leases, tokens
+from penstock.clients import leases, sample_stream, tokens
 from penstock.clients.leases import LeaseSession
 from penstock.clients.tokens import TokenSession
 from penstock.errors import BadTokenError
@@ -190,6 +191,27 @@ async def test_a_request_leaves_early_once_enough_has_come_together():
         sample, stream, _ = open_stream(session, broker)
         append(stream, *range(tokens.TARGET_REQUEST_BYTES // 8))
         await until(lambda: len(sample.token_ids) == tokens.TARGET_REQUEST_BYTES // 8, timeout_s=5)
+
+
+async def test_a_busy_broker_gets_larger_chunks_until_it_asks_no_more():
+    broker = ScriptedGenerationBroker()
+    broker.flush_interval = Duration(seconds=5)
+    async with sending(broker) as session:
+        sample, stream, _ = open_stream(session, broker)
+        append(stream, 1)
+        await until(lambda: session.flush_interval_s == 5.0)
+        few, many = tokens.TARGET_REQUEST_BYTES // 8, tokens.MAX_BUFFERED_BYTES // 16
+        append(stream, *[2] * few)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert stream.buffered_bytes == tokens.TARGET_REQUEST_BYTES
+        append(stream, *[2] * (many - few))
+        await until(lambda: len(sample.token_ids) == 1 + many, timeout_s=4)
+        assert len(broker.requests[1].chunks[0].token_ids) // 4 == sample_stream.MAX_TOKENS_PER_CHUNK
+        broker.flush_interval = None
+        append(stream, 4)
+        assert await session.flush(timeout_s=4)
+        assert session.flush_interval_s == 0.02
 
 
 async def test_flush_sends_at_once_and_waits_for_the_receipt():

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from google.protobuf.duration_pb2 import Duration
 
 from penstock.errors import ServiceUnavailableError, UnknownRunError
 from penstock.network.rpc import Service, service_of
@@ -63,6 +64,8 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         """So many token requests are stored without an answer, and the stream is broken after each."""
         self.refusals: deque[tuple[str, int]] = deque()
         """Reason and next_offset with which coming chunks are refused."""
+        self.flush_interval: Duration | None = None
+        """What generators are asked for."""
         self.lease_breaks = 0
         self.owner: broker_pb2.RunOwner | None = None
         """Who trains the run; said where it is known, and when it changes."""
@@ -159,7 +162,9 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
             if self.num_stream_breaks:
                 self.num_stream_breaks -= 1
                 raise ServiceUnavailableError("restarting")
-            yield broker_pb2.StreamTokensResponse(sequence=request.sequence, errors=errors)
+            yield broker_pb2.StreamTokensResponse(
+                sequence=request.sequence, errors=errors, flush_interval=self.flush_interval
+            )
 
     def _store(self, chunk: types_pb2.TokenChunk) -> broker_pb2.ChunkError | None:
         sample = next((item for item in self.samples if item.lease_id == chunk.lease_id), None)

@@ -1,0 +1,49 @@
+"""How busy the broker's event loop is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.clock import ManualClock
+from penstock.process.tasks import end
+from services.broker import load_watch
+from services.broker.load_watch import thread_busy_s, watch_load
+from services.broker.rules.flush_interval import BUSY, UPDATE_EVERY_S, FlushInterval
+from services.broker.runtime.metrics import BrokerMetrics
+from tests.helpers.waiting import until
+
+
+async def test_a_busy_loop_is_measured_and_what_it_asks_for_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, clock, interval = CollectorRegistry(), ManualClock(), FlushInterval()
+    monkeypatch.setattr(load_watch, "UPDATE_EVERY_S", 0.0)
+
+    def busy_s() -> float:
+        # Each reading is half a second after the last.
+        clock.advance(UPDATE_EVERY_S)
+        return 0.95 * clock.monotonic_s()
+
+    watch = asyncio.create_task(watch_load(interval, BrokerMetrics(registry), clock, busy_s=busy_s))
+    await until(lambda: interval.asked_s > 1.0)
+    await end(watch)
+    assert BUSY < interval.load < 1.0
+    assert registry.get_sample_value("penstock_broker_load_ratio") == interval.load
+    assert registry.get_sample_value("penstock_broker_flush_interval_s") == interval.asked_s
+
+
+def test_work_of_this_thread_counts() -> None:
+    before_s, worked_s = thread_busy_s(), time.thread_time()
+    while time.thread_time() - worked_s < 0.05:
+        pass
+    assert thread_busy_s() - before_s >= 0.04
+
+
+def test_where_the_system_says_less_the_threads_own_time_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(load_watch, "_SCHEDULING", tmp_path / "missing")
+    assert thread_busy_s() <= time.thread_time()

@@ -1,0 +1,39 @@
+"""What `penstock status` says of a run."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from google.protobuf.duration_pb2 import Duration
+from rich.console import Console
+
+from console.inspect.find_run import Target
+from console.inspect.status import Picture, as_document, render
+from penstock.v1 import broker_pb2
+
+
+def picture_of(run: broker_pb2.GetRunResponse) -> Picture:
+    return Picture(
+        target=Target(run_id="r", broker="b:1", folder=None, trainer=None),
+        now_s=0.0,
+        run=run,
+        problem="",
+        problem_for_s=0.0,
+        processes=(),
+    )
+
+
+def lines_of(picture: Picture) -> list[str]:
+    with StringIO() as out:
+        Console(file=out, width=200).print(render(picture))
+        return [line.strip() for line in out.getvalue().splitlines()]
+
+
+def test_a_broker_that_falls_behind_is_named_with_what_it_asks_for() -> None:
+    line = "the broker is busy: generators send tokens every 0.7 s, in larger chunks"
+    busy = picture_of(broker_pb2.GetRunResponse(run_id="r", flush_interval=Duration(nanos=675_000_000)))
+    assert line in lines_of(busy)
+    assert as_document(busy)["flush_interval_s"] == 0.675
+    calm = picture_of(broker_pb2.GetRunResponse(run_id="r"))
+    assert not any("busy" in shown for shown in lines_of(calm))
+    assert as_document(calm)["flush_interval_s"] is None
