@@ -16,27 +16,26 @@ class RunFacts:
     open_s: float
     """When it was opened, by which runs of one id are told apart."""
     is_closed: bool
+    is_gone: bool
+    """Whether its records are deleted, or being deleted."""
     policy_version: int
     max_completion_tokens: int
-    num_shards: int
-    """0 if its tokens are beside its own records."""
     read_s: float
     """When it was read, by the process's own clock."""
 
 
 async def read_facts(store: Store, run_id: str, read_s: float) -> RunFacts:
-    """Read them. Raises UnknownRunError if there is no run, or its records are deleted or being deleted."""
+    """Read them. Raises UnknownRunError if there is no run."""
     [root] = await store.roots([run_id])
-    run = RunRecord.FromString(root.run) if root is not None else None
-    if run is None or run.payload_gone:
+    if root is None:
         raise UnknownRunError(f"run {run_id!r} is not open", run_id=run_id)
-    num_shards = run.policy.token_shards
+    run = RunRecord.FromString(root.run)
     return RunFacts(
         open_s=run.open_s,
         is_closed=run.is_closed,
+        is_gone=bool(run.payload_gone),
         policy_version=run.policy_version,
         max_completion_tokens=run.limits.max_completion_tokens,
-        num_shards=num_shards if num_shards > 1 else 0,
         read_s=read_s,
     )
 

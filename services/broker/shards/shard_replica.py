@@ -34,7 +34,7 @@ from services.broker.shards.acceptance import Answer
 from services.broker.shards.end_reports import REPORTS_AT_ONCE, EndReports
 from services.broker.shards.ports import Core
 from services.broker.shards.run_facts import RunFacts, check_open, read_facts
-from services.broker.shards.shard_removal import remove_shards
+from services.broker.shards.shard_removal import remove_stale
 from services.broker.shards.shard_state import ShardState
 
 FACTS_LIFE_S = 1.0
@@ -89,7 +89,10 @@ class ShardReplica(Replica[ShardState]):
 
     async def seal(self, requests: Sequence[SealRequest]) -> list[SampleTail]:
         """See `TokenShards.seal`."""
-        return await self._change(lambda state: tails.seal(state, requests), await self.facts())
+        facts = await self.facts()
+        if facts.is_gone:
+            raise _gone(self.core_id)
+        return await self._change(lambda state: tails.seal(state, requests), facts)
 
     async def compact(self, samples: Sequence[CompactSample]) -> list[bool]:
         """See `TokenShards.compact`."""
@@ -143,8 +146,9 @@ class ShardReplica(Replica[ShardState]):
             facts = self._facts = await read_facts(self.store, self.core_id, now_s)
         await self.load()
         if self.copy is not None and self.copy.shard.open_s != facts.open_s:
-            _log.info("a token shard of an earlier run is deleted", run_id=self.core_id, shard=self.shard)
-            await self.remove()
+            # Either is of an earlier run, perhaps only in this process.
+            await self._remove_stale()
+            facts = self._facts = await read_facts(self.store, self.core_id, now_s)
         return facts
 
     async def load(self) -> None:
@@ -153,12 +157,12 @@ class ShardReplica(Replica[ShardState]):
             with suppress(UnknownRunError):
                 await self.transact(lambda _state: None, must_verify=False)
 
-    async def remove(self) -> None:
-        """Delete the document; raises ServiceUnavailableError if others kept changing it."""
+    async def _remove_stale(self) -> None:
+        """Delete the document if it is of an earlier run, and the copy; see `shard_removal`."""
         for _ in range(MAX_ATTEMPTS):
             with suppress(ConflictError):
-                async for _num_cut in remove_shards(self.store, self.core_id, [self.shard]):
-                    pass
+                is_gone = await remove_stale(self.store, self.core_id, self.shard)
+                _log.info("a token shard of an earlier run", run_id=self.core_id, shard=self.shard, is_gone=is_gone)
                 self._forget()
                 return
         raise ServiceUnavailableError(f"{self._name}: others kept changing it while it was being deleted")
@@ -169,9 +173,10 @@ class ShardReplica(Replica[ShardState]):
         Raises UnknownRunError once the run is gone, and the shard with it.
         """
         try:
-            await self.facts()
+            if (await self.facts()).is_gone:
+                raise _gone(self.core_id)
         except UnknownRunError:
-            await self.remove()
+            await self._remove_stale()
             raise
         if self.copy is None:
             return
@@ -217,6 +222,10 @@ class ShardReplica(Replica[ShardState]):
     async def _note_told(self, reports: Sequence[TailReport]) -> None:
         with suppress(PenstockError):
             await self.transact(partial(tails.confirm, reports=reports), must_verify=False)
+
+
+def _gone(run_id: str) -> UnknownRunError:
+    return UnknownRunError(f"the records of run {run_id!r} are deleted", run_id=run_id)
 
 
 def _create(state: ShardState, *, record: ShardRecord) -> None:

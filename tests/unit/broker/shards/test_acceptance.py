@@ -199,15 +199,18 @@ async def test_a_lease_of_other_tokens_than_the_shard_has_is_refused_and_counted
 
 async def test_the_shard_of_an_earlier_run_of_that_id_is_deleted_first() -> None:
     run = await sharded()
-    [lease] = await run.lease()
-    await put(run.process(), lease, [1, 2])
+    earlier, [lease] = run.process(), await run.lease()
+    await put(earlier, lease, [1, 2])
     [root] = await run.store.roots([RUN])
     assert root is not None
     await run.store.delete(RUN, root.mark)
-    run.clock.advance(2.0)
     later = ShardedRun(run.store)
     later.clock.advance(5.0)
     await later.open("a")
     [again] = await later.lease()
     assert reasons(await put(later.process(), again, [9])) == []
     assert await later.tokens(again) == [9]
+    # A process that still believes in the earlier run takes the present one's shard for no leftover.
+    assert reasons(await put(earlier, again, [10], offset=1)) == []
+    await earlier.look()
+    assert await later.tokens(again) == [9, 10]
