@@ -11,7 +11,7 @@ from penstock.names import check_run_id
 from penstock.v1 import shards_pb2, types_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.ingest.validation import MAX_CHUNKS, MAX_TOKENS_REQUEST_BYTES, check_bytes, check_count, check_id
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail

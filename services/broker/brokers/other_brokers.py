@@ -11,7 +11,7 @@ from penstock.security import Security
 from penstock.v1 import shards_pb2, shards_pb2_grpc
 from services.broker.brokers import messages
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail

@@ -31,7 +31,7 @@ from services.broker.brokers.membership import Membership
 from services.broker.brokers.other_brokers import OtherBroker, OtherBrokers
 from services.broker.brokers.sharded_runs import ShardedRuns
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.roll import SILENT_S, Broker
 from services.broker.records.token_tails import SealRequest, TailReport

@@ -1,32 +1,18 @@
-"""Appends decoded tokens to the run. Pure operations on a RunState.
-
-Promise: a chunk is stored only under the current lease, and only if it continues where the last one ended.
-"""
+"""Appends decoded tokens to the run, by the rules of `chunk_rules`. Pure operations on a RunState."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations import drops, leasing
+from services.broker.operations.chunk_rules import Accepted, ChunkRules
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.state.run_state import RunState
 
-_QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED = broker_pb2.SAMPLE_STATE_FINISHED
 _ENDS = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """The outcome for chunks; those in neither list are stored."""
-
-    errors: list[broker_pb2.ChunkError]
-    """The chunks that were refused."""
-    repeated: list[ChunkFacts]
-    """Chunks already stored under the same lease: accepted again without effect."""
 
 
 def accept_chunks(state: RunState, generator_id: str, chunks: Sequence[ChunkFacts], now_s: float) -> Accepted:
@@ -44,9 +30,13 @@ class _Acceptance:
     """Stores one generator's chunks group by group."""
 
     def __init__(self, state: RunState, generator_id: str, now_s: float) -> None:
-        self._state, self._generator_id, self._now_s = state, generator_id, now_s
-        self._max_tokens, self._policy_version = state.limits.max_completion_tokens, state.run.policy_version
-        self.accepted = Accepted(errors=[], repeated=[])
+        self._state, self._now_s = state, now_s
+        self._rules = ChunkRules(
+            generator_id,
+            max_completion_tokens=state.limits.max_completion_tokens,
+            policy_version=state.run.policy_version,
+        )
+        self._refuse, self.accepted = self._rules.refuse, self._rules.accepted
 
     def add(self, group_id: str, chunks: Sequence[ChunkFacts]) -> None:
         """Store chunks of one group. If none is valid, the record is unchanged: invalid chunks cost no write."""
@@ -90,43 +80,10 @@ class _Acceptance:
             self._refuse(chunk, "UNKNOWN_SAMPLE", 0, f"the group has {len(samples)} samples")
             return None
         sample = samples[chunk.sample_index]
-        num_tokens, sample_state = sample.num_tokens, sample.state
-        is_held = sample.lease_id == chunk.lease_id and sample.generator_id == self._generator_id
-        is_next = is_held and sample_state == _LEASED and chunk.offset == num_tokens
-        if is_next and chunk.num_tokens and not (chunk.fault or self._fault(chunk)):
-            # The common case: tokens of a sample that goes on. The code below handles any.
-            return sample
-        if is_held and _is_stored(sample_state, num_tokens, chunk):
-            self.accepted.repeated.append(chunk)
-        elif not is_held or sample_state != _LEASED:
-            self._refuse(chunk, "LEASE_LOST", num_tokens, "the lease expired or was revoked")
-        elif chunk.offset != num_tokens:
-            self._refuse(chunk, "OFFSET_MISMATCH", num_tokens, f"{num_tokens} tokens are stored")
-        elif fault := chunk.fault or self._fault(chunk):
-            self._refuse(chunk, "INVALID_FIELD", num_tokens, fault)
-        else:
-            return sample
-        return None
-
-    def _fault(self, chunk: ChunkFacts) -> str:
-        if chunk.end > self._max_tokens:
-            return f"{chunk.end} completion tokens, but the run allows {self._max_tokens}"
-        if chunk.max_version is not None and chunk.max_version > self._policy_version:
-            return f"policy version {chunk.max_version} is ahead of the run's {self._policy_version}"
-        return ""
-
-    def _refuse(self, chunk: ChunkFacts, reason: str, next_offset: int, message: str) -> None:
-        self.accepted.errors.append(chunk.refuse(reason, next_offset, message))
-
-
-def _is_stored(sample_state: broker_pb2.SampleState.ValueType, num_tokens: int, chunk: ChunkFacts) -> bool:
-    """Whether a chunk from the sample's lease holder is a repetition; `num_tokens` are stored already."""
-    if chunk.end > num_tokens:
-        return False
-    if sample_state == _LEASED:
-        return chunk.num_tokens > 0 and not chunk.finish_reason
-    was_aborted = chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED
-    return was_aborted or sample_state not in (_QUEUED, broker_pb2.SAMPLE_STATE_DROPPED)
+        is_welcome = self._rules.is_welcome(
+            chunk, sample.lease_id, sample.generator_id, sample.state, sample.num_tokens
+        )
+        return sample if is_welcome else None
 
 
 def _store(state: RunState, group: GroupRecord, chunk: ChunkFacts, sample: SampleRecord, now_s: float) -> int:

@@ -5,11 +5,22 @@ Promise: a chunk is stored only under the current lease, and only if it continue
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations.append_tokens import Accepted
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The outcome for chunks; those in neither list are stored."""
+
+    errors: list[broker_pb2.ChunkError]
+    """The chunks that were refused."""
+    repeated: list[ChunkFacts]
+    """Chunks already stored under the same lease: accepted again without effect."""
 
 
 class ChunkRules:
@@ -23,14 +34,17 @@ class ChunkRules:
     def is_welcome(
         self,
         chunk: ChunkFacts,
-        *,
         lease_id: str,
-        generator_id: str,
+        holder_id: str,
         sample_state: broker_pb2.SampleState.ValueType,
         num_tokens: int,
     ) -> bool:
         """Whether to store a chunk of a sample with that lease, state and number of stored tokens."""
-        is_held = lease_id == chunk.lease_id and generator_id == self._generator_id
+        is_held = lease_id == chunk.lease_id and holder_id == self._generator_id
+        is_next = is_held and sample_state == _LEASED and chunk.offset == num_tokens
+        if is_next and chunk.num_tokens and not (chunk.fault or self._fault(chunk)):
+            # The common case: tokens of a sample that goes on. The code below handles any.
+            return True
         if is_held and _is_stored(sample_state, num_tokens, chunk):
             self.accepted.repeated.append(chunk)
         elif not is_held or sample_state != _LEASED:

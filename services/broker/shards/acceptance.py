@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from penstock.v1 import broker_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations.append_tokens import Accepted
-from services.broker.operations.chunk_rules import ChunkRules
+from services.broker.operations.chunk_rules import Accepted, ChunkRules
 from services.broker.records.store import SampleId
 from services.broker.records.token_tails import TailReport
 from services.broker.records_pb2 import GroupRecord, SampleRecord, SampleTail
@@ -122,14 +121,9 @@ def _is_adoptable(
 
 def _refuse_by_run(rules: ChunkRules, chunk: ChunkFacts, leased: SampleRecord) -> None:
     """Refuse a chunk, or recognise it as a repetition, by what the run has of its sample."""
-    rules.is_welcome(
-        chunk,
-        lease_id=leased.lease_id,
-        generator_id=leased.generator_id,
-        # A lease that is not adopted is as good as lost.
-        sample_state=_QUEUED if leased.state == _LEASED else leased.state,
-        num_tokens=leased.num_tokens,
-    )
+    # A lease that is not adopted is as good as lost.
+    sample_state = _QUEUED if leased.state == _LEASED else leased.state
+    rules.is_welcome(chunk, leased.lease_id, leased.generator_id, sample_state, leased.num_tokens)
 
 
 def _adopt(state: ShardState, sample: SampleId, leased: SampleRecord) -> SampleTail:
@@ -150,13 +144,7 @@ def _is_welcome(rules: ChunkRules, chunk: ChunkFacts, tail: SampleTail) -> bool:
     sample_state = _LEASED
     if tail.is_sealed:
         sample_state = _FINISHED if is_complete(tail) else _QUEUED
-    return rules.is_welcome(
-        chunk,
-        lease_id=tail.lease_id,
-        generator_id=tail.generator_id,
-        sample_state=sample_state,
-        num_tokens=tail.num_tokens,
-    )
+    return rules.is_welcome(chunk, tail.lease_id, tail.generator_id, sample_state, tail.num_tokens)
 
 
 def _store(state: ShardState, sample: SampleId, chunk: ChunkFacts, now_s: float) -> None:

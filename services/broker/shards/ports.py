@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail

@@ -21,7 +21,7 @@ import structlog
 
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.run_clock import RunClock
 from services.broker.records.shard_ids import shard_id

@@ -21,7 +21,7 @@ from services.broker.ingest.validation import (
     check_id,
 )
 from services.broker.operations import append_tokens
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
 from services.broker.rules.limits import duration
 from services.broker.runtime.listeners import Topic

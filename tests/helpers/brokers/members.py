@@ -16,7 +16,7 @@ from services.broker.brokers.routing import RoutedCore, RoutedShards, Router
 from services.broker.brokers.shard_service import ShardService
 from services.broker.brokers.sharded_runs import ShardedRuns
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.store import Delta, Store
 from services.broker.records.token_tails import SealRequest, TailReport

@@ -11,7 +11,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_array
 from services.broker.ingest.token_chunk import ChunkFacts, read_chunk
 from services.broker.operations import leasing, submission, token_ends
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.operations.leasing import GeneratorFacts
 from services.broker.records.run_clock import RunClock
 from services.broker.records.shard_ids import shard_id

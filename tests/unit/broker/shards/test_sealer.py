@@ -7,7 +7,7 @@ from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations import leasing
-from services.broker.operations.append_tokens import Accepted
+from services.broker.operations.chunk_rules import Accepted
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.token_tails import SealRequest
 from services.broker.records_pb2 import SampleTail
