@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from weakref import WeakValueDictionary
 
 import structlog
@@ -73,6 +74,8 @@ class RunRegistry:
         self._used_lately: dict[str, RunReplica] = {}
         """Kept, with their copies, even if nothing refers to them now."""
         self._listeners: set[asyncio.Event] = set()
+        self._faulty: set[str] = set()
+        """Runs whose care failed the last time, and was logged."""
         self.is_stopping = False
         self.own_shards = ShardRegistry(store=store, core=self, clock_of=lambda run_id: self.replica(run_id).clock)
         """The token shards that this process works on itself."""
@@ -140,8 +143,7 @@ class RunRegistry:
         while True:
             try:
                 await self.store.ping()
-                for replica in list(self._run_registry.values()):
-                    await self._care_for(replica)
+                await self._care_for_each()
                 is_healthy = True
             except ServiceUnavailableError as error:
                 is_healthy = False
@@ -152,6 +154,23 @@ class RunRegistry:
                 await set_serving(is_serving)
                 _log.info("health changed", is_serving=is_serving)
             await asyncio.sleep(POLL_EVERY_S)
+
+    async def _care_for_each(self) -> None:
+        """Look after each run once, whatever happens to another one. Raises ServiceUnavailableError."""
+        unavailable: ServiceUnavailableError | None = None
+        for replica in list(self._run_registry.values()):
+            try:
+                await self._care_for(replica)
+            except ServiceUnavailableError as error:
+                unavailable = error
+            except Exception:
+                if replica.run_id not in self._faulty:
+                    self._faulty.add(replica.run_id)
+                    _log.exception("run not cared for: a fault of the broker", run_id=replica.run_id)
+            else:
+                self._faulty.discard(replica.run_id)
+        if unavailable is not None:
+            raise unavailable
 
     async def _care_for(self, replica: RunReplica) -> None:
         is_idle = replica.copy is None or self.clock.monotonic_s() - replica.last_used_s > IDLE_RUN_S
@@ -168,8 +187,7 @@ class RunRegistry:
                 replica.sealer.start(replica.copy, self.shards)
             await replica.peers.refresh()
             await self._observe_books(replica)
-            if replica.copy is not None:
-                await replica.dispatcher.review(replica.copy, replica.clock.now_s())
+            _review(replica)
         except ServiceUnavailableError:
             raise
         except PenstockError as error:
@@ -193,6 +211,18 @@ class RunRegistry:
         if replica.copy is not None and at_s - replica.books_read_s >= BOOKS_EVERY_S:
             replica.books_read_s = at_s
             self.metrics.observe_books(replica.run_id, await replica.read_books(lambda _state, counts: counts))
+
+
+def _review(replica: RunReplica) -> None:
+    """Have dispatch reviewed in the background: that takes up to seconds, in which the runs' clocks must go on."""
+    if replica.copy is not None and (replica.reviewing is None or replica.reviewing.done()):
+        replica.reviewing = asyncio.create_task(replica.dispatcher.review(replica.copy, replica.clock.now_s()))
+        replica.reviewing.add_done_callback(partial(_note_fault, replica.run_id))
+
+
+def _note_fault(run_id: str, task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("dispatch not reviewed: a fault of the broker", run_id=run_id, exc_info=error)
 
 
 async def expire(replica: RunReplica, metrics: BrokerMetrics) -> None:

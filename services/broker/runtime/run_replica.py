@@ -68,6 +68,8 @@ class RunReplica(Replica[RunState]):
         self.sealer = Sealer(run_id, self.transact, self.clock)
         self.peers = Peers(run_id, store=store, clock=self.clock)
         self.dispatcher = Dispatcher(self.peers)
+        self.reviewing: asyncio.Task[None] | None = None
+        """The last review of dispatch."""
         self.lease_rounds = LeaseRounds(self.transact, self.dispatcher, self.clock)
         self._listeners = Listeners(self.lease_rounds.seats)
 

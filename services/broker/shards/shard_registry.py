@@ -105,6 +105,9 @@ class ShardRegistry:
             self._replicas.pop((run_id, shard), None)
         except PenstockError as error:
             _log.warning("token shard not cared for", run_id=run_id, shard=shard, error=str(error))
+        except Exception:
+            # Otherwise it would end the care for all shards, and nobody would notice.
+            _log.exception("token shard not cared for: a fault of the broker", run_id=run_id, shard=shard)
 
     async def _care_for(self, run_id: str, shard: int, replica: ShardReplica) -> None:
         used_s, is_ours = replica.last_used_s, self.is_ours(run_id, shard)

@@ -1,0 +1,94 @@
+"""The caretaker of a process's runs: what befalls one run is not the others', and clocks wait for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.clock import SystemClock
+from penstock.errors import ServiceUnavailableError
+from penstock.process.tasks import end
+from penstock.v1 import broker_pb2
+from services.broker.records.run_clock import Reading
+from services.broker.runtime import run_registry as run_registry_module
+from services.broker.runtime.run_registry import RunRegistry
+from services.broker.server import make_run_registry
+from services.broker.storage.memory_store import MemoryStore
+from tests.helpers.brokers.broker import limits
+from tests.helpers.waiting import until
+
+RUNS = ("a", "b", "c")
+
+
+class TickStore(MemoryStore):
+    """Counts the advances of each run's clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_ticks: Counter[str] = Counter()
+
+    async def tick(self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+        self.num_ticks[run_id] += 1
+        return await super().tick(run_id, max_gap_s, broker=broker, is_leaving=is_leaving)
+
+    async def until_ticks(self, *run_ids: str) -> None:
+        """Wait until the clock of each of these runs was advanced some more."""
+        self.num_ticks.clear()
+        await until(lambda: all(self.num_ticks[run_id] >= 3 for run_id in run_ids))
+
+
+@asynccontextmanager
+async def caring(store: TickStore, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunRegistry]:
+    """A caretaker, and a stream that listens to each run."""
+    monkeypatch.setattr(run_registry_module, "POLL_EVERY_S", 0.01)
+    run_registry = make_run_registry(store, registry=CollectorRegistry(), clock=SystemClock())
+    with ExitStack() as stack:
+        for run_id in RUNS:
+            replica = run_registry.replica(run_id)
+            await replica.open(broker_pb2.OpenRunRequest(run_id=run_id, limits=limits()))
+            stack.enter_context(replica.listening())
+        task = asyncio.create_task(run_registry.care(_ignore))
+        try:
+            yield run_registry
+            assert not task.done()
+        finally:
+            await end(task)
+
+
+async def _ignore(_is_serving: bool) -> None:
+    pass
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), ServiceUnavailableError("always too late")])
+async def test_what_befalls_one_run_is_not_the_others(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TickStore()
+    async with caring(store, monkeypatch) as run_registry:
+        faulty = run_registry.replica("a")
+
+        async def fail() -> None:
+            raise error
+
+        monkeypatch.setattr(faulty, "poll", fail)
+        await store.until_ticks(*RUNS)
+        monkeypatch.undo()
+        await store.until_ticks(*RUNS)
+
+
+async def test_no_clock_waits_for_a_review_of_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, num_reviews = TickStore(), 0
+    async with caring(store, monkeypatch) as run_registry:
+
+        async def look(*_: object) -> None:
+            nonlocal num_reviews
+            num_reviews += 1
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(run_registry.replica("a").dispatcher, "review", look)
+        await until(lambda: num_reviews == 1)
+        await store.until_ticks(*RUNS)
+        assert num_reviews == 1
