@@ -28,6 +28,7 @@ from penstock.network.outage import Outage
 from penstock.network.rpc import backoff_s, explained
 from penstock.process.logger import get_logger
 from penstock.process.tasks import end
+from penstock.process.time_limits import TimeLimit
 
 PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 """Errors that end a client which outlives its run; after any other error a new stream may succeed."""
@@ -182,7 +183,7 @@ class BackgroundStream(ABC):
 async def read(call: Any, *, peer: str, max_silence_s: float | None) -> Any:
     """The next response, grpc.aio.EOF after the last; ServiceUnavailableError after `max_silence_s` without one."""
     try:
-        async with asyncio.timeout(max_silence_s):
+        with TimeLimit(max_silence_s):
             return await call.read()
     except TimeoutError:
         raise ServiceUnavailableError(f"{peer}: silent for {max_silence_s:.0f} s") from None

@@ -24,6 +24,7 @@ from penstock.errors import InternalError, InvalidFieldError, PenstockError, Run
 from penstock.network.connection import Connection
 from penstock.network.rpc import call_with_retry
 from penstock.process.logger import get_logger
+from penstock.process.time_limits import TimeLimit
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire import packed
 from penstock.wire.pieces import Assembly
@@ -100,7 +101,7 @@ class MicrobatchSession(BackgroundStream):
         if self._received.empty() and self._failure is not None:
             raise self._failure
         try:
-            async with asyncio.timeout(timeout_s):
+            with TimeLimit(timeout_s):
                 found = await self._received.get()
         except TimeoutError:
             return None

@@ -29,7 +29,7 @@ from penstock.errors import InternalError, PenstockError, RefusedError, require
 from penstock.network.connection import Connection
 from penstock.network.rpc import call_with_retry
 from penstock.process.logger import get_logger
-from penstock.process.tasks import set_within
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import field_prefix, group_parts, packed_parts
 from penstock.wire.pieces import MAX_GROUP_BYTES, batched, joined_pieces
@@ -155,7 +155,7 @@ class TrajectorySession(BackgroundStream):
         self._unanswered: dict[str, _Sent] = {}
         self._unanswered_bytes = 0
         self._paused_until_s = 0.0
-        self._work = asyncio.Event()
+        self._work = Wake()
         self._room = asyncio.Event()
         self._get_run = broker_pb2_grpc.BrokerServiceStub(broker.channel).GetRun
         self._groups_per_step = 0
@@ -302,7 +302,10 @@ class TrajectorySession(BackgroundStream):
                         break
                 continue
             self._work.clear()
-            await set_within(self._work, pause_s if sent is not None else None)
+            if sent is None:
+                await self._work.wait()
+            else:
+                await self._work.take_within(pause_s)
 
     def _take(self, response: broker_pb2.PutTrajectoriesResponse) -> None:
         sent = self._unanswered.get(response.put_id)

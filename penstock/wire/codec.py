@@ -6,7 +6,7 @@ message's own bytes, so decoding costs no copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -184,13 +184,17 @@ def group_slices(packed: Packed) -> list[tuple[int, int]]:
     return slices
 
 
-def field_span(data: bytes, number: int) -> tuple[int, int]:
+Fields = list[tuple[int, int, int]]
+"""Number of each field of a serialized message, and where its bytes begin and end; a number begins at -1."""
+
+
+def field_span(fields: Fields, number: int) -> tuple[int, int]:
     """Position of a length-delimited field in a serialized message; (0, 0) if unset.
 
-    Raises InvalidFieldError where the field comes twice, or `data` is not well-formed.
+    Raises InvalidFieldError where the field comes twice.
     """
     found = (0, 0)
-    for tag_number, start, end in _fields(data):
+    for tag_number, start, end in fields:
         if tag_number == number and start >= 0:
             if found != (0, 0):
                 raise InvalidFieldError(f"request: field {number} comes twice", field="request")
@@ -198,30 +202,27 @@ def field_span(data: bytes, number: int) -> tuple[int, int]:
     return found
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Number of each field of a serialized message, and where its bytes begin and end; -1 where it is a number."""
+def fields_of(data: bytes) -> Fields:
+    """The fields of a serialized message, in order. Raises InvalidFieldError where `data` is not well-formed."""
+    fields: Fields = []
     at = 0
     try:
         while at < len(data):
-            tag, at = _read_varint(data, at)
+            tag, at = _read_varint(data, at) if data[at] > 0x7F else (data[at], at + 1)
             kind, start = tag & 7, -1
             if kind == 2:
-                size_bytes, start = _read_varint(data, at)
+                size_bytes, start = _read_varint(data, at) if data[at] > 0x7F else (data[at], at + 1)
                 at = start + size_bytes
             elif kind == 0:
                 _value, at = _read_varint(data, at)
             else:
                 at += _FIXED_BYTES[kind]
-            yield tag >> 3, start, at
+            fields.append((tag >> 3, start, at))
     except (IndexError, KeyError) as error:
         raise InvalidFieldError(f"request: byte {at} of {len(data)} begins no field", field="request") from error
     if at > len(data):
         raise InvalidFieldError(f"request: its {len(data)} bytes end inside a field", field="request")
-
-
-def has_field(data: bytes, number: int) -> bool:
-    """Whether a field stands in a serialized message. Raises InvalidFieldError where `data` is not well-formed."""
-    return any(found == number for found, _start, _end in _fields(data))
+    return fields
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:

@@ -14,16 +14,49 @@ from penstock.errors import InvalidFieldError
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Packed
-from penstock.wire.pieces import batched
+from penstock.wire.pieces import MAX_WHOLE_BYTES, batched
 from services.broker.assembly.group_loading import load_records
 from services.broker.assembly.large_groups import cut_group, is_large, read_pieces, size_bytes
 from services.broker.assembly.microbatch_frames import Frames
 from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.state.batches import slice_of
 
 MAX_READ_AHEAD_BYTES = 8 * 1024 * 1024
 ENVELOPE_BYTES = 4096
 """Upper bound of a response's overhead beyond its group."""
+
+
+def frames_at_hand(
+    replica: RunReplica,
+    hello: broker_pb2.TrainerHello,
+    microbatches: Sequence[Sequence[GroupRecord]],
+    *,
+    policy_version: int,
+) -> list[bytes]:
+    """What `load_frames` yields, if it is all of puts that this process still has; otherwise nothing.
+
+    Takes no time of the store's, so that it may be done before it is known whether the groups are delivered.
+    """
+    frames, num_bytes = Frames(policy_version), 0
+    for members in microbatches:
+        for record in members:
+            if not (hello.accepts_packed_groups and record.HasField("put")):
+                return []
+            part = slice_of(record)
+            packed, num_bytes = replica.payloads.at_hand(part), num_bytes + part.size_bytes
+            if packed is None or part.size_bytes > MAX_WHOLE_BYTES or num_bytes > MAX_READ_AHEAD_BYTES:
+                return []
+            frames.add_packed(packed)
+        frames.close()
+    return frames.take()
+
+
+def forget_delivered(replica: RunReplica, microbatches: Sequence[Sequence[GroupRecord]]) -> None:
+    """Keep what `frames_at_hand` used no longer."""
+    for members in microbatches:
+        for record in members:
+            replica.payloads.discard_whole(slice_of(record))
 
 
 async def load_frames(

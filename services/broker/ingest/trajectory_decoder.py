@@ -20,7 +20,7 @@ from penstock.wire.codec import Packed, group_slices
 from penstock.wire.sampling_rules import check_trainable
 from services.broker.ingest.token_arrays import check_floats, check_token_ids, check_tokens, version_ranges
 from services.broker.ingest.trajectory_columns import PutGroups
-from services.broker.ingest.validation import MAX_METADATA_BYTES, check_id
+from services.broker.ingest.validation import MAX_METADATA_BYTES, check_ids
 
 MAX_GROUPS = 1_024
 MAX_BYTES = 4 * 1024 * 1024
@@ -109,12 +109,12 @@ def _oldest_of_groups(oldest: list[int], counts: Sequence[int]) -> list[int]:
 def _check_prompts(prompts: Sequence[types_pb2.Prompt]) -> tuple[list[str], list[int]]:
     """Group id and number of tokens of each."""
     group_ids = [prompt.group_id for prompt in prompts]
-    for group_id in group_ids:
-        check_id("group_id", group_id)
+    check_ids("group_id", group_ids)
     purposes = {prompt.purpose for prompt in prompts}
     require(purposes == {types_pb2.PURPOSE_TRAIN}, "prompt.purpose", sorted(purposes), "TRAIN")
-    for prompt in prompts:
-        check_trainable(prompt.sampling, field="prompt.sampling")
+    # Nearly always all alike, and comparing costs less than checking.
+    for sampling in {each.SerializeToString(): each for each in [prompt.sampling for prompt in prompts]}.values():
+        check_trainable(sampling, field="prompt.sampling")
     size = max(len(prompt.metadata_json) for prompt in prompts)
     require(size <= MAX_METADATA_BYTES, "prompt.metadata_json", size, f"at most {MAX_METADATA_BYTES} characters")
     token_ids = [prompt.token_ids for prompt in prompts]

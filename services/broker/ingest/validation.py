@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -49,6 +50,14 @@ def check_id(field: str, value: str) -> None:
     is_good = 1 <= len(value) <= MAX_ID_CHARACTERS and value.isprintable()
     is_good = is_good and (value.isascii() or len(value.encode()) <= MAX_ID_BYTES)
     require(is_good, field, value[:80], f"1 to {MAX_ID_CHARACTERS} printable characters of {MAX_ID_BYTES} bytes")
+
+
+def check_ids(field: str, values: Sequence[str]) -> None:
+    """`check_id` of each."""
+    whole, lengths = "".join(values), list(map(len, values))
+    if not (whole.isascii() and whole.isprintable() and min(lengths) >= 1 and max(lengths) <= MAX_ID_CHARACTERS):
+        for value in values:
+            check_id(field, value)
 
 
 def check_reason(reason: str, *, field: str = "reason") -> None:

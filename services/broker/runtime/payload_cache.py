@@ -40,15 +40,24 @@ class PayloadCache:
         """Remove a payload, if present."""
         self._size_bytes -= len(self._payloads.pop(payload_id, b""))
 
+    def at_hand(self, part: PayloadSlice) -> Packed | None:
+        """A part of a payload that is kept, and stays so; None if it is not."""
+        payload = self._payloads.get(part.payload_id)
+        return None if payload is None else payload[part.start : part.end]
+
+    def discard_whole(self, part: PayloadSlice) -> None:
+        """Remove the payload of which this was all."""
+        if part.size_bytes == len(self._payloads.get(part.payload_id, b"")):
+            self.discard(part.payload_id)
+
     async def load(self, slices: Sequence[PayloadSlice]) -> list[Packed]:
         """Parts of payloads; shorter than requested if the payload is gone."""
         parts: dict[PayloadSlice, Packed] = {}
         for part in slices:
-            payload = self._payloads.get(part.payload_id)
-            if payload is not None:
-                parts[part] = payload[part.start : part.end]
-                if part.size_bytes == len(payload):
-                    self.discard(part.payload_id)
+            packed = self.at_hand(part)
+            if packed is not None:
+                parts[part] = packed
+                self.discard_whole(part)
         missing = [part for part in slices if part not in parts]
         if missing:
             parts.update(zip(missing, await self._store.payloads(self._run_id, missing), strict=True))

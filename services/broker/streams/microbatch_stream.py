@@ -7,14 +7,14 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
 from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.assembly.large_groups import portions
-from services.broker.assembly.microbatch_reader import load_frames
+from services.broker.assembly.microbatch_reader import forget_delivered, frames_at_hand, load_frames
 from services.broker.ingest.validation import MAX_GROUP_IDS, check_count, check_id
 from services.broker.operations import delivery, ownership
 from services.broker.operations.delivery import Consumer
@@ -35,11 +35,13 @@ _Frame = _Response | bytes
 """A response, possibly serialized already."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Delivery:
     microbatches: list[list[GroupRecord]]
     """Copies of the records of each microbatch, in the order of delivery."""
     policy_version: int
+    frames: list[bytes] = field(default_factory=list)
+    """Its messages, if they could be made while the store was committing it."""
 
     @property
     def chosen(self) -> list[GroupRecord]:
@@ -85,7 +87,13 @@ class MicrobatchStream:
                 while not intake.is_ended:
                     self._run_registry.check_serving()
                     handed_over = await self._next()
-                    if handed_over is not None:
+                    if handed_over is not None and handed_over.frames:
+                        last_sent_s = loop.time()
+                        forget_delivered(self._replica, handed_over.microbatches)
+                        for frame in handed_over.frames:
+                            yield frame
+                        handed_over.frames = []
+                    elif handed_over is not None:
                         version = handed_over.policy_version
                         loading = load_frames(
                             self._replica, self._hello, handed_over.microbatches, policy_version=version
@@ -149,8 +157,22 @@ class MicrobatchStream:
     def _follow(self, state: RunState) -> Callable[[RunState], _Delivery] | None:
         """See `RunReplica.following`: groups that another call makes ready are delivered by the same commit."""
         operation = None if self._is_delivering else self._next_delivery(state)
-        self._is_delivering = self._is_delivering or operation is not None
-        return operation
+        if operation is None:
+            return None
+        self._is_delivering = True
+
+        def deliver(state: RunState) -> _Delivery:
+            found = operation(state)
+            asyncio.get_running_loop().call_soon(self._frame, found)
+            return found
+
+        return deliver
+
+    def _frame(self, found: _Delivery) -> None:
+        """Make the messages of a delivery that is being committed; they are sent only once it is."""
+        found.frames = frames_at_hand(
+            self._replica, self._hello, found.microbatches, policy_version=found.policy_version
+        )
 
     def _take(self, answer: asyncio.Future[_Delivery]) -> None:
         self._followed = answer

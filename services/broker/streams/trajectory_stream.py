@@ -18,7 +18,7 @@ from penstock.process.time_limits import Wake
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire import packed as packed_types
-from penstock.wire.codec import field_span, has_field
+from penstock.wire.codec import Fields, field_span, fields_of
 from penstock.wire.pieces import MAX_GROUP_BYTES
 from services.broker.ingest.trajectory_decoder import read_put
 from services.broker.ingest.validation import check_id
@@ -86,14 +86,15 @@ class _PutStream:
 
     async def handle(self, data: bytes) -> None:
         """Take a request and schedule its answer. Raises InvalidFieldError and ForbiddenError."""
-        if has_field(data, _Request.TOTAL_BYTES_FIELD_NUMBER):
+        fields = fields_of(data)
+        if any([number == _Request.TOTAL_BYTES_FIELD_NUMBER for number, _start, _end in fields]):
             part = _parsed(data)
             current_caller().check_message(part)
             answer = await _take_part(self._replica_of(part.run_id), self.parts, part)
             if answer is not None:
                 await self.answers.put(answer)
             return
-        request, put = read_request(data)
+        request, put = read_request(data, fields)
         current_caller().check_message(request)
         replica = self._replica_of(request.run_id)
         await _wait_until(replica, partial(_has_room, replica, put), HOLD_S)
@@ -108,12 +109,12 @@ class _PutStream:
         return self._replica
 
 
-def read_request(data: bytes) -> tuple[_Request, Put]:
-    """A serialized request, checked as far as possible without the run; the message omits its groups.
+def read_request(data: bytes, fields: Fields) -> tuple[_Request, Put]:
+    """A serialized request of these fields, checked as far as possible without the run; the message omits its groups.
 
     Raises InvalidFieldError.
     """
-    start, end = field_span(data, _Request.GROUPS_FIELD_NUMBER)
+    start, end = field_span(fields, _Request.GROUPS_FIELD_NUMBER)
     packed = memoryview(data)[start:end]
     try:
         parsed = packed_types.PutTrajectoriesRequest.FromString(data)

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire import packed
-from penstock.wire.codec import field_span
+from penstock.wire.codec import field_span, fields_of
 from tests.helpers.brokers.trajectories import group, groups, pack_groups
 
 GROUPS = broker_pb2.PutTrajectoriesRequest.GROUPS_FIELD_NUMBER
@@ -24,7 +24,7 @@ def test_a_put_is_read_with_its_groups() -> None:
     parsed = packed.PutTrajectoriesRequest.FromString(data)
     assert (parsed.run_id, parsed.producer_id, parsed.put_id) == ("r", "p", "1")
     assert list(parsed.groups.groups) == made
-    start, end = field_span(data, GROUPS)
+    start, end = field_span(fields_of(data), GROUPS)
     assert data[start:end] == pack_groups(made)
 
 
@@ -51,9 +51,9 @@ def test_packed_groups_that_are_none_are_not_read() -> None:
 def test_a_field_is_found_among_others_of_every_wire_type() -> None:
     others = b"\x28\xff\x01" + b"\x31" + bytes(8) + b"\x3d" + bytes(4) + b"\x42\x01x"
     data = others + request(group("a", num_tokens=400)).SerializeToString() + others
-    start, end = field_span(data, GROUPS)
+    start, end = field_span(fields_of(data), GROUPS)
     assert data[start:end] == pack_groups([group("a", num_tokens=400)])
-    assert field_span(others, GROUPS) == (0, 0)
+    assert field_span(fields_of(others), GROUPS) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_field_is_found_among_others_of_every_wire_type() -> None:
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidFieldError, match="request"):
-        field_span(data, GROUPS)
+        field_span(fields_of(data), GROUPS)
