@@ -13,7 +13,7 @@ from penstock.network import rpc
 from penstock.network.metrics_server import serve_metrics
 from penstock.process import malloc
 from penstock.security import NO_SECURITY, Security
-from services.broker.brokers.membership import Membership
+from services.broker.brokers.joining import JoinedBrokers
 from services.broker.config import BrokerConfig
 from services.broker.load_watch import watch_load
 from services.broker.loop_watch import watch_loop
@@ -75,13 +75,20 @@ def make_run_registry(
 
 
 def make_server(
-    run_registry: RunRegistry, *, listen: str, security: Security, public_hosts: Sequence[str] = ()
+    run_registry: RunRegistry,
+    *,
+    listen: str,
+    security: Security,
+    brokers: JoinedBrokers | None = None,
+    public_hosts: Sequence[str] = (),
 ) -> rpc.Server:
-    """A gRPC server of that core; see `rpc.Server` for `public_hosts`."""
-    service = rpc.service_of(BrokerService(run_registry))
+    """A gRPC server of that core, also for `brokers` if it is joined to others; see `rpc.Server` for `public_hosts`."""
+    services = [rpc.service_of(BrokerService(run_registry, brokers.shard_maps if brokers is not None else None))]
+    if brokers is not None:
+        services.append(brokers.service)
     # Healthy once the caretaker has seen the store.
     return rpc.Server(
-        listen=listen, services=[service], security=security, serves_at_once=False, public_hosts=public_hosts
+        listen=listen, services=services, security=security, serves_at_once=False, public_hosts=public_hosts
     )
 
 
@@ -107,14 +114,16 @@ async def serve(config: BrokerConfig) -> None:
         broker=name,
         flush_interval=flush_interval,
     )
-    membership = Membership(store, name=name, address=config.address, clock=clock)
-    server = make_server(run_registry, listen=config.listen, security=security, public_hosts=config.public_hosts)
+    brokers = JoinedBrokers(run_registry, name=name, address=config.address, security=security)
+    server = make_server(
+        run_registry, listen=config.listen, security=security, brokers=brokers, public_hosts=config.public_hosts
+    )
     try:
         await rpc.run_until_stopped(
             server,
             loops=[
                 lambda: run_registry.care(server.set_serving),
-                membership.run,
+                *brokers.loops,
                 run_registry.length_reporter.run,
                 lambda: watch_loop(run_registry.metrics, clock),
                 lambda: watch_load(flush_interval, run_registry.metrics, clock),
@@ -124,7 +133,7 @@ async def serve(config: BrokerConfig) -> None:
             before_stop=run_registry.stop,
         )
     finally:
-        await membership.leave()
+        await brokers.leave()
         await run_registry.leave()
         await run_registry.length_reporter.close()
         await run_registry.forecaster.close()

@@ -1,4 +1,4 @@
-"""Has the token shards that this process owns attended, of every open run of the store, and leaves those that it lost.
+"""Has the token shards that this process owns attended, of every open run of the store.
 
 A shard that its former owner left in the midst of something is put right by its new one at once, though no client may
 send anything for it any more.
@@ -24,13 +24,10 @@ _log = structlog.get_logger()
 
 
 class Attended(Protocol):
-    """The shards of this process."""
+    """The shards of this process; those that it does not own any more it finds out by itself."""
 
     async def attend(self, run_id: str, shard: int) -> None:
         """Take a shard over."""
-
-    async def release(self, run_id: str, shard: int) -> None:
-        """Let go of a shard."""
 
 
 class Attendance:
@@ -39,13 +36,13 @@ class Attendance:
     Args:
         shards: Those of this process.
         membership: Who owns what.
-        following: A context in which the clock of a run is kept.
+        keeping: A context in which the clock of a run is kept.
     """
 
     def __init__(
-        self, shards: Attended, membership: Membership, *, following: Callable[[str], AbstractContextManager[object]]
+        self, shards: Attended, membership: Membership, *, keeping: Callable[[str], AbstractContextManager[object]]
     ) -> None:
-        self._shards, self._membership, self._following = shards, membership, following
+        self._shards, self._membership, self._keeping = shards, membership, keeping
         self._attended: set[_Part] = set()
         self._runs: dict[str, ExitStack] = {}
 
@@ -56,15 +53,13 @@ class Attendance:
                 await self.look()
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            self._follow(set())
+            self._keep(set())
 
     async def look(self) -> None:
         """Bring what is attended to what is owned."""
         owned = self._owned()
-        self._follow({run_id for run_id, _ in owned})
-        for part in sorted(self._attended - owned):
-            await self._shards.release(*part)
-            self._attended.discard(part)
+        self._keep({run_id for run_id, _ in owned})
+        self._attended &= owned
         missing, slots = sorted(owned - self._attended), asyncio.Semaphore(AT_ONCE)
         await asyncio.gather(*(self._attend(part, slots) for part in missing))
 
@@ -73,8 +68,8 @@ class Attendance:
         return {
             (run_id, shard)
             for run_id, num_shards in (roll.sharded.items() if roll is not None else ())
-            for shard, owner in enumerate(self._membership.shard_owners(run_id, num_shards), 1)
-            if owner.name == self._membership.name
+            for shard in range(1, num_shards + 1)
+            if self._membership.owns(run_id, shard)
         }
 
     async def _attend(self, part: _Part, slots: asyncio.Semaphore) -> None:
@@ -86,9 +81,9 @@ class Attendance:
             else:
                 self._attended.add(part)
 
-    def _follow(self, run_ids: set[str]) -> None:
+    def _keep(self, run_ids: set[str]) -> None:
         for run_id in self._runs.keys() - run_ids:
             self._runs.pop(run_id).close()
         for run_id in run_ids - self._runs.keys():
             self._runs[run_id] = stack = ExitStack()
-            stack.enter_context(self._following(run_id))
+            stack.enter_context(self._keeping(run_id))

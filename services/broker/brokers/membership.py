@@ -91,14 +91,19 @@ class Membership:
     def shard_owners(self, run_id: str, num_shards: int) -> list[Broker]:
         """The owner of each shard, from shard 1 on; none if this process has not heard who lives."""
         roll = self.roll
-        if roll is None or not roll.brokers:
-            return []
-        names = self._shard_owners.get((run_id, num_shards))
-        if names is None:
-            if len(self._shard_owners) >= MAX_SHARD_MAPS:
-                self._shard_owners.clear()
-            names = self._shard_owners[run_id, num_shards] = shard_owners(roll.brokers, run_id, num_shards)
-        return [roll.brokers[name] for name in names]
+        return [] if roll is None else [roll.brokers[name] for name in self._owner_names(roll, run_id, num_shards)]
+
+    def shard_owner(self, run_id: str, shard: int, num_shards: int) -> Broker | None:
+        """The owner of one of them."""
+        roll = self.roll
+        names = [] if roll is None else self._owner_names(roll, run_id, num_shards)
+        return roll.brokers[names[shard - 1]] if roll is not None and names else None
+
+    def owns(self, run_id: str, shard: int) -> bool:
+        """Whether this process owns a shard of a run that is noted with the roll."""
+        num_shards = 0 if self.roll is None else self.roll.sharded.get(run_id, 0)
+        owner = self.shard_owner(run_id, shard, num_shards) if 1 <= shard <= num_shards else None
+        return owner is not None and owner.name == self.name
 
     def core_owner(self, run_id: str) -> Broker | None:
         """The owner of a run's core: the broker that its clients have streams at; if there are several, one of them."""
@@ -107,6 +112,15 @@ class Membership:
             return None
         serving = [name for name, broker in roll.brokers.items() if run_id in broker.serves]
         return roll.brokers[core_owner(serving or roll.brokers, run_id)]
+
+    def _owner_names(self, roll: Roll, run_id: str, num_shards: int) -> list[str]:
+        names = self._shard_owners.get((run_id, num_shards))
+        if names is None:
+            if len(self._shard_owners) >= MAX_SHARD_MAPS:
+                self._shard_owners.clear()
+            names = shard_owners(roll.brokers, run_id, num_shards) if roll.brokers else []
+            self._shard_owners[run_id, num_shards] = names
+        return names
 
     def _note_rival(self, rival: str) -> None:
         self.num_rivals_met += 1

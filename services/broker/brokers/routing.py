@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -164,11 +165,7 @@ class RoutedShards:
         return await self._local.compact(run_id, shard, samples)
 
     def _owner(self, run_id: str, shard: int, num_shards: int) -> Callable[[], Broker | None]:
-        def find() -> Broker | None:
-            owners = self._membership.shard_owners(run_id, num_shards)
-            return owners[shard - 1] if owners else None
-
-        return find
+        return partial(self._membership.shard_owner, run_id, shard, num_shards)
 
 
 class RoutedCore:

@@ -174,7 +174,7 @@ class RunRegistry:
 
     async def _care_for(self, replica: RunReplica) -> None:
         is_idle = replica.copy is None or self.clock.monotonic_s() - replica.last_used_s > IDLE_RUN_S
-        if is_idle and not replica.num_listeners:
+        if is_idle and not replica.num_listeners and not replica.num_keepers:
             await replica.leave()
             self._used_lately.pop(replica.run_id, None)
             return

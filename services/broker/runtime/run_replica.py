@@ -72,6 +72,8 @@ class RunReplica(Replica[RunState]):
         """The last review of dispatch."""
         self.lease_rounds = LeaseRounds(self.transact, self.dispatcher, self.clock)
         self._listeners = Listeners(self.lease_rounds.seats)
+        self.num_keepers = 0
+        """Blocks inside `kept`."""
 
     # -- listening -----------------------------------------------------------------------------------------------------
 
@@ -96,6 +98,15 @@ class RunReplica(Replica[RunState]):
             yield
         finally:
             del self._followers[follower]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside the block the caretaker keeps the run's clock here, though no stream listens."""
+        self.num_keepers += 1
+        try:
+            yield
+        finally:
+            self.num_keepers -= 1
 
     @property
     def num_listeners(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import ServiceUnavailableError, WrongOwnerError
+from penstock.names import check_run_id
 from penstock.v1 import broker_pb2
 from services.broker.brokers.shard_maps import ShardMaps
 from services.broker.runtime.metrics import BrokerMetrics
@@ -26,9 +27,10 @@ class ShardHints:
 
     async def look(self, request: broker_pb2.StreamTokensRequest) -> broker_pb2.ShardMap | None:
         """The map of the request's run if the sender has to hear it. Raises WrongOwnerError."""
-        shards = {chunk.token_shard for chunk in request.chunks} - {0}
-        if self._maps is None or not shards:
+        if self._maps is None or not request.chunks or not request.chunks[0].token_shard:
             return None
+        check_run_id(request.run_id)
+        shards = {chunk.token_shard for chunk in request.chunks} - {0}
         try:
             found = await self._maps.of(request.run_id)
         except ServiceUnavailableError:

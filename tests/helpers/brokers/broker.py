@@ -20,9 +20,11 @@ from penstock.network.connection import Connection
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
+from services.broker.brokers.joining import JoinedBrokers
 from services.broker.records.store import Store
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.server import make_run_registry, make_server
+from tests.helpers.stores.redis_server import free_port
 
 RUN = "run-1"
 TIMEOUT_S = 15.0
@@ -181,12 +183,18 @@ class Generator:
         """The next reason for handing nothing out."""
         return await self.stream.expect(lambda response: response.idle.reason if response.HasField("idle") else None)
 
-    async def put(self, *chunks: types_pb2.TokenChunk, run_id: str = "") -> list[broker_pb2.ChunkError]:
+    async def put(
+        self, *chunks: types_pb2.TokenChunk, run_id: str = "", must_pass_on: bool = False
+    ) -> list[broker_pb2.ChunkError]:
         """Send chunks, wait for the answer."""
         self.sequence += 1
         self.tokens.send(
             broker_pb2.StreamTokensRequest(
-                run_id=run_id or self.run_id, generator_id=self.generator_id, sequence=self.sequence, chunks=chunks
+                run_id=run_id or self.run_id,
+                generator_id=self.generator_id,
+                sequence=self.sequence,
+                chunks=chunks,
+                must_pass_on=must_pass_on,
             )
         )
         response = await self.tokens.receive()
@@ -311,6 +319,7 @@ class RunningBroker:
     """A served broker."""
 
     run_registry: RunRegistry
+    brokers: JoinedBrokers | None
     server: rpc.Server
     channel: grpc.aio.Channel
     stub: broker_pb2_grpc.BrokerServiceStub
@@ -368,26 +377,38 @@ async def serving(
     registry: CollectorRegistry | None = None,
     scheduler: str | None = None,
     security: Security = NO_SECURITY,
+    is_joined: bool = False,
 ) -> AsyncIterator[RunningBroker]:
-    """A broker over `store`, on a free port if none is given, its caretaker running; called as itself."""
+    """A broker over `store`, on a free port if none is given, its caretaker running; called as itself.
+
+    One that `is_joined` knows the other brokers of the store.
+    """
+    if is_joined:
+        listen = f"127.0.0.1:{free_port()}"
     run_registry = make_run_registry(
         store, registry=registry or CollectorRegistry(), clock=clock or SystemClock(), scheduler=scheduler
     )
-    server = make_server(run_registry, listen=listen, security=security)
+    brokers = JoinedBrokers(run_registry, name=listen, address=listen, security=security) if is_joined else None
+    server = make_server(run_registry, listen=listen, security=security, brokers=brokers)
     port = await server.start()
+    if brokers is not None:
+        await brokers.membership.answer()
     loops = [
         asyncio.create_task(run_registry.care(server.set_serving)),
         asyncio.create_task(run_registry.length_reporter.run()),
+        *(asyncio.create_task(loop()) for loop in (brokers.loops if brokers is not None else ())),
     ]
     async with rpc.open_channel(f"127.0.0.1:{port}", security) as channel:
         try:
-            yield RunningBroker(run_registry, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
+            yield RunningBroker(run_registry, brokers, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
         finally:
             await run_registry.stop()
             await server.stop(grace_s=1.0)
             for loop in loops:
                 loop.cancel()
             await asyncio.wait(loops)
+            if brokers is not None:
+                await brokers.leave()
             await run_registry.leave()
             await run_registry.length_reporter.close()
             await run_registry.forecaster.close()

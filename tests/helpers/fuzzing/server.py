@@ -39,7 +39,7 @@ async def main() -> None:
     port = await server.start()
     care = asyncio.create_task(run_registry.care(server.set_serving))
     async with open_channel(f"127.0.0.1:{port}", SECURITY) as channel:
-        running = RunningBroker(run_registry, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
+        running = RunningBroker(run_registry, None, server, channel, broker_pb2_grpc.BrokerServiceStub(channel))
         await running.open()
         await running.submit(prompt("a"))
     print(PORTS, port, flush=True)
