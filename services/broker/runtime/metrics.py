@@ -76,7 +76,24 @@ class BrokerMetrics:
         self.flush_interval = Gauge(
             "penstock_broker_flush_interval_s", "Flush interval asked of generators, 0 for their own", registry=registry
         )
+        self._heartbeat_gaps = Histogram(
+            "penstock_broker_heartbeat_gap_seconds",
+            "Time between two heartbeats of a generator, as they were read",
+            buckets=(1.0, 2.05, 2.1, 2.2, 2.5, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0),
+            registry=registry,
+        )
+        self._longest_heartbeat_gap = Gauge(
+            "penstock_broker_heartbeat_longest_gap_s", "Longest of those times", registry=registry
+        )
+        self._longest_heartbeat_gap_s = 0.0
         self._conflicts = gauge("penstock_broker_commit_conflicts", "Commits another broker was before")
+
+    def note_heartbeat_gap(self, gap_s: float) -> None:
+        """Count the time since a generator's last heartbeat; generators send one at least every 2 s."""
+        self._heartbeat_gaps.observe(gap_s)
+        if gap_s > self._longest_heartbeat_gap_s:
+            self._longest_heartbeat_gap_s = gap_s
+            self._longest_heartbeat_gap.set(gap_s)
 
     def observe(
         self, state: RunState, *, num_conflicts: int, waits: Sequence[broker_pb2.Wait] = (), now_s: float = 0.0

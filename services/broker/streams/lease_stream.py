@@ -56,6 +56,8 @@ class LeaseStream:
         self._hello = hello
         self._replica = run_registry.replica(hello.run_id)
         self._beat: broker_pb2.GeneratorBeat | None = None
+        self._beat_s: float | None = None
+        """When it was read."""
         self._seat: Seat | None = None
         """None before the first heartbeat."""
         self._wake = Wake()
@@ -114,12 +116,20 @@ class LeaseStream:
             raise InvalidFieldError("frame: after the hello only heartbeats may follow", field="frame")
         beat = request.beat
         check_beat(beat)
+        self._note_gap()
         self._beat = beat
         self._known.update(beat.active_lease_ids)
         if beat.active_lease_ids:
             self._renew(list(beat.active_lease_ids))
         await self._replica.peers.see_generator(self._hello, beat, num_free=self._credit)
         self._report(beat)
+
+    def _note_gap(self) -> None:
+        """Measure the time since the last heartbeat."""
+        at_s = self._replica.clock.monotonic_s()
+        if self._beat_s is not None:
+            self._run_registry.metrics.note_heartbeat_gap(at_s - self._beat_s)
+        self._beat_s = at_s
 
     def _renew(self, lease_ids: list[str]) -> None:
         """Renew leases; logs once for each lease that is not renewed because no token arrived."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.v1 import broker_pb2, types_pb2
 from tests.helpers.brokers.broker import (
     RUN,
@@ -14,6 +16,7 @@ from tests.helpers.brokers.broker import (
     prompt,
     result,
 )
+from tests.helpers.waiting import until
 
 STOP = types_pb2.FINISH_REASON_STOP
 
@@ -39,6 +42,26 @@ async def test_a_generator_that_gets_nothing_is_told_why(broker: RunningBroker) 
     await broker.submit(prompt("a"), prompt("b"))
     await generator.leases(2)
     assert "admission" in await generator.idle_reason()
+
+
+async def test_the_time_between_heartbeats_is_measured_for_each_stream(broker: RunningBroker) -> None:
+    await broker.open()
+    registry = broker.run_registry.metrics.registry
+
+    def is_counted(number: int) -> Callable[[], bool]:
+        return lambda: registry.get_sample_value("penstock_broker_heartbeat_gap_seconds_count") == number
+
+    # The first heartbeat of a stream follows none.
+    for generator_id, number in (("gen-1", 2), ("gen-2", 4)):
+        generator = Generator.connect(broker.channel, generator_id)
+        for _ in range(3):
+            generator.beat(credits=1)
+        await until(is_counted(number))
+    longest_s = registry.get_sample_value("penstock_broker_heartbeat_longest_gap_s")
+    total_s = registry.get_sample_value("penstock_broker_heartbeat_gap_seconds_sum")
+    assert longest_s is not None
+    assert total_s is not None
+    assert 0.0 < longest_s <= total_s
 
 
 async def test_leases_expire_and_another_generator_goes_on_from_the_last_chunk(broker: RunningBroker) -> None:
