@@ -203,6 +203,9 @@ class SamplePolicyConfig(StrictModel):
     out."""
     dispatch: Literal["fifo", "least_loaded", "lpt", "streamrl", "auto"] = "auto"
     """Which samples go to which generator, and in which order."""
+    token_shards: int = Field(default=1, ge=1, le=1024)
+    """Shards over which the tokens of samples under way are spread, for runs that need more than one broker process or
+    Redis node; about four for each broker. 1 keeps them with the run."""
 
 
 class OptimizerConfig(StrictModel):

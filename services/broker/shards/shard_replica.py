@@ -138,10 +138,11 @@ class ShardReplica(Replica[ShardState]):
     async def facts(self, *, version: int = 0) -> RunFacts:
         """What the shard knows of its run, read again when that is old, or of a version before this one.
 
-        Raises UnknownRunError.
+        So it is when the run is said to be closed, for it may have been opened again. Raises UnknownRunError.
         """
         facts, now_s = self._facts, self.clock.monotonic_s()
-        if facts is None or now_s - facts.read_s > FACTS_LIFE_S or version > facts.policy_version:
+        is_past = facts is None or now_s - facts.read_s > FACTS_LIFE_S
+        if facts is None or is_past or facts.is_closed or version > facts.policy_version:
             self._facts = None
             facts = self._facts = await read_facts(self.store, self.core_id, now_s)
         await self.load()

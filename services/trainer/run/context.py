@@ -148,4 +148,5 @@ def run_policy(config: SamplePolicyConfig) -> broker_pb2.RunPolicy:
         num_retained_steps=config.num_retained_steps,
         max_retained_bytes=config.max_retained_bytes,
         dispatch=config.dispatch,
+        token_shards=config.token_shards,
     )

@@ -107,6 +107,7 @@ class ModelGenerator:
             for place in range(num_tokens)
         )
         chunk = chunk_of(lease_id, held.lease.key, held.offset, tokens, finish)
+        chunk.token_shard = held.lease.token_shard
         held.offset += num_tokens
         if finish:
             del self.held[lease_id]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.records.shard_ids import shard_id
+from services.broker.records.store import SampleId
 from services.broker.state import batches as records
 from services.broker.state.run_state import RunState
 from tests.helpers.broker_model.trainer import ModelTrainer
@@ -67,11 +69,22 @@ def no_token_twice_none_lost(world: World, state: RunState) -> None:
         for index, sample in enumerate(group.samples)
         if sample.num_tokens and sample.state != broker_pb2.SAMPLE_STATE_DROPPED
     }
-    assert counted <= samples
+    assert counted <= samples | samples_in_shards(world)
     known = {(group_id, index) for group_id, group in state.groups.items() for index in range(len(group.samples))}
     assert samples <= known, "chunks of groups that are gone are still stored"
     submitted = {name for name, group in state.groups.items() if not group.HasField("put")}
     assert prompts == submitted, "prompts and groups differ"
+
+
+def samples_in_shards(world: World) -> set[SampleId]:
+    """Samples whose chunks are in a token shard."""
+    shards = range(1, world.setting.policy.token_shards + 1)
+    return {sample for shard in shards for sample in world.backing.payload(shard_id(RUN, shard))[1]}
+
+
+def shards_hold_more(world: World, state: RunState) -> bool:
+    """Whether token shards have chunks of groups that are gone."""
+    return any(group_id not in state.groups for group_id, _index in samples_in_shards(world))
 
 
 def attested(state: RunState) -> None:

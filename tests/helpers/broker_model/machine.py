@@ -18,18 +18,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from penstock.errors import FencedError, OtherInstanceError, PenstockError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.rules.sample_policy import DISPATCH_NAMES
+from services.broker.state.run_state import RunState
 from tests.helpers.broker_model.generator import ModelGenerator
-from tests.helpers.broker_model.invariants import check_all
+from tests.helpers.broker_model.invariants import check_all, shards_hold_more
 from tests.helpers.broker_model.process import Backing
 from tests.helpers.broker_model.producer import ModelProducer
 from tests.helpers.broker_model.trainer import ModelTrainer
 from tests.helpers.broker_model.worker import ModelWorker
-from tests.helpers.broker_model.world import RUN, Setting, World, settle
+from tests.helpers.broker_model.world import MAX_TRIES, RUN, Setting, World, settle
 from tests.helpers.brokers.broker import duration
 from tests.helpers.virtual_time import VirtualLoop
 
 NUM_GENERATORS, NUM_WORKERS = 2, 2
 SLOTS = 6
+CLEAN_UP_S = 5.0
 STOP, ABORTED = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_ABORTED
 UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 STATUSES = (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_FAILED)
@@ -62,6 +64,7 @@ def settings_of(group_size: int) -> st.SearchStrategy[Setting]:
         num_extra_samples=st.sampled_from([0, 0, 1]),
         num_retained_steps=st.sampled_from([0, 2]),
         dispatch=st.sampled_from(DISPATCH_NAMES),
+        token_shards=st.sampled_from([0, 0, 2, 3]),
     )
     return st.builds(Setting, limits=limits, policy=policy)
 
@@ -305,6 +308,8 @@ class BrokerMachine(RuleBasedStateMachine):
         state = await self.world.state()
         # Copied: the tokens may end a sample, and its lease with it.
         current = set(state.generation_leases.get(sleeper.generator_id, {}))
+        # A token shard learns only from the next attempt that one was given up, and may take its tokens until then.
+        current |= {chunk.lease_id for chunk in chunks if chunk.token_shard and not _is_of_present(state, chunk.key)}
         errors = await sleeper.put(*chunks)
         refused = {error.lease_id for error in errors}
         assert {chunk.lease_id for chunk in chunks} - current <= refused, "tokens of a lost lease were taken"
@@ -554,9 +559,24 @@ class BrokerMachine(RuleBasedStateMachine):
             response = await self.world.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
             raise AssertionError(f"{live} never end: {response}")
         await check_all(self.world, self.trainer)
+        await self._clean_up()
+
+    async def _clean_up(self) -> None:
+        """Token shards let go of what the run has given up, in their own time."""
+        for _ in range(MAX_TRIES):
+            await asyncio.sleep(CLEAN_UP_S)
+            if not shards_hold_more(self.world, await self.world.state()):
+                return
+        raise AssertionError("token shards still have chunks of groups that are gone")
 
     async def _leave(self) -> None:
         if self.world is not None:
             for broker in self.world.brokers:
                 await broker.kill()
             await self.world.backing.store.close()
+
+
+def _is_of_present(state: RunState, key: types_pb2.SampleKey) -> bool:
+    """Whether the run still works on this attempt of a sample."""
+    group = state.groups.get(key.group_id)
+    return group is not None and group.samples[key.sample_index].attempt == key.attempt

@@ -48,7 +48,7 @@ class Backing(Protocol):
         """Back to the remembered state: what was committed since is gone."""
 
     def payload(self, run_id: str) -> Payload:
-        """Groups whose prompts, and samples whose chunks, the store holds."""
+        """Groups whose prompts, and samples whose chunks, the store holds in a document: a run or a token shard."""
 
 
 class MemoryBacking:
@@ -68,7 +68,9 @@ class MemoryBacking:
 
     def payload(self, run_id: str) -> Payload:
         """See `Backing`."""
-        run = self.store._runs[run_id]
+        run = self.store._runs.get(run_id)
+        if run is None:
+            return set(), set()
         return set(run.prompts), {sample for sample, chunks in run.chunks.items() if chunks}
 
 

@@ -135,12 +135,18 @@ async def test_a_closed_run_and_one_that_is_gone_take_nothing() -> None:
     run.clock.advance(2.0)
     with pytest.raises(RunClosedError):
         await put(process, lease, [2], offset=1)
+
+    def open_again(state: Any) -> None:
+        state.run.is_closed = False
+
+    await run.core.transact(open_again)
+    assert reasons(await put(process, lease, [2], offset=1)) == []
     [root] = await run.store.roots([RUN])
     assert root is not None
     await run.store.delete(RUN, root.mark)
     run.clock.advance(2.0)
     with pytest.raises(UnknownRunError):
-        await put(process, lease, [2], offset=1)
+        await put(process, lease, [3], offset=2)
     await process.look()
     assert await run.store.roots([shard_id(RUN, lease.token_shard)]) == [None]
 

@@ -17,6 +17,7 @@ def test_the_defaults_are_the_brokers_own() -> None:
         num_retained_steps=64,
         max_retained_bytes=4 * 1024**3,
         dispatch="auto",
+        token_shards=1,
     )
 
 
