@@ -853,7 +853,7 @@ Global___ShardRecord: _TypeAlias = ShardRecord  # noqa: Y015
 
 @_typing.final
 class ShardGroup(_message.Message):
-    """A group in a token shard. One whose samples have all ended, as the run knows, keeps no tails."""
+    """A group in a token shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -887,7 +887,7 @@ class ShardGroup(_message.Message):
     """Samples beyond this index have no tokens here."""
     @_builtins.property
     def tails(self) -> _containers.MessageMap[_builtins.int, Global___SampleTail]:
-        """Its samples under way, by index."""
+        """Its samples that were leased, by index."""
 
     def __init__(
         self,
@@ -922,7 +922,9 @@ class SampleTail(_message.Message):
     IS_REPORTED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
-    """The lease under which it accepts chunks, or accepted the last ones."""
+    """The lease under which it accepts chunks, or accepted the last ones. Without its last part, and
+    without generator_id and last_chunk_s, once the run knows that all samples of the group have ended.
+    """
     generator_id: _builtins.str
     """The generator of that lease."""
     is_sealed: _builtins.bool

@@ -82,7 +82,7 @@ def accept_chunks(
 def lease_order(attempt: int, lease_id: str) -> tuple[int, int]:
     """The place of a lease among all of its sample; see `leasing.lease_sample` for its id."""
     parts = lease_id.split(".")
-    number = parts[2].rpartition("_")[2] if len(parts) == 4 else ""
+    number = parts[2].rpartition("_")[2] if len(parts) > 2 else ""
     return attempt, int(number) if number.isdecimal() else 0
 
 

@@ -3,7 +3,8 @@
 Pure, and used like `RunState`: operations change it, then `keep` or `undo`; later `delta`, then `settle` or `rollback`.
 
 Invariant: a tail's `num_tokens` are the tokens in the sample's list of chunks. A group whose samples have all ended, as
-the run knows, is *at rest*: only its name and the number of its lists are kept, until the run has no more use for it.
+the run knows, is *at rest* until the run has no more use for it: it is kept as bytes, without what only its last chunks
+needed, but with its leases' order, so that whatever still arrives from before does not begin it anew.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class ShardState:
         self.shard = ShardRecord()
         self.groups: dict[str, ShardGroup] = {}
         """Groups that are not at rest."""
-        self.at_rest: dict[str, int] = {}
-        """Number of lists of each group at rest."""
+        self.at_rest: dict[str, bytes] = {}
+        """The records of groups at rest."""
         self.ended: set[SampleId] = set()
         """Samples whose end the run has not confirmed."""
         self.grown: set[SampleId] = set()
@@ -50,8 +51,10 @@ class ShardState:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def tail(self, sample: SampleId) -> SampleTail | None:
-        """What is known of a sample; None if nothing, or its group is at rest."""
+        """What is known of a sample, to be read only; None if nothing."""
         group = self.groups.get(sample[0])
+        if group is None and sample[0] in self.at_rest:
+            group = ShardGroup.FromString(self.at_rest[sample[0]])
         return None if group is None else group.tails.get(sample[1])
 
     def knows(self, group_id: str) -> bool:
@@ -77,7 +80,8 @@ class ShardState:
             self._undo[group_id] = self._serialized(group_id)
         group = self.groups.get(group_id)
         if group is None:
-            group = ShardGroup(group_id=group_id, num_samples=self.at_rest.pop(group_id, 0))
+            group = ShardGroup.FromString(self.at_rest.pop(group_id, b""))
+            group.group_id = group_id
             self.groups[group_id] = group
         if index >= group.num_samples:
             group.num_samples = index + 1
@@ -95,14 +99,20 @@ class ShardState:
     def rest(self, group_id: str) -> None:
         """Put a group to rest if its samples have all ended and the run knows; after an `edit`."""
         group = self.groups[group_id]
-        if all(tail.is_reported and is_complete(tail) for tail in group.tails.values()):
-            self.at_rest[group_id] = group.num_samples
-            del self.groups[group_id]
+        if not _may_rest(group):
+            return
+        for tail in group.tails.values():
+            tail.lease_id = tail.lease_id.rpartition(".")[0]
+            tail.ClearField("generator_id")
+            tail.ClearField("last_chunk_s")
+        self.at_rest[group_id] = group.SerializeToString()
+        del self.groups[group_id]
 
     def remove(self, group_id: str) -> None:
         """Forget a group and its chunks."""
-        self._undo.setdefault(group_id, self._serialized(group_id))
-        for index in range(self.at_rest.get(group_id, 0) or self.groups[group_id].num_samples):
+        record = self._serialized(group_id)
+        self._undo.setdefault(group_id, record)
+        for index in range(ShardGroup.FromString(record or b"").num_samples):
             self.clear((group_id, index))
         self._take_out(group_id)
 
@@ -176,17 +186,15 @@ class ShardState:
 
     def _serialized(self, group_id: str) -> bytes | None:
         group = self.groups.get(group_id)
-        if group is None and group_id in self.at_rest:
-            group = ShardGroup(group_id=group_id, num_samples=self.at_rest[group_id])
-        return None if group is None else group.SerializeToString()
+        return self.at_rest.get(group_id) if group is None else group.SerializeToString()
 
     def _replace(self, name: str, data: bytes | None) -> None:
         self._take_out(name)
         if data is None:
             return
         group = ShardGroup.FromString(data)
-        if not group.tails:
-            self.at_rest[name] = group.num_samples
+        if _may_rest(group):
+            self.at_rest[name] = data
             return
         self.groups[name] = group
         self.ended.update((name, index) for index, tail in group.tails.items() if is_unreported(tail))
@@ -196,6 +204,10 @@ class ShardState:
         group = self.groups.pop(name, None)
         if group is not None:
             self.ended.difference_update([(name, index) for index in group.tails])
+
+
+def _may_rest(group: ShardGroup) -> bool:
+    return all(tail.is_reported and is_complete(tail) for tail in group.tails.values())
 
 
 def is_complete(tail: SampleTail) -> bool:

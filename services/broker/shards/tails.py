@@ -92,9 +92,7 @@ def compact(state: ShardState, samples: Sequence[CompactSample]) -> list[bool]:
 
 def _compact(state: ShardState, compact: CompactSample) -> bool:
     tail = state.tail(compact.sample)
-    if not state.knows(compact.sample[0]) or (
-        tail is not None and not (is_complete(tail) and tail.attempt == compact.attempt)
-    ):
+    if tail is None or not is_complete(tail) or tail.attempt != compact.attempt:
         return False
     state.clear(compact.sample)
     state.append(compact.sample, compact.payload)

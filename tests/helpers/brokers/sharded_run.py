@@ -14,8 +14,8 @@ from services.broker.operations import leasing, submission, token_ends
 from services.broker.operations.chunk_rules import Accepted
 from services.broker.operations.leasing import GeneratorFacts
 from services.broker.records.run_clock import RunClock
-from services.broker.records.shard_ids import shard_id
-from services.broker.records.store import SampleId, Store
+from services.broker.records.shard_ids import is_shard_id, shard_id
+from services.broker.records.store import Delta, Mark, SampleId, Store
 from services.broker.records.stored_sample import read_sample
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleRecord, SampleTail
@@ -41,6 +41,8 @@ class ShardedRun:
         """Every report that arrived."""
         self._num_shards = num_shards
         self._processes: list[ShardRegistry] = []
+        self.holders: dict[str, str] = {}
+        """The generator of each lease."""
         self._num_leases = 0
 
     async def open(self, *group_ids: str, **changes: Any) -> None:
@@ -85,6 +87,7 @@ class ShardedRun:
         found = await self.core.transact(
             lambda state: leasing.lease(state, facts, max_leases=count, now_s=2.0, make_suffix=suffix)
         )
+        self.holders.update((grant.lease_id, generator_id) for grant in found.grants)
         return [
             broker_pb2.Lease(
                 lease_id=grant.lease_id,
@@ -125,6 +128,25 @@ class ShardedRun:
                 state.retire(group_id)
 
         await self.core.transact(operation)
+
+
+class DyingStore:
+    """Loses the answers to commits of token shards, or the commits themselves, as often as it is told."""
+
+    def __init__(self, store: Store, fates: list[str]) -> None:
+        self._store, self._fates = store, fates
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        fate = self._fates.pop() if self._fates and is_shard_id(run_id) else ""
+        if fate == "before":
+            raise ServiceUnavailableError("died before the commit")
+        mark = await self._store.commit(run_id, expected, delta)
+        if fate == "after":
+            raise ServiceUnavailableError("died after the commit")
+        return mark
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
 
 def seal_request(lease: broker_pb2.Lease) -> SealRequest:

@@ -6,39 +6,19 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2
-from services.broker.records.shard_ids import is_shard_id, shard_id
-from services.broker.records.store import Delta, Mark, Store
+from services.broker.records.shard_ids import shard_id
+from services.broker.records.store import Store
 from services.broker.runtime import removal
 from tests.helpers.brokers.broker import RUN
-from tests.helpers.brokers.sharded_run import STOP, ShardedRun, chunk_of, put, reasons
+from tests.helpers.brokers.sharded_run import STOP, DyingStore, ShardedRun, chunk_of, put, reasons
 
 NUM_SAMPLES, NUM_CHUNKS = 6, 12
 FINISHED = broker_pb2.SAMPLE_STATE_FINISHED
-
-
-class DyingStore:
-    """Loses the answers to commits of token shards, or the commits themselves, as often as it is told."""
-
-    def __init__(self, store: Store, fates: list[str]) -> None:
-        self._store, self._fates = store, fates
-
-    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
-        fate = self._fates.pop() if self._fates and is_shard_id(run_id) else ""
-        if fate == "before":
-            raise ServiceUnavailableError("died before the commit")
-        mark = await self._store.commit(run_id, expected, delta)
-        if fate == "after":
-            raise ServiceUnavailableError("died after the commit")
-        return mark
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.shard_ids import shard_id
+from services.broker.records.store import Store
 from services.broker.shards.shard_replica import CLEAN_EVERY_S, PROGRESS_EVERY_S
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RUN
@@ -52,6 +55,56 @@ async def test_a_seal_of_a_lease_that_another_one_followed_disturbs_nothing() ->
     [late] = await process.seal(RUN, lease.token_shard, [seal_request(lease)])
     assert late.lease_id == lease.lease_id
     assert reasons(await put(process, again, [3], offset=2)) == []
+
+
+async def test_a_seal_that_comes_once_all_is_over_disturbs_nothing() -> None:
+    run = await sharded()
+    process, [lease] = run.process(), await run.lease()
+    await run.expire()
+    await run.seal(process, lease)
+    [again] = await run.lease()
+    await put(process, again, [1, 2], finish=STOP)
+    await process.look()
+    [late] = await process.seal(RUN, lease.token_shard, [seal_request(lease)])
+    assert (late.lease_id, late.num_tokens, late.finish_reason) == (lease.lease_id, 2, STOP)
+    assert await run.tokens(again) == [1, 2]
+
+
+class HeldStore:
+    """Answers a question for records only once `gate` is set."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.is_asked, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def records(self, run_id: str, names: Sequence[str]) -> list[bytes | None]:
+        found = await self._store.records(run_id, names)
+        self.is_asked.set()
+        await self.gate.wait()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+async def test_an_owner_that_was_held_between_reading_and_deciding_changes_nothing(is_finished: bool) -> None:
+    run = await sharded()
+    [lease] = await run.lease()
+    held_store = HeldStore(run.store)
+    first = chunk_of(lease, [1, 2])
+    held = asyncio.create_task(run.process(held_store).accept(RUN, lease.token_shard, "gen-1", [first]))
+    await held_store.is_asked.wait()
+    # Its client goes to another owner meanwhile.
+    other = run.process()
+    await other.accept(RUN, lease.token_shard, "gen-1", [first])
+    await put(other, lease, [3], offset=2, **({"finish": STOP} if is_finished else {}))
+    await other.look()
+    held_store.gate.set()
+    accepted = await held
+    # At rest the lease is known to be over, but not by its whole id.
+    assert len(accepted.repeated) == (0 if is_finished else 1)
+    assert await run.tokens(lease) == [1, 2, 3]
 
 
 async def test_a_lease_without_a_chunk_seals_what_came_before_it() -> None:
