@@ -114,7 +114,8 @@ class Replica(Generic[S]):
         self.run_id = run_id
         self.store = store
         self.clock = clock
-        self.num_conflicts = 0
+        self.num_commits = self.num_conflicts = 0
+        """Commits tried, and those of them that another process was before."""
         self.last_used_s = clock.monotonic_s()
         """Times of this process's housekeeping are on its monotonic clock."""
         self.copy: S | None = None
@@ -292,6 +293,7 @@ class Replica(Generic[S]):
 
     async def _commit(self, state: S) -> bool:
         delta, only_grew = state.delta(), state.only_grew
+        self.num_commits += 1
         try:
             self._mark = await self.store.commit(self.run_id, self._mark, delta)
         except RetiredError as error:

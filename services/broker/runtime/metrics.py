@@ -103,7 +103,7 @@ class BrokerMetrics:
         self.invariants.observe(state, books, waits, now_s=now_s)
         for versions, count in books.trained_by_staleness.items():
             self._trained.labels(run_id, str(versions)).set(count)
-        for name in ("queued", "leased", "finished", "scoring", "scored", "delivered"):
+        for name in ("queued", "leased", "sealing", "finished", "scoring", "scored", "delivered"):
             self._samples.labels(run_id, name).set(books.in_flight_by_state.get(name, 0))
         self._version.labels(run_id).set(state.run.policy_version)
         self._queued.labels(run_id).set(len(state.queue))

@@ -27,6 +27,7 @@ from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.shards.ports import TokenShards
+from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_registry import ShardRegistry
 from services.broker.stalls import stall_report
 from services.broker.state.run_state import RunState
@@ -77,7 +78,12 @@ class RunRegistry:
         self._faulty: set[str] = set()
         """Runs whose care failed the last time, and was logged."""
         self.is_stopping = False
-        self.own_shards = ShardRegistry(store=store, core=self, clock_of=lambda run_id: self.replica(run_id).clock)
+        self.own_shards = ShardRegistry(
+            store=store,
+            core=self,
+            clock_of=lambda run_id: self.replica(run_id).clock,
+            metrics=ShardMetrics(metrics.registry),
+        )
         """The token shards that this process works on itself."""
         self.shards: TokenShards = self.own_shards
 

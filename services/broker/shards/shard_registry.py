@@ -17,6 +17,7 @@ from services.broker.records.store import Store
 from services.broker.records.token_tails import SealRequest
 from services.broker.records_pb2 import SampleTail
 from services.broker.shards.ports import Core
+from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_replica import ShardReplica
 
 CARE_EVERY_S = 1.0
@@ -36,6 +37,7 @@ class ShardRegistry:
         store: Store,
         core: Core,
         clock_of: Callable[[str], RunClock],
+        metrics: ShardMetrics | None = None,
         is_ours: Callable[[str, int], bool] = lambda _run_id, _shard: True,
     ) -> None:
         """`clock_of` returns a run's clock in this process; `is_ours` says which shards the process looks after."""
@@ -43,6 +45,7 @@ class ShardRegistry:
         """Set before the first call."""
         self._store, self._clock_of = store, clock_of
         self.is_ours = is_ours
+        self._metrics = metrics
         self._replicas: dict[tuple[str, int], ShardReplica] = {}
 
     def replica(self, run_id: str, shard: int) -> ShardReplica:
@@ -94,11 +97,15 @@ class ShardRegistry:
         keys = list(self._replicas)
         for start in range(0, len(keys), SHARDS_AT_ONCE):
             await asyncio.gather(*(self._look_at(*key) for key in keys[start : start + SHARDS_AT_ONCE]))
+        if self._metrics is not None:
+            self._metrics.shards.set(len(self._replicas))
 
     async def _look_at(self, run_id: str, shard: int) -> None:
         replica = self._replicas.get((run_id, shard))
         if replica is None:
             return
+        if self._metrics is not None:
+            replica.observe(self._metrics)
         try:
             await self._care_for(run_id, shard, replica)
         except UnknownRunError:

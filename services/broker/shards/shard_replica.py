@@ -34,6 +34,7 @@ from services.broker.shards.acceptance import Answer
 from services.broker.shards.end_reports import REPORTS_AT_ONCE, EndReports
 from services.broker.shards.ports import Core
 from services.broker.shards.run_facts import RunFacts, check_open, read_facts
+from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_removal import remove_stale
 from services.broker.shards.shard_state import ShardState
 
@@ -67,6 +68,7 @@ class ShardReplica(Replica[ShardState]):
         self._ends = EndReports(self._tell_ends)
         self._noting: set[asyncio.Task[None]] = set()
         self._progress_s = self._cleaned_s = -math.inf
+        self._observed = 0, 0, 0
 
     # -- the calls of `TokenShards` ------------------------------------------------------------------------------------
 
@@ -190,6 +192,15 @@ class ShardReplica(Replica[ShardState]):
         if now_s - self._cleaned_s >= CLEAN_EVERY_S:
             self._cleaned_s = now_s
             await self._clean()
+
+    def observe(self, metrics: ShardMetrics) -> None:
+        """Count in the metrics what happened since the last time."""
+        present = self.num_commits, self.num_conflicts, self.num_mismatches
+        for counter, now, before in zip(
+            (metrics.commits, metrics.conflicts, metrics.mismatches), present, self._observed, strict=True
+        ):
+            counter.labels(self.core_id).inc(now - before)
+        self._observed = present
 
     async def settled(self) -> None:
         """Wait for what is under way though nobody waits for it."""

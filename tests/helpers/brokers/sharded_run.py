@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from penstock.clock import ManualClock
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2, types_pb2
@@ -20,6 +22,7 @@ from services.broker.records.stored_sample import read_sample
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleRecord, SampleTail
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_registry import ShardRegistry
 from services.broker.state.run_state import RunState
 from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
@@ -41,6 +44,9 @@ class ShardedRun:
         """Every report that arrived."""
         self._num_shards = num_shards
         self._processes: list[ShardRegistry] = []
+        self.registry = CollectorRegistry()
+        """The metrics of all processes together."""
+        self._metrics = ShardMetrics(self.registry)
         self.holders: dict[str, str] = {}
         """The generator of each lease."""
         self._num_leases = 0
@@ -60,7 +66,9 @@ class ShardedRun:
     def process(self, store: Any = None) -> ShardRegistry:
         """Another process, over a store of its own if one is given."""
         clock = RunClock(self.clock)
-        process = ShardRegistry(store=store or self.store, core=self, clock_of=lambda _run_id: clock)
+        process = ShardRegistry(
+            store=store or self.store, core=self, clock_of=lambda _run_id: clock, metrics=self._metrics
+        )
         self._processes.append(process)
         return process
 

@@ -51,6 +51,14 @@ async def test_two_owners_together_lose_no_token_and_double_none(run: ShardedRun
         sample = run.sample((lease.key.group_id, 0))
         assert (sample.state, sample.num_tokens) == (FINISHED, NUM_CHUNKS)
     assert sum(owner.num_conflicts for owner in owners) > 0
+    await run.settled()
+    for owner in owners:
+        await owner.look()
+    [shard] = {lease.token_shard for lease in leases}
+    replicas = [owner.replica(RUN, shard) for owner in owners]
+    for name, number in (("commits", "num_commits"), ("commit_conflicts", "num_conflicts")):
+        counted = run.registry.get_sample_value(f"penstock_broker_shard_{name}_total", {"run": RUN})
+        assert counted == sum(getattr(replica, number) for replica in replicas)
 
 
 async def test_a_lease_sealed_by_one_owner_gets_nothing_more_at_another(run: ShardedRun) -> None:
