@@ -168,6 +168,8 @@ class _Run:
         generators = list(self._generators.values())
         next_tick_s = 0.0
         while True:
+            # A generator that takes for ever, by what it states, is full for as many ticks.
+            self._budget.check()
             if self._now_s >= next_tick_s:
                 self._tick()
                 next_tick_s = self._now_s + self._tick_s

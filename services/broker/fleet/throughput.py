@@ -10,6 +10,8 @@ from services.broker.dispatch.latency import LatencyModel
 WEIGHT = 0.2
 """Weight of the newest heartbeat in the moving average: it follows a change of speed in about five, ten seconds."""
 MAX_FACTOR = 1000.0
+"""What a heartbeat says is bounded here, not refused: a refusal would end the stream of a generator that works."""
+MIN_TOKENS_PER_SECOND, MAX_TOKENS_PER_SECOND = 1e-6, 1e12
 
 
 class Speed(NamedTuple):
@@ -25,12 +27,13 @@ def measured(before: Speed | None, hello: broker_pb2.GeneratorHello, beat: broke
     if not (beat.num_running and beat.tokens_per_second > 0):
         return before
     model = LatencyModel.from_profile(hello.profile)
-    kv_tokens = beat.kv_cache_usage * (model.kv_capacity_tokens or 0)
+    kv_tokens = min(1.0, beat.kv_cache_usage) * (model.kv_capacity_tokens or 0)
     stated_s = model.step_s(beat.num_running, kv_tokens)
-    factor = min(MAX_FACTOR, max(1 / MAX_FACTOR, beat.num_running / beat.tokens_per_second / stated_s))
+    rate = min(MAX_TOKENS_PER_SECOND, max(MIN_TOKENS_PER_SECOND, beat.tokens_per_second))
+    factor = min(MAX_FACTOR, max(1 / MAX_FACTOR, beat.num_running / rate / stated_s))
     if before is None:
-        return Speed(factor, beat.tokens_per_second)
+        return Speed(factor, rate)
     return Speed(
         before.step_factor * (factor / before.step_factor) ** WEIGHT,
-        before.tokens_per_second + WEIGHT * (beat.tokens_per_second - before.tokens_per_second),
+        before.tokens_per_second + WEIGHT * (rate - before.tokens_per_second),
     )

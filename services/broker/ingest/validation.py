@@ -25,6 +25,9 @@ MAX_RESULTS = 1_024
 MAX_ACTIVE_LEASES = 65_536
 MAX_STEP_S = 60.0
 """A longer decode step means that the statement is wrong."""
+MIN_STEP_S = 1e-12
+"""The same of a shorter one: not even an emulated GPU on a fast clock has it."""
+MIN_PREFILL_TOKENS_PER_SECOND = 1e-3
 MAX_GROUP_IDS = 65_536
 MAX_STEP_RECORDS = 1_024
 MAX_BUSY_SPANS_PER_BEAT = 64
@@ -68,6 +71,15 @@ def check_reason(reason: str, *, field: str = "reason") -> None:
 def check_count(field: str, count: int, most: int) -> None:
     """A repeated field of at most `most` items."""
     require(count <= most, field, count, f"at most {most} items")
+
+
+def check_lease_ids(field: str, lease_ids: Sequence[str]) -> None:
+    """At most 65,536 ids of at most 128 characters."""
+    check_count(field, len(lease_ids), MAX_ACTIVE_LEASES)
+    longest = max(map(len, lease_ids), default=0)
+    require(
+        longest <= MAX_ID_CHARACTERS, field, f"{longest} characters", f"at most {MAX_ID_CHARACTERS} characters each"
+    )
 
 
 def check_bytes(field: str, size_bytes: int, *, most: int = MAX_BATCH_BYTES) -> None:
@@ -182,8 +194,20 @@ def _check_profile(profile: broker_pb2.GeneratorProfile) -> None:
     for field in ("step_base_s", "step_per_sample_s", "step_per_kv_token_s"):
         value: float = getattr(profile, field)
         require(0 <= value <= MAX_STEP_S, f"hello.profile.{field}", value, f"0 (unknown) to {MAX_STEP_S} s")
-    rate = profile.prefill_tokens_per_second
-    require(math.isfinite(rate) and rate >= 0, "hello.profile.prefill_tokens_per_second", rate, "finite and at least 0")
+    step_s = profile.step_base_s + profile.step_per_sample_s
+    require(
+        step_s == 0 or step_s >= MIN_STEP_S,
+        "hello.profile.step_base_s + step_per_sample_s",
+        step_s,
+        f"0 (unknown) or at least {MIN_STEP_S} s",
+    )
+    rate, least = profile.prefill_tokens_per_second, MIN_PREFILL_TOKENS_PER_SECOND
+    require(
+        rate == 0 or least <= rate < math.inf,
+        "hello.profile.prefill_tokens_per_second",
+        rate,
+        f"0 (unknown), or finite and at least {least}",
+    )
     most = profile.max_concurrent_samples
     require(most <= MAX_ACTIVE_LEASES, "hello.profile.max_concurrent_samples", most, f"at most {MAX_ACTIVE_LEASES}")
 
@@ -194,7 +218,7 @@ def check_beat(beat: broker_pb2.GeneratorBeat) -> None:
     if beat.instance_id:
         check_id("beat.instance_id", beat.instance_id)
     check_count("beat.warning", len(beat.warning), MAX_TEXT_CHARACTERS)
-    check_count("beat.active_lease_ids", len(beat.active_lease_ids), MAX_ACTIVE_LEASES)
+    check_lease_ids("beat.active_lease_ids", beat.active_lease_ids)
     check_count("beat.busy_spans", len(beat.busy_spans), MAX_BUSY_SPANS_PER_BEAT)
     for span in beat.busy_spans:
         check_timestamp("beat.busy_spans.start_time", span.start_time)

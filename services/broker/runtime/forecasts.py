@@ -86,9 +86,9 @@ class Forecaster:
             return {}
         self._note_answer(answer.model_version)
         return {
-            prompt.group_id: forecast.expected_tokens
+            prompt.group_id: tokens
             for prompt, forecast in zip(prompts, answer.forecasts, strict=False)
-            if forecast.HasField("expected_tokens") and 0 < forecast.expected_tokens <= MAX_EXPECTED_TOKENS
+            if forecast.HasField("expected_tokens") and (tokens := usable(forecast.expected_tokens)) is not None
         }
 
     async def close(self) -> None:
@@ -114,6 +114,11 @@ class Forecaster:
         self._num_failures, self._retry_s = 0, -math.inf
         self._model_version = model_version
         self._on_answer("answered")
+
+
+def usable(expected_tokens: float) -> float | None:
+    """A forecast as dispatch may count with it: a completion has at least one token. None if it is no length."""
+    return max(1.0, expected_tokens) if 0 < expected_tokens <= MAX_EXPECTED_TOKENS else None
 
 
 def _query(prompt: types_pb2.Prompt) -> scheduler_pb2.LengthQuery:

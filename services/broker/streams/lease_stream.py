@@ -62,8 +62,10 @@ class LeaseStream:
         """None before the first heartbeat."""
         self._wake = Wake()
         self._num_sent = 0
-        self._known: set[str] = set()
-        """Leases that this stream sent, or that the generator reports."""
+        self._sent: set[str] = set()
+        """Leases that this stream sent, but for those that are known to have ended."""
+        self._reported: set[str] = set()
+        """The same of those that the generator's last heartbeat names."""
         self._reason = "no heartbeat came yet"
         self._idle_since_s: float | None = None
         """Since when it has found nothing to lease despite free capacity."""
@@ -118,7 +120,7 @@ class LeaseStream:
         check_beat(beat)
         self._note_gap()
         self._beat = beat
-        self._known.update(beat.active_lease_ids)
+        self._reported = set(beat.active_lease_ids)
         if beat.active_lease_ids:
             self._renew(list(beat.active_lease_ids))
         await self._replica.peers.see_generator(self._hello, beat, num_free=self._credit)
@@ -202,7 +204,7 @@ class LeaseStream:
         self._num_sent += len(grants)
         seat.num_free = self._credit
         self._replica.peers.note_free(seat.facts.generator_id, self._credit)
-        self._known.update(grant.lease_id for grant in grants)
+        self._sent.update(grant.lease_id for grant in grants)
         self._run_registry.metrics.leases.labels("generation").inc(len(grants))
         return await self._encode(grants)
 
@@ -280,8 +282,10 @@ class LeaseStream:
         state = self._replica.copy
         if state is None:
             return []
-        gone = self._known - state.generation_leases.get(self._hello.generator_id, {}).keys()
-        self._known -= gone
+        held = state.generation_leases.get(self._hello.generator_id, {}).keys()
+        gone = (self._sent - held) | (self._reported - held)
+        self._sent -= gone
+        self._reported -= gone
         return [
             _Response(
                 revocation=broker_pb2.LeaseRevocation(
@@ -296,7 +300,7 @@ class LeaseStream:
 def _is_finished(state: RunState, lease_id: str) -> bool:
     """Whether the lease ended because its sample is complete, or the generator returned it."""
     parts = lease_id.split(".")
-    if len(parts) != 4 or not (parts[0].isdigit() and parts[1].isdigit()):
+    if len(parts) != 4 or not all(part.isascii() and part.isdecimal() for part in parts[:2]):
         return False
     group = state.groups.at(int(parts[0]))
     if group is None or int(parts[1]) >= len(group.samples):

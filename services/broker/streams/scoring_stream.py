@@ -8,16 +8,17 @@ from collections.abc import AsyncIterator
 
 from penstock.errors import InvalidFieldError
 from penstock.names import check_run_id
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2
 from penstock.wire.pieces import batched
 from penstock.wire.timestamps import timestamp
 from services.broker.assembly.messages import MAX_FRAME_BYTES, sample_key, score_item
 from services.broker.ingest.validation import (
-    MAX_ACTIVE_LEASES,
     MAX_RESULTS,
     check_bytes,
     check_count,
     check_id,
+    check_lease_ids,
     check_text,
 )
 from services.broker.operations import scores
@@ -33,6 +34,8 @@ IDLE_EVERY_S = 1.0
 MAX_SILENCE_S = 3.0
 """The contract promises a sign of life at least every 5 s."""
 MAX_LEASES_PER_FRAME = 64
+MAX_RECEIPTS = 16_384
+"""Once so many wait to be sent, no further results are read: the worker does not read its receipts."""
 
 _Response = broker_pb2.StreamScoringResponse
 
@@ -52,6 +55,8 @@ class ScoringStream:
         self._credit_total = 0
         self._num_sent = 0
         self._receipts = Receipts(accepted=[], lost=[])
+        self._receipts_taken = asyncio.Event()
+        self._wake = Wake()
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncIterator[_Response]:
         """All responses, until the run is closed or the client disconnects."""
@@ -60,7 +65,7 @@ class ScoringStream:
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
-        with self._replica.listening(topic=Topic.SCORING) as wake:
+        with self._replica.listening(self._wake, topic=Topic.SCORING) as wake:
             await self._replica.attend()
             async with Intake(requests, self._on_request, wake) as intake:
                 while True:
@@ -89,7 +94,7 @@ class ScoringStream:
     async def _take(self, request: broker_pb2.StreamScoringRequest) -> None:
         """Process a request's credits, renewals and results."""
         check_count("results", len(request.results), MAX_RESULTS)
-        check_count("active_lease_ids", len(request.active_lease_ids), MAX_ACTIVE_LEASES)
+        check_lease_ids("active_lease_ids", request.active_lease_ids)
         for result in request.results:
             scores.check_result(result)
         check_bytes("request", request.ByteSize())
@@ -113,9 +118,14 @@ class ScoringStream:
         self._run_registry.metrics.invariants.duplicates.labels("score").inc(receipts.num_repeated)
         self._receipts.accepted.extend(receipts.accepted)
         self._receipts.lost.extend(receipts.lost)
+        while len(self._receipts.accepted) + len(self._receipts.lost) >= MAX_RECEIPTS:
+            self._receipts_taken.clear()
+            self._wake.set()
+            await self._receipts_taken.wait()
 
     def _take_receipts(self) -> list[_Response]:
         receipts, self._receipts = self._receipts, Receipts(accepted=[], lost=[])
+        self._receipts_taken.set()
         if not receipts.accepted and not receipts.lost:
             return []
         return [_Response(accepted_lease_ids=receipts.accepted, lost_lease_ids=receipts.lost)]

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from services.broker.dispatch.fifo import Fifo
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.broker.dispatch.length_draws import Draw, Item, QueuedPrompt
 from services.broker.dispatch.length_histogram import LengthCounts
-from services.broker.dispatch.lookahead import cost_s, finish_s
+from services.broker.dispatch.lookahead import Budget, TooLateError, cost_s, finish_s
 from services.broker.dispatch.lpt import LongestFirst
 from services.broker.dispatch.policies import make_policy
 from services.broker.dispatch.situation import Situation
@@ -117,3 +118,15 @@ def test_a_move_must_gain_a_fifth_and_a_second() -> None:
     assert is_worth_moving(held(0.1), 100, 0, there_s=20.0)
     assert not is_worth_moving(held(0.1), 100, 0, there_s=11.0)
     assert not is_worth_moving(held(0.01), 10, 0, there_s=1.2)
+
+
+def test_a_look_ends_when_its_time_is_over_though_a_slow_generator_is_full_for_ever() -> None:
+    class Watched(Fifo):
+        def review(self, situation: Situation) -> None:
+            seen.append(situation.queue.num_samples)
+
+    seen: list[int] = []
+    situation = situation_of({"a": LatencyModel(base_s=60.0, max_samples=1)}, [1000] * 3)
+    with pytest.raises(TooLateError):
+        cost_s(Watched(), situation, draw_of(1000, 1000, 1000), Budget(0.0))
+    assert seen == []

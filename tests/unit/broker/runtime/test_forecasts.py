@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+
+import pytest
 
 from penstock.clock import ManualClock
 from penstock.security import Security
 from penstock.v1 import types_pb2
-from services.broker.runtime.forecasts import MIN_BACKOFF_S, Forecaster
+from services.broker.runtime.forecasts import MAX_EXPECTED_TOKENS, MIN_BACKOFF_S, Forecaster, usable
 
 PROMPTS = [types_pb2.Prompt(group_id="g", token_ids=b"\0\0\0\0")]
 NOBODY = "127.0.0.1:1"
@@ -30,3 +33,16 @@ async def test_questions_that_fail_together_are_one_failure() -> None:
     await ask(forecaster)
     assert outcomes[10:] == ["skipped"]
     await forecaster.close()
+
+
+@pytest.mark.parametrize(
+    ("expected_tokens", "counted"),
+    [
+        (1e-45, 1.0),
+        (700.5, 700.5),
+        (MAX_EXPECTED_TOKENS, MAX_EXPECTED_TOKENS),
+        *((wrong, None) for wrong in (0.0, -1.0, 2 * MAX_EXPECTED_TOKENS, math.inf, math.nan)),
+    ],
+)
+def test_a_forecast_counts_if_a_completion_can_be_that_long(expected_tokens: float, counted: float | None) -> None:
+    assert usable(expected_tokens) == counted
