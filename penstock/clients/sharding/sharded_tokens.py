@@ -16,6 +16,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -93,7 +94,9 @@ class ShardedTokens:
         self._session = partial(
             TokenSession, run_id=run_id, generator_id=generator_id, flush_interval_s=flush_interval_s
         )
-        self._own = self._session(broker, on_map=lambda said: self._take_map(said, is_own=True))
+        self._own = self._session(broker, on_map=self._take_own_map)
+        self._own_address = ""
+        """Of the broker that the own stream is at."""
         self._owners: dict[str, _Owner] = {}
         self._left_alone: dict[str, float] = {}
         """Until when, by address."""
@@ -142,8 +145,7 @@ class ShardedTokens:
         try:
             await run_beside(self._own.run(), [self._watch])
         finally:
-            for owner in list(self._owners.values()):
-                await self._leave(owner)
+            await self._leave_all(lambda _owner: True)
 
     # -- who owns what -------------------------------------------------------------------------------------------------
 
@@ -168,6 +170,11 @@ class ShardedTokens:
         here = found.here if is_own else self._map.here
         self._map = ShardOwners(epoch=found.epoch, by_shard=found.by_shard, here=here)
 
+    def _take_own_map(self, said: broker_pb2.ShardMap) -> None:
+        """Take note of what is said on the own stream."""
+        self._own_address = said.here
+        self._take_map(said, is_own=True)
+
     async def _watch(self) -> None:
         """Keep the sessions with owners, and ask who they are while a request is overdue, until cancelled."""
         await self._has_shards.wait()
@@ -176,14 +183,11 @@ class ShardedTokens:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _look(self) -> None:
+        await self._leave_all(lambda owner: owner.task.done())
         if any(session.overdue_s > OVERDUE_S for session in self._sessions()):
             await self._ask()
         wanted = self._wanted()
-        for owner in list(self._owners.values()):
-            if owner.task.done():
-                self._left_alone[owner.address] = asyncio.get_running_loop().time() + RETRY_AFTER_S
-            if owner.task.done() or owner.address not in wanted:
-                await self._leave(owner)
+        await self._leave_all(lambda owner: owner.task.done() or owner.address not in wanted)
         now_s = asyncio.get_running_loop().time()
         self._left_alone = {address: until_s for address, until_s in self._left_alone.items() if until_s > now_s}
         for address in sorted(wanted - self._owners.keys() - self._left_alone.keys()):
@@ -208,10 +212,13 @@ class ShardedTokens:
             response = await call(self._stub.GetShardMap, request, peer=self._peer, timeout_s=ASK_TIMEOUT_S)
         except PenstockError as error:
             _log.info("own broker does not say who owns token shards", peer=self._peer, error=str(error))
-            if self._own.overdue_s > OVERDUE_S:
-                self._own.reconnect()
+            self._own.reconnect()
         else:
+            is_elsewhere = response.shard_map.here != self._own_address
             self._take_map(response.shard_map, is_own=True)
+            if is_elsewhere and self._own.overdue_s > OVERDUE_S:
+                # Calls go to the next of the list by now, but the stream is still at the one before.
+                self._own.reconnect()
 
     # -- sessions with owners ------------------------------------------------------------------------------------------
 
@@ -233,6 +240,14 @@ class ShardedTokens:
             _log.info("owner of token shards not reached", address=owner.address, error=str(error) or "no answer")
         finally:
             owner.is_ready = False
+
+    async def _leave_all(self, is_over: Callable[[_Owner], bool]) -> None:
+        """End the sessions with some owners; those that were lost are left alone for a while."""
+        for owner in list(self._owners.values()):
+            if is_over(owner):
+                if owner.task.done():
+                    self._left_alone[owner.address] = asyncio.get_running_loop().time() + RETRY_AFTER_S
+                await self._leave(owner)
 
     async def _leave(self, owner: _Owner) -> None:
         """End the session with an owner; what it has not acknowledged goes to the own broker."""

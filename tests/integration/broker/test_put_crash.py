@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,35 +10,13 @@ import pytest
 
 from penstock.clients.broker import BrokerClient
 from penstock.clients.trajectories import TrajectorySession
-from penstock.network import rpc
 from penstock.v1 import broker_pb2
 from tests.helpers.brokers.broker import RUN, limits
+from tests.helpers.brokers.broker_process import BrokerProcess
 from tests.helpers.brokers.trajectories import group, groups
-from tests.helpers.stores.redis_server import RedisProcess, free_port
+from tests.helpers.stores.redis_server import RedisProcess
 
 NUM_GROUPS, GROUPS_PER_STEP, TIMEOUT_S = 240, 40, 40.0
-
-
-class BrokerProcess:
-    """A broker that can be killed and started again at the same address."""
-
-    def __init__(self, redis_url: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        self._command = [sys.executable, "-m", "console", "serve", "broker", f"redis_url={redis_url}"]
-        self._command += ["--listen", self.address, "--log-level", "error"]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    async def start(self) -> None:
-        """Start it and wait until it serves."""
-        self._process = subprocess.Popen(self._command)  # noqa: ASYNC220 -- returns at once
-        assert await rpc.wait_until_serving(self.address, timeout_s=TIMEOUT_S)
-
-    def kill(self) -> None:
-        """End it as a crash would."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait(timeout=10)
-            self._process = None
 
 
 @pytest.fixture
