@@ -14,6 +14,7 @@ import json
 import random
 import statistics
 import time
+from dataclasses import replace
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.calibration import normal
@@ -22,7 +23,7 @@ from services.broker.dispatch.policies import make_policy
 from services.broker.dispatch.situation import DispatchPolicy
 from services.broker.fleet.deal_round import Seat
 from services.broker.fleet.dealer import Dealer
-from services.broker.fleet.snapshot import Fleet, GeneratorStatus, SeenLengths
+from services.broker.fleet.snapshot import Fleet, GeneratorStatus, SeenLengths, prompts_in_slices
 from services.broker.operations import leasing, submission
 from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.operations.lifecycle import create_run
@@ -65,7 +66,10 @@ class Queue:
 
     def review_s(self, policy: DispatchPolicy) -> float:
         """Time of one review."""
-        situation = self._fleet.look(self._state, self._statuses, self._now_s).copy()
+        loads = self._fleet.loads(self._state, self._statuses, self._now_s)
+        prompts = list(itertools.chain.from_iterable(prompts_in_slices(self._state)))
+        situation = self._fleet.situation_of(self._state, self._statuses, loads, min(loads))
+        situation = replace(situation, prompts=prompts).copy()
         start_s = time.perf_counter()
         policy.review(situation)
         return time.perf_counter() - start_s

@@ -10,17 +10,18 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.dispatch.emulated_fleet import EmulatedGenerator, Engine
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.policies import make_policy
+from services.broker.dispatch.situation import Situation
 from services.broker.dispatch.stealing_rule import MOVE_COST_S
 from services.broker.fleet import work_stealing
 from services.broker.fleet.deal_round import Seat
 from services.broker.fleet.dealer import Dealer
-from services.broker.fleet.snapshot import Fleet, GeneratorStatus, SeenLengths, lengths_seen
+from services.broker.fleet.snapshot import Fleet, GeneratorStatus, SeenLengths, lengths_seen, prompts_in_slices
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations import append_tokens, leasing, submission
 from services.broker.operations.leasing import GeneratorFacts, Grant
@@ -171,7 +172,8 @@ class _Simulation:
     def _review(self, now_s: float) -> None:
         if self._state.queue:
             self._fleet.measure(self._state)
-            self._policy.review(self._fleet.look(self._state, self._statuses(), now_s))
+            prompts = list(itertools.chain.from_iterable(prompts_in_slices(self._state)))
+            self._policy.review(replace(self._situation(min(self._engines), now_s), prompts=prompts))
 
     def _lease(self, now_s: float) -> None:
         is_cut = True
@@ -208,11 +210,10 @@ class _Simulation:
         for name, engine in self._engines.items():
             if not self._can_move or now_s == 0.0 or engine.num_held >= engine.model.max_samples or self._state.queue:
                 continue
-            situation = self._fleet.situation(self._state, self._statuses(), name, now_s)
             moves = work_stealing.take_over(
                 self._state,
                 _facts(name),
-                situation,
+                self._situation(name, now_s),
                 num_waiting={other: self._engines[other].num_waiting for other in self._engines},
                 now_s=now_s,
                 make_suffix=self._suffix,
@@ -228,6 +229,11 @@ class _Simulation:
         group_id, index = grant.sample
         length = self._lengths[group_id][index]
         engine.begin(grant, context_tokens=self._scenario.num_prompt_tokens, length=length, delay_s=delay_s)
+
+    def _situation(self, asking: str, now_s: float) -> Situation:
+        statuses = self._statuses()
+        loads = self._fleet.loads(self._state, statuses, now_s)
+        return self._fleet.situation_of(self._state, statuses, loads, asking)
 
     def _statuses(self) -> dict[str, GeneratorStatus]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from statistics import pstdev
 
@@ -90,16 +90,10 @@ class Fleet:
             ready = (name for _oldest, _sequence, name in index.ready[types_pb2.PURPOSE_TRAIN])
             self._seen = seen_lengths(state, (name for name in ready if not index.is_put(name)))
 
-    def situation(
-        self, state: RunState, statuses: Mapping[str, GeneratorStatus], asking: str, now_s: float
-    ) -> Situation:
-        """The situation for the generator that asks, which must be among `statuses`."""
-        return self.situation_of(state, statuses, self.loads(state, statuses, now_s), asking)
-
     def situation_of(
         self, state: RunState, statuses: Mapping[str, GeneratorStatus], loads: Mapping[str, Load], asking: str
     ) -> Situation:
-        """The same with loads that are known; of a large fleet some statuses are enough."""
+        """The situation for the generator that asks, which must be among `loads`; some statuses are enough."""
         has_forecasts = any(length for length, _ in state.queued_lengths.items())
         unseen_error = UNSEEN_FORECAST_ERROR if has_forecasts else UNSEEN_LENGTH_ERROR
         return Situation(
@@ -116,10 +110,6 @@ class Fleet:
             steps_overlap=state.limits.max_staleness > 0,
             look_s=self._look_s,
         )
-
-    def look(self, state: RunState, statuses: Mapping[str, GeneratorStatus], now_s: float) -> Situation:
-        """The situation for a review, with queued and leased samples prompt by prompt."""
-        return replace(self.situation(state, statuses, min(statuses), now_s), prompts=prompts_of(state))
 
     def loads(self, state: RunState, statuses: Mapping[str, GeneratorStatus], now_s: float) -> dict[str, Load]:
         """The loads of these generators, kept: leases placed on them until the next call are remembered."""
@@ -174,13 +164,11 @@ class Fleet:
         return load
 
 
-def prompts_of(state: RunState) -> list[Prompt]:
-    """The front of the queue and the generators' samples, with the siblings that have ended."""
-    return [prompt for part in prompts_in_slices(state) for prompt in part]
-
-
 def prompts_in_slices(state: RunState) -> Iterator[list[Prompt]]:
-    """The same in parts, each of at most SLICE samples; the run may change between them."""
+    """The front of the queue and the generators' samples, with the siblings that have ended.
+
+    In parts, each of at most SLICE samples; the run may change between them.
+    """
     running: dict[str, list[tuple[str, int]]] = {}
     leases = [(name, sample_id) for name, held in state.generation_leases.items() for sample_id in held.values()]
     for number, (name, (group_id, index)) in enumerate(leases, 1):

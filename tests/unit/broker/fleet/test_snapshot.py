@@ -7,8 +7,13 @@ import pytest
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.situation import Prompt
 from services.broker.fleet import snapshot
-from services.broker.fleet.snapshot import Fleet, GeneratorStatus, prompts_of
+from services.broker.fleet.snapshot import Fleet, GeneratorStatus, prompts_in_slices
+from services.broker.state.run_state import RunState
 from tests.unit.broker.builders import finish, lease, open_state, put, submit
+
+
+def prompts_of(state: RunState) -> list[Prompt]:
+    return [prompt for part in prompts_in_slices(state) for prompt in part]
 
 
 def test_a_review_sees_the_queue_in_order_of_arrival_and_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,5 +42,6 @@ def test_steps_overlap_where_a_sample_may_be_stale(max_staleness: int) -> None:
     status = GeneratorStatus(
         generator_id="gen-1", model=LatencyModel(), num_free=1, max_context_tokens=128, is_speed_known=True
     )
-    situation = Fleet().situation(state, {"gen-1": status}, "gen-1", 0.0)
+    fleet, statuses = Fleet(), {"gen-1": status}
+    situation = fleet.situation_of(state, statuses, fleet.loads(state, statuses, 0.0), "gen-1")
     assert situation.steps_overlap == bool(max_staleness)

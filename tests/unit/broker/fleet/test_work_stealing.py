@@ -4,6 +4,7 @@ import pytest
 
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import LatencyModel
+from services.broker.dispatch.situation import Situation
 from services.broker.dispatch.stealing_rule import MIN_STAY_S
 from services.broker.fleet import work_stealing
 from services.broker.fleet.snapshot import Fleet, GeneratorStatus
@@ -29,6 +30,11 @@ def running(*, forecast: float = 60.0, num_tokens: int = 4, **limits: int) -> tu
     return state, grant
 
 
+def situation_of(state: RunState, statuses: dict[str, GeneratorStatus], asking: str, now_s: float) -> Situation:
+    fleet = Fleet()
+    return fleet.situation_of(state, statuses, fleet.loads(state, statuses, now_s), asking)
+
+
 def take_over(
     state: RunState,
     *,
@@ -46,7 +52,7 @@ def take_over(
         )
         for name, model in (("gen-1", there), ("gen-2", here))
     }
-    situation = Fleet().situation(state, statuses, "gen-2", now_s)
+    situation = situation_of(state, statuses, "gen-2", now_s)
     return work_stealing.take_over(
         state,
         facts(version, generator_id="gen-2"),
@@ -108,7 +114,7 @@ def test_a_sample_does_not_go_back_and_forth() -> None:
             )
             for name, model in back.items()
         }
-        situation = Fleet().situation(state, statuses, "gen-1", now_s)
+        situation = situation_of(state, statuses, "gen-1", now_s)
         moves = work_stealing.take_over(state, facts(0), situation, num_waiting={}, now_s=now_s, make_suffix=suffix)
         return moves.grants
 
