@@ -11,6 +11,7 @@ SUITES = {
     "broker.large_groups": "memory that one very large group takes",
     "broker.leases": "CPU time of a lease at the start of a step, by size of the fleet",
     "broker.memory": "a broker's memory under a large fleet",
+    "broker.overload": "a broker with more tokens than it can carry",
     "broker.reload": "a restarted broker that loads a large run",
     "broker.restart": "how soon a broker over a very large run answers again",
     "broker.retained": "what Redis keeps of trained steps, bytes a token",
