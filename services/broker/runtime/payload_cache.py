@@ -15,6 +15,8 @@ from services.broker.records.store import PayloadSlice, Store
 
 MAX_CACHED_BYTES = 64 * 1024 * 1024
 MAX_CACHED_PROMPTS = 1024
+MAX_CACHED_PROMPT_BYTES = 32 * 1024 * 1024
+"""A prompt may have a megabyte."""
 
 
 class PayloadCache:
@@ -24,7 +26,9 @@ class PayloadCache:
         self._run_id, self._store, self._max_bytes = run_id, store, max_bytes
         self._payloads: OrderedDict[str, Packed] = OrderedDict()
         self._size_bytes = 0
-        self._prompts: OrderedDict[str, types_pb2.Prompt] = OrderedDict()
+        self._prompts: OrderedDict[str, tuple[types_pb2.Prompt, int]] = OrderedDict()
+        """With their sizes."""
+        self._prompt_bytes = 0
 
     def add(self, payload_id: str, payload: Packed) -> None:
         """Keep a payload, evicting the oldest ones; one larger than the whole cache is not kept."""
@@ -71,10 +75,16 @@ class PayloadCache:
         if missing:
             for group_id, prompt in zip(missing, await self._store.prompts(self._run_id, missing), strict=True):
                 if prompt is not None:
-                    found[group_id] = types_pb2.Prompt.FromString(prompt)
+                    found[group_id] = (types_pb2.Prompt.FromString(prompt), len(prompt))
         for group_id, kept in found.items():
-            self._prompts[group_id] = kept
-            self._prompts.move_to_end(group_id)
-        while len(self._prompts) > MAX_CACHED_PROMPTS:
-            self._prompts.popitem(last=False)
-        return found
+            self._keep_prompt(group_id, kept)
+        return {group_id: prompt for group_id, (prompt, _size) in found.items()}
+
+    def _keep_prompt(self, group_id: str, kept: tuple[types_pb2.Prompt, int]) -> None:
+        """Keep a prompt as the newest, evicting the oldest ones."""
+        if group_id not in self._prompts:
+            self._prompt_bytes += kept[1]
+        self._prompts[group_id] = kept
+        self._prompts.move_to_end(group_id)
+        while len(self._prompts) > MAX_CACHED_PROMPTS or self._prompt_bytes > MAX_CACHED_PROMPT_BYTES:
+            self._prompt_bytes -= self._prompts.popitem(last=False)[1][1]

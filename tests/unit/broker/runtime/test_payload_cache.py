@@ -45,3 +45,15 @@ async def test_prompts_evicted_while_others_are_read_are_answered_all_the_same(
     store.asked.clear()
     assert list(await cache.prompts(["a", "slow"])) == ["a", "slow"]
     assert store.asked == []
+
+
+async def test_prompts_are_kept_as_far_as_their_bytes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each has three bytes.
+    monkeypatch.setattr(payload_cache, "MAX_CACHED_PROMPT_BYTES", 7)
+    store = SlowStore()
+    cache = PayloadCache("r", store=store)
+    for group_id in ("a", "b", "a", "c", "a"):
+        await cache.prompts([group_id])
+    assert store.asked == ["a", "b", "c"]
+    await cache.prompts(["b"])
+    assert store.asked == ["a", "b", "c", "b"]
