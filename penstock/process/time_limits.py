@@ -10,7 +10,7 @@ from typing import Self
 class TimeLimit:
     """A block that is cancelled after a time and then raises TimeoutError, as `asyncio.timeout`; used once."""
 
-    __slots__ = ("_is_over", "_limit_s", "_num_cancelled", "_task", "_timer")
+    __slots__ = ("_end_s", "_is_over", "_limit_s", "_num_cancelled", "_task", "_timer")
 
     def __init__(self, limit_s: float | None) -> None:
         """None sets no limit."""
@@ -22,7 +22,9 @@ class TimeLimit:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._num_cancelled = task, task.cancelling()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._end_s = 0.0
+        """When it rings: uvloop's handle of a time that has passed does not say."""
         self.reschedule(self._limit_s)
         return self
 
@@ -30,7 +32,11 @@ class TimeLimit:
         """Let the block end after this long from now; it must not be over."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, self._end)
+        self._timer = None
+        if limit_s is not None:
+            loop = asyncio.get_running_loop()
+            self._end_s = loop.time() + limit_s
+            self._timer = loop.call_at(self._end_s, self._end)
 
     @property
     def is_over(self) -> bool:
@@ -40,7 +46,7 @@ class TimeLimit:
     @property
     def end_s(self) -> float | None:
         """When the time is up, in the loop's time."""
-        return None if self._timer is None else self._timer.when()
+        return None if self._timer is None else self._end_s
 
     def _end(self) -> None:
         self._is_over = True
@@ -65,7 +71,9 @@ class Wake(asyncio.Event):
     def __init__(self) -> None:
         super().__init__()
         self._turn: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_s = 0.0
+        """When it rings."""
         self._due_s = 0.0
 
     def set(self) -> None:
@@ -89,11 +97,11 @@ class Wake(asyncio.Event):
         return is_set
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._timer is not None and self._timer.when() <= self._due_s:
+        if self._timer is not None and self._timer_s <= self._due_s:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = loop.call_at(self._due_s, self._expire)
+        self._timer, self._timer_s = loop.call_at(self._due_s, self._expire), self._due_s
 
     def _expire(self) -> None:
         self._timer = None

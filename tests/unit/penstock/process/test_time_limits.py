@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import uvloop
 
 from penstock.process.time_limits import TimeLimit, Wake
 
@@ -87,3 +88,18 @@ async def test_a_cancelled_wait_leaves_the_event_to_the_next():
         await waiting
     wake.set()
     assert await wake.take_within(60.0)
+
+
+def test_limits_that_are_over_at_once_work_on_uvloop():
+    async def main() -> None:
+        wake = Wake()
+        for _ in range(2):
+            # Set before the timer rings, which stays set for the next wait.
+            asyncio.get_running_loop().call_soon(wake.set)
+            assert await wake.take_within(0.0)
+        assert not await wake.take_within(0.0)
+        with TimeLimit(0.0) as limit:
+            assert limit.end_s is not None
+            limit.reschedule(None)
+
+    uvloop.run(main())
