@@ -134,6 +134,15 @@ class Delta:
         self.payloads = {payload_id: data for payload_id, data in self.payloads.items() if is_used(payload_id)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """Lists of chunks to be replaced by one chunk each, while the record of their group is the given one."""
+
+    name: str
+    record: bytes
+    chunks: Mapping[SampleId, bytes]
+
+
 class Store(Protocol):
     """Durable state of all runs.
 
@@ -173,6 +182,13 @@ class Store(Protocol):
 
     async def chunks(self, run_id: str, samples: Sequence[SampleId]) -> list[list[bytes]]:
         """The accepted chunks of each sample, in order."""
+        ...
+
+    async def replace_chunks(self, run_id: str, replacements: Sequence[Replacement]) -> list[bool]:
+        """Replace chunks beside the sequence of commits; for each, whether its record was the given one.
+
+        Each is replaced whole or not at all, and may be repeated.
+        """
         ...
 
     async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:

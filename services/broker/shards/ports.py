@@ -31,10 +31,7 @@ class TokenShards(Protocol):
         ...
 
     async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
-        """Replace the chunks of finished samples; for each, whether it was as it was read.
-
-        It is rare and exact wherever it is done, so it may be done here for a shard that another broker owns.
-        """
+        """Replace the chunks of finished samples; for each, whether it was as it was read. Done by whoever is asked."""
         ...
 
 

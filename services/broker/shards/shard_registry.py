@@ -16,6 +16,7 @@ from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
 from services.broker.records.store import Store
 from services.broker.records.token_tails import SealRequest
 from services.broker.records_pb2 import SampleTail
+from services.broker.shards import compacting
 from services.broker.shards.ports import Core
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_replica import ShardReplica
@@ -75,7 +76,7 @@ class ShardRegistry:
 
     async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
         """See `TokenShards.compact`."""
-        return await self.replica(run_id, shard).compact(samples)
+        return await compacting.compact(self._store, run_id, shard, samples)
 
     async def attend(self, run_id: str, shard: int) -> None:
         """Look after a shard from now on: what a process that owned it before left over is told at the next look."""

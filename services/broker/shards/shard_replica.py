@@ -22,7 +22,6 @@ import structlog
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.chunk_rules import Accepted
-from services.broker.operations.compaction import CompactSample
 from services.broker.records.run_clock import RunClock
 from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import ConflictError, Store
@@ -95,14 +94,6 @@ class ShardReplica(Replica[ShardState]):
         if facts.is_gone:
             raise _gone(self.core_id)
         return await self._change(lambda state: tails.seal(state, requests), facts)
-
-    async def compact(self, samples: Sequence[CompactSample]) -> list[bool]:
-        """See `TokenShards.compact`."""
-        await self.facts()
-        try:
-            return await self.transact(lambda state: tails.compact(state, samples))
-        except UnknownRunError:
-            return [False] * len(samples)
 
     async def _adopt(self, chunks: Sequence[ChunkFacts], decide: Callable[..., Answer], facts: RunFacts) -> Answer:
         """Accept chunks under leases that the shard does not know, by what the run says of them."""

@@ -121,7 +121,7 @@ class ShardState:
     @property
     def is_changed(self) -> bool:
         """Whether there is anything to commit."""
-        return bool(self._undo or self._kept_undo or self._is_new or self._kept.cleared or self.pending.cleared)
+        return bool(self._undo or self._kept_undo or self._is_new)
 
     @property
     def only_grew(self) -> bool:

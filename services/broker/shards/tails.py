@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from services.broker.operations.compaction import CompactSample
 from services.broker.records.store import SampleId
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail
@@ -83,20 +82,6 @@ def confirm(state: ShardState, reports: Sequence[TailReport]) -> None:
             changed.add(report.group_id)
     for group_id in changed:
         state.rest(group_id)
-
-
-def compact(state: ShardState, samples: Sequence[CompactSample]) -> list[bool]:
-    """Replace the chunks of those samples that ended as they were read; for each, whether it did."""
-    return [_compact(state, compact) for compact in samples]
-
-
-def _compact(state: ShardState, compact: CompactSample) -> bool:
-    tail = state.tail(compact.sample)
-    if tail is None or not is_complete(tail) or tail.attempt != compact.attempt:
-        return False
-    state.clear(compact.sample)
-    state.append(compact.sample, compact.payload)
-    return True
 
 
 def forget(state: ShardState, group_ids: Iterable[str]) -> int:

@@ -23,6 +23,7 @@ from services.broker.records.store import (
     LostMarkError,
     Mark,
     PayloadSlice,
+    Replacement,
     RetiredError,
     Root,
     SampleId,
@@ -127,6 +128,15 @@ class MemoryStore:
         """See `Store.chunks`."""
         chunks = self._run(run_id).chunks
         return [list(chunks.get(sample, ())) for sample in samples]
+
+    async def replace_chunks(self, run_id: str, replacements: Sequence[Replacement]) -> list[bool]:
+        """See `Store.replace_chunks`."""
+        run = self._run(run_id)
+        flags = [run.groups.get(each.name) == each.record for each in replacements]
+        for each, is_same in zip(replacements, flags, strict=True):
+            if is_same:
+                run.chunks.update({sample: [chunk] for sample, chunk in each.chunks.items()})
+        return flags
 
     async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
         """See `Store.books`."""

@@ -13,7 +13,6 @@ import redis
 
 from services.broker.records.roll import Broker, StoredRoll
 from services.broker.records.run_clock import BROKER_LIFE_S
-from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import (
     MAX_BUSY_SPANS,
     ConflictError,
@@ -24,7 +23,6 @@ from services.broker.records.store import (
     Snapshot,
     Store,
 )
-from services.broker.records_pb2 import ShardGroup
 from services.broker.storage import memory_store
 from services.broker.storage.redis import load_run, redis_store
 from tests.helpers.stores.stepped_redis import OFFSET_KEY, stepped_store
@@ -280,20 +278,6 @@ async def test_runs_are_apart_and_listed_oldest_first(store: Store) -> None:
     assert await store.retired("a", ["q"]) == {"q"}
     assert await store.records("z", ["none", "g"]) == [None, b"z"]
     assert await store.records("a", ["g"]) == [None]
-
-
-async def test_a_token_shard_is_no_run_and_its_records_name_its_payload(store: Store) -> None:
-    shard, sample = shard_id("a", 3), ("g", 1)
-    await store.commit("a", None, Delta(run=b"a"))
-    group = ShardGroup(group_id="g", num_samples=2).SerializeToString()
-    mark = await store.commit(shard, None, Delta(run=b"s", groups={"g": group}, chunks=[(sample, b"c")]))
-    assert await store.run_ids() == ["a"]
-    assert await store.chunks(shard, [sample]) == [[b"c"]]
-    assert await store.chunks("a", [sample]) == [[]]
-    assert sum([count async for count in store.purge(shard, mark)]) >= 2
-    assert await store.chunks(shard, [sample]) == [[]]
-    await store.delete(shard, mark)
-    assert await store.roots([shard, "a"]) == [None, (await store.roots(["a"]))[0]]
 
 
 async def test_questions_about_nothing_have_empty_answers(store: Store) -> None:

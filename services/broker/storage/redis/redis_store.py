@@ -25,6 +25,7 @@ from services.broker.records.store import (
     Delta,
     Mark,
     PayloadSlice,
+    Replacement,
     RetiredError,
     Root,
     SampleId,
@@ -59,6 +60,7 @@ class RedisStore:
         self._tick = Script("clock", "tick", num_replicas=num_wait_replicas)
         self._books = Script("books", num_replicas=num_wait_replicas)
         self._commit = Script("commit", num_replicas=num_wait_replicas)
+        self._replace = Script("replace", num_replicas=num_wait_replicas)
         self._now = Script("now")
         self._roll = RedisRoll(connection)
         self._purge = RedisPurge(connection, num_wait_replicas=num_wait_replicas)
@@ -173,6 +175,18 @@ class RedisStore:
         keys = RunKeys(run_id)
         commands = [("LRANGE", keys.chunks(sample), 0, -1) for sample in samples]
         return await self._redis.read(partial(pipelined, commands=commands))
+
+    async def replace_chunks(self, run_id: str, replacements: Sequence[Replacement]) -> list[bool]:
+        """See `Store.replace_chunks`."""
+        if not replacements:
+            return []
+        keys = RunKeys(run_id)
+        script_keys = [keys.groups, *(keys.chunks(sample) for each in replacements for sample in each.chunks)]
+        args: list[bytes | str | int] = []
+        for each in replacements:
+            args += [each.name, each.record, len(each.chunks), *each.chunks.values()]
+        flags = await self._redis.write(lambda redis: self._replace.run(redis, keys=script_keys, args=args))
+        return [bool(flag) for flag in flags]
 
     async def books(self, run_id: str) -> tuple[Mark, Mapping[str, int]] | None:
         """See `Store.books`."""
