@@ -36,7 +36,7 @@ def small_run(task: Prepared, folder: Path, **settings: Any) -> dict[str, Any]:
     }
     for name, value in settings.items():
         section, _, key = name.partition("__")
-        document[section][key] = value
+        document.setdefault(section, {})[key] = value
     return document
 
 

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(
 
 
 def test_killed_services_come_back_and_the_audit_balances(task, tmp_path):
-    document = small_run(task, tmp_path, run__num_steps=12, generator__count=2)
+    document = small_run(task, tmp_path, run__num_steps=12, generator__count=2, policy__token_shards=3)
     with running(document, tmp_path) as run:
         for step, service in ((1, "broker"), (3, "generator-0"), (5, "reward"), (7, "scheduler")):
             run.wait_for_step(step)

@@ -166,7 +166,7 @@ class Fleet:
     def _run_config(self, task: Task, overrides: list[str]) -> RunConfig:
         fixed = [f"run.id={RUN_ID}", f"generator.engine={self._engine}", "optimizer.decay_steps=0"]
         fixed += ["run.num_steps=1000000", "run.num_eval_prompts=0", "data.eval=null", "optimizer.learning_rate=1e-5"]
-        fixed += ["generator.max_concurrent_samples=128"]
+        fixed += ["generator.max_concurrent_samples=128", "policy.token_shards=3"]
         return quickstart_config([*fixed, *overrides], seed=0, directory=self.folder / "runs", task=task)
 
     def _addresses(self, *, trainer: Endpoint, weights_listen: str | None = None, listen: str = "") -> Addresses:
@@ -188,11 +188,16 @@ class Fleet:
         self.broker_addresses.append(listen)
         clock = self.folder / f"clock-{index}"
         set_offset(clock, self.clock_offsets_s[index])
-        settings = BrokerConfig(listen=listen, redis_url=f"redis://{to_redis.address}/0", scheduler=scheduler)
-        argv = [sys.executable, "-P", "-m", "tests.soak.skewed", str(clock)]
-        self._serve("broker", settings, name=f"broker-{index}", command=argv)
         to_broker = self.links[f"broker-{index}-link"] = TcpProxy(int(listen.rpartition(":")[2]))
         await to_broker.start()
+        settings = BrokerConfig(
+            listen=listen,
+            advertise=to_broker.address,
+            redis_url=f"redis://{to_redis.address}/0",
+            scheduler=scheduler,
+        )
+        argv = [sys.executable, "-P", "-m", "tests.soak.skewed", str(clock)]
+        self._serve("broker", settings, name=f"broker-{index}", command=argv)
 
     def _add_scheduler(self) -> str:
         listen = f"127.0.0.1:{free_port()}"
