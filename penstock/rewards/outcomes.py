@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from penstock.rewards.types import RewardResult, ScoreStatus, UnscorableError
+from penstock.wire.score_rules import MAX_REWARD, is_reward
 
 MAX_MESSAGE_CHARACTERS = 1024
 MAX_COMPONENTS = 32
@@ -72,7 +73,10 @@ def _read(result: RewardResult) -> RewardResult:
         return RewardResult(status=status, message=message or status.value)
     if result.value is None:
         return RewardResult(status=ScoreStatus.ABSTAINED, message=message or "the reward model abstained")
-    value = _finite(result.value, "the reward must be a finite number or None")
+    rule = f"the reward must be None or a finite number of at most {MAX_REWARD:g} in magnitude"
+    value = _finite(result.value, rule)
+    if not is_reward(value):
+        raise _MalformedError(f"{rule}, got {_shown(result.value)}")
     return RewardResult(value, _read_components(result.components), message=message)
 
 

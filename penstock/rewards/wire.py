@@ -14,6 +14,7 @@ from penstock.rewards.outcomes import MAX_COMPONENTS, MAX_NAME_CHARACTERS, clean
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, Turn
 from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.codec import int32_array
+from penstock.wire.score_rules import MAX_REWARD, is_reward
 
 THIRD_PARTY = "grpc://"
 """Scheme of reward models that are shown PENSTOCK_JUDGE_*, never the cluster's credentials."""
@@ -71,8 +72,8 @@ def check_score(score: types_pb2.Score) -> str | None:
         return f"status {score.status} is not one of OK, ABSTAINED, TIMEOUT, FAILED, INVALID"
     if (score.status == types_pb2.SCORE_STATUS_OK) != score.HasField("value"):
         return "value must be set if and only if status is OK"
-    if score.HasField("value") and not math.isfinite(score.value):
-        return f"value must be finite, got {score.value}"
+    if score.HasField("value") and not is_reward(score.value):
+        return f"value must be finite and at most {MAX_REWARD:g} in magnitude, got {score.value}"
     return _check_components(score)
 
 

@@ -422,7 +422,7 @@ class Score(_message.Message):
     status: Global___ScoreStatus.ValueType
     """Whether there is a value, and if not, why."""
     value: _builtins.float
-    """The reward; finite. Set if and only if status is OK."""
+    """The reward; finite, at most 1e12 in magnitude. Set if and only if status is OK."""
     message: _builtins.str
     """What went wrong, in words; empty when status is OK. At most 1,024 characters."""
     model: _builtins.str

@@ -18,6 +18,7 @@ from penstock.errors import InvalidFieldError, require
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed, group_slices
 from penstock.wire.sampling_rules import check_trainable
+from penstock.wire.score_rules import MAX_REWARD
 from services.broker.ingest.token_arrays import check_floats, check_token_ids, check_tokens, version_ranges
 from services.broker.ingest.trajectory_columns import PutGroups
 from services.broker.ingest.validation import MAX_METADATA_BYTES, check_ids
@@ -144,7 +145,9 @@ def _check_outcomes(samples: Sequence[types_pb2.Trajectory]) -> list[float]:
     scores = [sample.score for sample in samples]
     is_good = all(score.status == _OK and score.HasField("value") for score in scores)
     rewards = [score.value for score in scores]
-    require(is_good and all(map(math.isfinite, rewards)), "score", rewards[0], "OK, with a finite value")
+    # Not by `is_reward`, as there are many.
+    is_good = is_good and all(map(math.isfinite, rewards)) and max(map(abs, rewards)) <= MAX_REWARD
+    require(is_good, "score", rewards[:8], f"OK, with finite values of at most {MAX_REWARD:g} in magnitude")
     reasons = {sample.finish_reason for sample in samples}
     require(reasons <= _FINISHED, "finish_reason", sorted(reasons), "STOP or LENGTH")
     return rewards

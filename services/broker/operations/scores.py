@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from penstock.errors import require
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.score_rules import MAX_REWARD, is_reward
 from services.broker.operations import drops
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import GroupRecord, SampleRecord
@@ -174,8 +175,9 @@ def check_result(result: broker_pb2.ScoreResult) -> None:
     score = result.score
     is_ok = score.status == types_pb2.SCORE_STATUS_OK
     require(is_ok or score.status in _DROP_REASONS, "score.status", score.status, "a known status")
-    is_good = score.HasField("value") == is_ok and math.isfinite(score.value)
-    require(is_good, "score.value", score.value, "set and finite if the status is OK, and unset otherwise")
+    is_good = score.HasField("value") == is_ok and is_reward(score.value)
+    expected = f"finite and at most {MAX_REWARD:g} in magnitude if the status is OK, and unset otherwise"
+    require(is_good, "score.value", score.value, expected)
     is_good = len(score.components) <= MAX_COMPONENTS and all(map(math.isfinite, score.components.values()))
     require(is_good, "score.components", len(score.components), f"at most {MAX_COMPONENTS}, all finite")
     num_characters = len(score.message)

@@ -101,6 +101,7 @@ FAULTS: dict[str, tuple[Callable[[Group], None], str]] = {
     "no score": (_score(types_pb2.SCORE_STATUS_FAILED, None), "score"),
     "no value": (_score(OK, None), "score"),
     "nan score": (_score(OK, float("nan")), "score"),
+    "score beyond float32": (_score(OK, 1e300), "score"),
     "no versions": (lambda made: made.trajectories[1].ClearField("policy_versions"), "policy_versions"),
     "few versions": (_runs(0, 0), "policy_versions"),
     "negative version": (_runs(0, -1, 0), "policy_versions"),

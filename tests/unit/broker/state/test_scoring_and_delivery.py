@@ -108,6 +108,7 @@ def test_a_sample_that_kills_every_reward_worker_is_dropped() -> None:
     [
         types_pb2.Score(status=types_pb2.SCORE_STATUS_OK),
         types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=float("nan")),
+        types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=-1e13),
         types_pb2.Score(status=types_pb2.SCORE_STATUS_FAILED, value=0.0),
         types_pb2.Score(value=1.0),
         types_pb2.Score(status=99, value=1.0),
