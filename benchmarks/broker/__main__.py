@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also measure PipelineRL's pattern, Reverb and TransferQueue; creates their environments in runs/",
+        help="also measure Redis alone, PipelineRL's pattern, Reverb and TransferQueue; makes environments in runs/",
     )
     options = parser.parse_args()
     plan = suite.QUICK if options.quick else suite.FULL

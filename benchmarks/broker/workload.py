@@ -104,6 +104,6 @@ class Workload:
 
 SHORT = Workload(num_tokens=1_024, num_per_put=32, groups_per_step=1_024)
 """Short trajectories, 13.6 kB each."""
-LONG = Workload(num_tokens=16_384, num_per_put=20, groups_per_step=160)
-"""Long trajectories, 198 kB each: 20 of them fit into a put of 4 MiB."""
+LONG = Workload(num_tokens=16_384, num_per_put=10, groups_per_step=160)
+"""Long trajectories, 198 kB each: as many a put as `TrajectorySession.put` puts into a request."""
 WORKLOADS = {"short": SHORT, "long": LONG}

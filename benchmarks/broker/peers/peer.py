@@ -35,6 +35,7 @@ class Kind:
 
 
 KINDS = {
+    "raw_redis": Kind(module="peers.raw_redis_side", environment=None),
     "pipelinerl_pattern": Kind(module="peers.pipelinerl_side", environment=None),
     "reverb": Kind(
         module="peers.reverb_side",

@@ -172,11 +172,28 @@ class Replica(Generic[S]):
             ServiceUnavailableError: the store is unavailable, or other processes kept committing first.
             PenstockError: any error of the operation on an up-to-date copy.
         """
+        return await self.answered(
+            self.enqueue(operation, must_verify=must_verify, may_create=may_create, needs_books=needs_books)
+        )
+
+    def enqueue(
+        self,
+        operation: Callable[[S], _T],
+        *,
+        must_verify: bool = True,
+        may_create: bool = False,
+        needs_books: bool = False,
+    ) -> asyncio.Future[_T]:
+        """The first half of `transact`: the operation is decided before any task runs that is started after it."""
         self.last_used_s = self.clock.monotonic_s()
         answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._waiting.append(Request(operation, answer, must_verify, may_create, needs_books))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
+        return answer
+
+    async def answered(self, answer: asyncio.Future[_T]) -> _T:
+        """The second half: the result of an operation that was enqueued just now."""
         with self._deadlines.within(TRANSACTION_TIMEOUT_S):
             return await answer
 

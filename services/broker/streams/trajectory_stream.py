@@ -23,7 +23,7 @@ from penstock.wire.pieces import MAX_GROUP_BYTES
 from services.broker.ingest.trajectory_decoder import read_put
 from services.broker.ingest.validation import check_id
 from services.broker.operations import append_trajectories
-from services.broker.operations.append_trajectories import Put
+from services.broker.operations.append_trajectories import Put, PutOutcome
 from services.broker.runtime.invariant_metrics import InvariantMetrics
 from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_registry import RunRegistry
@@ -98,7 +98,7 @@ class _PutStream:
         current_caller().check_message(request)
         replica = self._replica_of(request.run_id)
         await _wait_until(replica, partial(_has_room, replica, put), HOLD_S)
-        await self.answers.put(asyncio.create_task(store(replica, request.put_id, put)))
+        await self.answers.put(store(replica, request.put_id, put))
 
     def _replica_of(self, run_id: str) -> RunReplica:
         if self._replica is None:
@@ -206,7 +206,7 @@ async def _store_ahead(replica: RunReplica, put_id: str, put: Put) -> _Response:
     """Store a large put: first its payload, without delaying the run's other calls, then the rest."""
     await replica.store.put_payload(replica.run_id, put.payload_id, put.payload)
     await _wait_until(replica, lambda: not _is_full(replica, len(put.groups), len(put.payload)), HOLD_LARGE_S)
-    return await _commit(replica, put_id, put)
+    return await _answer(replica, put_id, put, _enqueue(replica, put))
 
 
 def _answered(response: _Response) -> asyncio.Future[_Response]:
@@ -220,31 +220,40 @@ def _is_too_much(replica: RunReplica, put: Put) -> bool:
     return bool(replica.coming_bytes) and replica.coming_bytes + len(put.payload) > MAX_COMING_BYTES
 
 
-async def store(replica: RunReplica, put_id: str, put: Put) -> _Response:
-    """Store a request and answer it."""
+def store(replica: RunReplica, put_id: str, put: Put) -> asyncio.Future[_Response]:
+    """Begin to store a request; returns its answer."""
     if _is_too_much(replica, put):
-        return _Response(put_id=put_id, retry_delay=RETRY_DELAY)
+        return _answered(_Response(put_id=put_id, retry_delay=RETRY_DELAY))
     replica.num_groups_coming += len(put.groups)
     replica.coming_bytes += len(put.payload)
-    try:
-        return await _commit(replica, put_id, put)
-    finally:
+
+    def note_end(_stored: asyncio.Future[PutOutcome]) -> None:
         replica.num_groups_coming -= len(put.groups)
         replica.coming_bytes -= len(put.payload)
 
+    stored = _enqueue(replica, put)
+    stored.add_done_callback(note_end)
+    return asyncio.create_task(_answer(replica, put_id, put, stored))
 
-async def _commit(replica: RunReplica, put_id: str, put: Put) -> _Response:
-    def operation(state: RunState) -> append_trajectories.PutOutcome:
+
+def _enqueue(replica: RunReplica, put: Put) -> asyncio.Future[PutOutcome]:
+    payloads = replica.payloads
+
+    def operation(state: RunState) -> PutOutcome:
         return append_trajectories.put(state, put, replica.clock.now_s())
 
-    replica.payloads.add(put.payload_id, put.payload)
-    try:
-        outcome = await replica.transact(operation)
-    except BaseException:
-        replica.payloads.discard(put.payload_id)
-        raise
-    if not outcome.num_samples:
-        replica.payloads.discard(put.payload_id)
+    def forget_unless_stored(stored: asyncio.Future[PutOutcome]) -> None:
+        if stored.cancelled() or stored.exception() is not None or not stored.result().num_samples:
+            payloads.discard(put.payload_id)
+
+    payloads.add(put.payload_id, put.payload)
+    stored = replica.enqueue(operation)
+    stored.add_done_callback(forget_unless_stored)
+    return stored
+
+
+async def _answer(replica: RunReplica, put_id: str, put: Put, stored: asyncio.Future[PutOutcome]) -> _Response:
+    outcome = await replica.answered(stored)
     return _Response(
         put_id=put_id,
         num_samples=outcome.num_samples,
