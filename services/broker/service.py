@@ -196,6 +196,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
         def operation(state: RunState) -> int:
             _admit_trainer(state, request, replica.clock.now_s())
+            drops.check_countable(state, request.reason)
             return drops.drop_groups(state, request.group_ids, request.reason)
 
         num_samples = await replica.transact(operation)

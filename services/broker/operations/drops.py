@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.state import batches, counters
@@ -29,6 +30,9 @@ ZERO_VARIANCE = "zero_variance"
 OVERSAMPLED = "oversampled"
 PAYLOAD_LOST = "payload_lost"
 NOT_TRAINED = "not_trained"
+
+MAX_REASONS = 64
+"""Reasons in a run's record, which every commit writes, before callers may name no more."""
 
 _SCORED, _DROPPED = broker_pb2.SAMPLE_STATE_SCORED, broker_pb2.SAMPLE_STATE_DROPPED
 _USABLE_STATES = frozenset((_SCORED, _DROPPED))
@@ -93,6 +97,16 @@ def drop(state: RunState, name: str, reason: str) -> int:
     num_samples = counters.count_record_dropped(state, state.groups[name], reason)
     state.retire(name)
     return num_samples
+
+
+def check_countable(state: RunState, reason: str) -> None:
+    """Raise InvalidFieldError if a caller's reason is one too many."""
+    dropped = state.run.dropped
+    if reason not in dropped and len(dropped) >= MAX_REASONS:
+        raise InvalidFieldError(
+            f"reason: {reason!r} would be one more than the {MAX_REASONS} reasons the run counts; use one of those",
+            field="reason",
+        )
 
 
 def drop_groups(state: RunState, group_ids: Iterable[str], reason: str) -> int:

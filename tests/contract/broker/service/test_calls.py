@@ -13,6 +13,7 @@ from penstock.errors import (
     UnknownRunError,
 )
 from penstock.v1 import broker_pb2
+from services.broker.operations import drops
 from services.broker.records.store import Store
 from tests.helpers.brokers.broker import (
     RUN,
@@ -68,6 +69,24 @@ async def test_malformed_requests_are_refused_and_nothing_is_stored(broker: Runn
             await broker.call(method, request)
     assert (await broker.audit()).submitted == 0
     assert list((await broker.call("ListRuns", broker_pb2.ListRunsRequest())).run_ids) == [RUN]
+
+
+async def test_a_reason_too_many_is_refused(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drops, "MAX_REASONS", 1)
+    await broker.open()
+    await broker.submit(prompt("a"), prompt("b"), prompt("c"))
+
+    async def drop(name: str, reason: str) -> int:
+        request = broker_pb2.DropGroupsRequest(run_id=RUN, group_ids=[name], reason=reason)
+        return int((await broker.call("DropGroups", request)).num_samples)
+
+    assert await drop("a", "poisoned") > 0
+    with pytest.raises(InvalidFieldError, match=r"reason: 'bored' would be one more than the 1 reasons"):
+        await drop("b", "bored")
+    assert await drop("b", "poisoned") > 0
+    # A run is closed for whatever reason.
+    await broker.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN, drop_reason="bored"))
+    assert set((await broker.audit()).dropped) == {"poisoned", "bored"}
 
 
 async def test_streams_must_begin_with_their_hello(broker: RunningBroker) -> None:
