@@ -22,8 +22,11 @@ class InvariantMetrics:
     """See the module; labels are the run, or the kind of item counted."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.of_runs: list[Gauge] = []
+
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"{PREFIX}_{name}", text, ["run", *labels], registry=registry)
+            self.of_runs.append(Gauge(f"{PREFIX}_{name}", text, ["run", *labels], registry=registry))
+            return self.of_runs[-1]
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"{PREFIX}_{name}", text, labels, registry=registry)

@@ -19,8 +19,11 @@ class BrokerMetrics:
     """The broker's metrics in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._of_runs: list[Gauge] = []
+
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(name, text, ["run", *labels], registry=registry)
+            self._of_runs.append(Gauge(name, text, ["run", *labels], registry=registry))
+            return self._of_runs[-1]
 
         def counter(name: str, text: str, *labels: str) -> PrometheusCounter:
             return PrometheusCounter(name, text, labels, registry=registry)
@@ -110,6 +113,11 @@ class BrokerMetrics:
         self._stored_bytes.labels(run_id, "live").set(state.index.live_bytes)
         self._stored_bytes.labels(run_id, "trained").set(state.index.retained_bytes.total())
         self._conflicts.labels(run_id).set(num_conflicts)
+
+    def forget(self, run_id: str) -> None:
+        """Remove the gauges of a run that the process does not work on any more."""
+        for gauge in (*self._of_runs, *self.invariants.of_runs):
+            gauge.remove_by_labels({"run": run_id})
 
     def observe_books(self, run_id: str, counts: Mapping[str, int]) -> None:
         """Set the gauges of a run that follow its audit counters."""

@@ -182,7 +182,8 @@ class RunRegistry:
         is_idle = replica.copy is None or self.clock.monotonic_s() - replica.last_used_s > IDLE_RUN_S
         if is_idle and not replica.num_listeners and not replica.num_keepers:
             await replica.leave()
-            self._used_lately.pop(replica.run_id, None)
+            if self._used_lately.pop(replica.run_id, None) is not None:
+                self.metrics.forget(replica.run_id)
             return
         used_s = replica.last_used_s
         try:

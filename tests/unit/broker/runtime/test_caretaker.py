@@ -92,3 +92,16 @@ async def test_no_clock_waits_for_a_review_of_dispatch(monkeypatch: pytest.Monke
         await until(lambda: num_reviews == 1)
         await store.until_ticks(*RUNS)
         assert num_reviews == 1
+
+
+async def test_a_run_that_nobody_uses_is_unloaded_with_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with caring(TickStore(), monkeypatch) as run_registry:
+        await run_registry.replica("idle").open(broker_pb2.OpenRunRequest(run_id="idle", limits=limits()))
+        registry = run_registry.metrics.registry
+
+        def observed() -> set[str]:
+            return {sample.labels.get("run", "") for family in registry.collect() for sample in family.samples} - {""}
+
+        await until(lambda: observed() == {*RUNS, "idle"})
+        monkeypatch.setattr(run_registry_module, "IDLE_RUN_S", 0.0)
+        await until(lambda: observed() == set(RUNS))
