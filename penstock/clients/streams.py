@@ -99,6 +99,8 @@ class Reconnecting:
                 handle(response)
                 # Possibly megabytes: not kept while the next one is awaited.
                 del response
+                # Who waits for it goes on before the next one is asked for.
+                await asyncio.sleep(0)
         except grpc.aio.AioRpcError as error:
             raise await explained(error, peer=self.peer) from error
         finally:

@@ -99,6 +99,8 @@ class _PutStream:
         replica = self._replica_of(request.run_id)
         await _wait_until(replica, partial(_has_room, replica, put), HOLD_S)
         await self.answers.put(store(replica, request.put_id, put))
+        # The put is on its way to the store before the next request is asked for.
+        await asyncio.sleep(0)
 
     def _replica_of(self, run_id: str) -> RunReplica:
         if self._replica is None:
