@@ -73,7 +73,7 @@ def accept_chunks(
                 continue
             tail = _adopt(state, sample, leased)
         if _is_welcome(rules, chunk, tail):
-            _store(state, sample, chunk, now_s)
+            _store(state, sample, tail, chunk, now_s)
         if chunk.finish_reason and is_unreported(tail):
             answer.ends.append(TailReport(group_id=chunk.group_id, sample_index=chunk.sample_index, tail=copied(tail)))
     return answer
@@ -147,8 +147,8 @@ def _is_welcome(rules: ChunkRules, chunk: ChunkFacts, tail: SampleTail) -> bool:
     return rules.is_welcome(chunk, tail.lease_id, tail.generator_id, sample_state, tail.num_tokens)
 
 
-def _store(state: ShardState, sample: SampleId, chunk: ChunkFacts, now_s: float) -> None:
-    tail = state.edit(sample).tails[sample[1]]
+def _store(state: ShardState, sample: SampleId, tail: SampleTail, chunk: ChunkFacts, now_s: float) -> None:
+    state.grow(sample[0])
     if chunk.finish_reason:
         tail.finish_reason, tail.is_sealed, tail.is_reported = chunk.finish_reason, True, False
         state.ended.add(sample)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from penstock.errors import RunClosedError, UnknownRunError
 from services.broker.records.store import Store
 from services.broker.records_pb2 import RunRecord
+from services.broker.rules.limits import Limits
+
+MIN_PROGRESS_EVERY_S, MAX_PROGRESS_EVERY_S = 0.25, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,8 @@ class RunFacts:
     """Whether its records are deleted, or being deleted."""
     policy_version: int
     max_completion_tokens: int
+    progress_every_s: float
+    """How often it has to hear how far samples are."""
     read_s: float
     """When it was read, by the process's own clock."""
 
@@ -36,8 +41,15 @@ async def read_facts(store: Store, run_id: str, read_s: float) -> RunFacts:
         is_gone=bool(run.payload_gone),
         policy_version=run.policy_version,
         max_completion_tokens=run.limits.max_completion_tokens,
+        progress_every_s=_progress_every_s(Limits.from_proto(run.limits)),
         read_s=read_s,
     )
+
+
+def _progress_every_s(limits: Limits) -> float:
+    """A fraction of the shortest time after which a lease without a token is left to expire."""
+    silence_s = limits.token_silence("", None).value_s
+    return max(MIN_PROGRESS_EVERY_S, min(MAX_PROGRESS_EVERY_S, silence_s / 4))
 
 
 def check_open(facts: RunFacts, run_id: str) -> None:

@@ -21,7 +21,8 @@ from services.broker.shards.ports import Core
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_replica import ShardReplica
 
-CARE_EVERY_S = 1.0
+CARE_EVERY_S = 0.25
+"""Of each shard: what is due then, it knows itself."""
 SHARDS_AT_ONCE = 32
 IDLE_SHARD_S = 60.0
 """A shard without groups, or of another owner, that is unused for this long is unloaded."""
@@ -119,7 +120,8 @@ class ShardRegistry:
 
     async def _care_for(self, run_id: str, shard: int, replica: ShardReplica) -> None:
         used_s, is_ours = replica.last_used_s, self.is_ours(run_id, shard)
-        if is_ours:
+        # The shards of a closed run are nobody's: who has one lets go of what the run dropped at its end.
+        if is_ours or await replica.is_closed():
             await replica.care()
             replica.last_used_s = used_s
         is_needed = is_ours and replica.copy is not None and replica.copy.group_ids

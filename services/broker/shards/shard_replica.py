@@ -24,7 +24,7 @@ from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.chunk_rules import Accepted
 from services.broker.records.run_clock import RunClock
 from services.broker.records.shard_ids import shard_id
-from services.broker.records.store import ConflictError, Store
+from services.broker.records.store import ConflictError, SampleId, Store
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import GroupRecord, SampleTail, ShardRecord
 from services.broker.replicas.replica import MAX_ATTEMPTS, Replica
@@ -39,8 +39,8 @@ from services.broker.shards.shard_state import ShardState
 
 FACTS_LIFE_S = 1.0
 """How long a shard goes on by what it last read of its run."""
-PROGRESS_EVERY_S = 5.0
-"""How often the run learns how far samples are; a lease that gets no token may expire after 30 s at the earliest."""
+TOLD_AGAIN_AFTER_S = 1.0
+"""Time that an end takes to be told, at most; then it is told again."""
 CLEAN_EVERY_S = 10.0
 GROUPS_AT_ONCE = 500
 MAX_CREATIONS = 3
@@ -66,7 +66,9 @@ class ShardReplica(Replica[ShardState]):
         self._facts: RunFacts | None = None
         self._ends = EndReports(self._tell_ends)
         self._noting: set[asyncio.Task[None]] = set()
-        self._progress_s = self._cleaned_s = -math.inf
+        self._looked_s = self._progress_s = self._cleaned_s = -math.inf
+        self._overdue: set[SampleId] | None = None
+        """Ends that the run had yet to confirm at the last look; None before the first, when all are overdue."""
         self._observed = 0, 0, 0
 
     # -- the calls of `TokenShards` ------------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ class ShardReplica(Replica[ShardState]):
     async def accept(self, generator_id: str, chunks: Sequence[ChunkFacts]) -> Accepted:
         """See `TokenShards.accept`."""
         newest = max((chunk.max_version or 0 for chunk in chunks), default=0)
-        facts = await self.facts(version=newest)
+        facts = await self.facts(version=newest, needs_open=True)
         check_open(facts, self.core_id)
         decide = partial(acceptance.accept_chunks, shard=self.shard, generator_id=generator_id, facts=facts)
         try:
@@ -128,14 +130,15 @@ class ShardReplica(Replica[ShardState]):
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 
-    async def facts(self, *, version: int = 0) -> RunFacts:
+    async def facts(self, *, version: int = 0, needs_open: bool = False) -> RunFacts:
         """What the shard knows of its run, read again when that is old, or of a version before this one.
 
-        So it is when the run is said to be closed, for it may have been opened again. Raises UnknownRunError.
+        With `needs_open` so it is when the run is said to be closed, too: it may have been opened again. Raises
+        UnknownRunError.
         """
         facts, now_s = self._facts, self.clock.monotonic_s()
         is_past = facts is None or now_s - facts.read_s > FACTS_LIFE_S
-        if facts is None or is_past or facts.is_closed or version > facts.policy_version:
+        if facts is None or is_past or (needs_open and facts.is_closed) or version > facts.policy_version:
             self._facts = None
             facts = self._facts = await read_facts(self.store, self.core_id, now_s)
         await self.load()
@@ -161,23 +164,29 @@ class ShardReplica(Replica[ShardState]):
                 return
         raise ServiceUnavailableError(f"{self._name}: others kept changing it while it was being deleted")
 
+    async def is_closed(self) -> bool:
+        """Whether it has a copy, of a run that is closed. Raises UnknownRunError."""
+        return self.copy is not None and (await self.facts()).is_closed
+
     async def care(self) -> None:
-        """Tell the run what is due, and forget what it needs no more; called about once a second.
+        """Tell the run what is due, and forget what it needs no more; called a few times a second.
 
         Raises UnknownRunError once the run is gone, and the shard with it.
         """
         try:
-            if (await self.facts()).is_gone:
+            facts = await self.facts()
+            if facts.is_gone:
                 raise _gone(self.core_id)
         except UnknownRunError:
             await self._remove_stale()
             raise
         if self.copy is None:
             return
-        if self.copy.ended:
-            await self._ends.tell(await self.transact(tails.unreported, must_verify=False))
         now_s = self.clock.monotonic_s()
-        if now_s - self._progress_s >= PROGRESS_EVERY_S:
+        if now_s - self._looked_s >= TOLD_AGAIN_AFTER_S:
+            self._looked_s = now_s
+            await self._tell_overdue(self.copy.ended)
+        if now_s - self._progress_s >= facts.progress_every_s:
             self._progress_s = now_s
             await self._tell_progress()
         if now_s - self._cleaned_s >= CLEAN_EVERY_S:
@@ -197,6 +206,12 @@ class ShardReplica(Replica[ShardState]):
         """Wait for what is under way though nobody waits for it."""
         if self._noting:
             await asyncio.wait(self._noting)
+
+    async def _tell_overdue(self, ended: set[SampleId]) -> None:
+        overdue = set(ended) if self._overdue is None else ended & self._overdue
+        self._overdue = set(ended)
+        if overdue:
+            await self._ends.tell(await self.transact(partial(tails.unreported, samples=overdue), must_verify=False))
 
     async def _tell_progress(self) -> None:
         while self.copy is not None and self.copy.grown:

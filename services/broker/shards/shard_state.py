@@ -73,11 +73,15 @@ class ShardState:
         self.shard, self._is_new = shard, True
         self.shard.format = FORMAT
 
+    def grow(self, group_id: str) -> None:
+        """Allow changing the tails that the group has by the current operation."""
+        if group_id not in self._undo:
+            self._undo[group_id] = self._serialized(group_id)
+
     def edit(self, sample: SampleId) -> ShardGroup:
         """The group of a sample, a new one if need be, to be changed by the current operation."""
         group_id, index = sample
-        if group_id not in self._undo:
-            self._undo[group_id] = self._serialized(group_id)
+        self.grow(group_id)
         group = self.groups.get(group_id)
         if group is None:
             group = ShardGroup.FromString(self.at_rest.pop(group_id, b""))

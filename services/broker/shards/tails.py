@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from services.broker.records.store import SampleId
 from services.broker.records.token_tails import SealRequest, TailReport
@@ -52,9 +52,9 @@ def _sealed(state: ShardState, request: SealRequest, old: SampleTail | None) -> 
     return tail
 
 
-def unreported(state: ShardState) -> list[TailReport]:
-    """The ends that the run has not confirmed."""
-    return _reports(state, state.ended)
+def unreported(state: ShardState, samples: Collection[SampleId]) -> list[TailReport]:
+    """The ends among those of these samples that the run has not confirmed."""
+    return _reports(state, state.ended.intersection(samples))
 
 
 def progress(state: ShardState, samples: Iterable[SampleId]) -> list[TailReport]:

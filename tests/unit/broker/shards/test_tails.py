@@ -13,9 +13,12 @@ from penstock.v1 import broker_pb2
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import Store
-from services.broker.shards.shard_replica import CLEAN_EVERY_S, PROGRESS_EVERY_S
+from services.broker.shards.run_facts import MAX_PROGRESS_EVERY_S
+from services.broker.shards.shard_registry import IDLE_SHARD_S
+from services.broker.shards.shard_replica import CLEAN_EVERY_S, TOLD_AGAIN_AFTER_S
+from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
-from tests.helpers.brokers.broker import RUN
+from tests.helpers.brokers.broker import RUN, duration
 from tests.helpers.brokers.sharded_run import ABORTED, STOP, ShardedRun, chunk_of, put, reasons, seal_request
 
 QUEUED, LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
@@ -147,6 +150,7 @@ async def test_an_end_that_the_run_did_not_hear_of_is_told_until_it_does() -> No
     await second.attend(RUN, lease.token_shard)
     await second.look()
     assert (run.sample(("a", 0)).state, run.sample(("a", 0)).num_tokens) == (FINISHED, 2)
+    run.clock.advance(TOLD_AGAIN_AFTER_S)
     await second.look()
     assert len(run.reports) == 1
 
@@ -175,12 +179,46 @@ async def test_the_run_hears_now_and_then_how_far_samples_are() -> None:
     await put(process, two, [4])
     await process.look()
     assert run.sample(("a", 0)).num_tokens == 2
-    run.clock.advance(PROGRESS_EVERY_S)
+    run.clock.advance(MAX_PROGRESS_EVERY_S)
     await process.look()
     assert [run.sample((name, 0)).num_tokens for name in ("a", "b")] == [3, 1]
-    run.clock.advance(PROGRESS_EVERY_S)
+    run.clock.advance(MAX_PROGRESS_EVERY_S)
     await process.look()
     assert len(run.reports) == 3
+
+
+@pytest.mark.parametrize(("silence_s", "due_s"), [(2, 0.5), (600, MAX_PROGRESS_EVERY_S)])
+async def test_the_run_hears_of_tokens_long_before_it_takes_their_generator_for_silent(
+    silence_s: int, due_s: float
+) -> None:
+    run = await sharded(token_silence=duration(silence_s))
+    process, [lease] = run.process(), await run.lease()
+    await put(process, lease, [1])
+    await process.look()
+    await put(process, lease, [2], offset=1)
+    run.clock.advance(due_s / 2)
+    await process.look()
+    assert run.sample(("a", 0)).num_tokens == 1
+    run.clock.advance(due_s / 2)
+    await process.look()
+    assert run.sample(("a", 0)).num_tokens == 2
+
+
+async def test_an_end_on_its_way_to_the_run_is_not_told_twice_at_once() -> None:
+    run = await sharded()
+    process, [lease] = run.process(), await run.lease()
+    await put(process, lease, [1])
+    await process.look()
+    run.is_away = True
+    with pytest.raises(ServiceUnavailableError):
+        await put(process, lease, [2], offset=1, finish=STOP)
+    run.is_away = False
+    run.reports.clear()
+    for _ in range(2):
+        assert run.reports == []
+        run.clock.advance(TOLD_AGAIN_AFTER_S)
+        await process.look()
+    assert run.sample(("a", 0)).state == FINISHED
 
 
 async def test_what_the_run_has_no_more_use_for_is_deleted() -> None:
@@ -196,6 +234,29 @@ async def test_what_the_run_has_no_more_use_for_is_deleted() -> None:
     document = shard_id(RUN, leases[0].token_shard)
     assert await run.store.records(document, ["a", "b"]) == [None, None]
     assert reasons(await put(process, leases[1], [9], offset=1)) == ["UNKNOWN_SAMPLE"]
+
+
+async def test_a_shard_of_a_closed_run_is_cleaned_though_nobody_owns_it_and_one_of_another_owner_is_not() -> None:
+    run = await sharded("a", "b")
+    process, leases = run.process(), await run.lease(2)
+    await put(process, leases[0], [1])
+    await put(process, leases[1], [2])
+    process.is_ours = lambda _run_id, _shard: False
+    await run.drop("a")
+    run.clock.advance(CLEAN_EVERY_S)
+    await process.look()
+    assert await run.tokens(leases[0]) == [1]
+
+    def close(state: RunState) -> None:
+        state.run.is_closed = True
+
+    await run.core.transact(close)
+    run.clock.advance(CLEAN_EVERY_S)
+    await process.look()
+    assert [await run.tokens(lease) for lease in leases] == [[], [2]]
+    run.clock.advance(IDLE_SHARD_S)
+    await process.look()
+    assert process.replica(RUN, leases[0].token_shard).copy is None
 
 
 async def test_only_samples_that_ended_as_they_were_read_are_compacted() -> None:
