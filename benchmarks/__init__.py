@@ -22,6 +22,7 @@ SUITES = {
     "fleet": "dispatch over emulated GPUs through real services",
     "generator": "in-flight updates and concurrency of a vLLM engine",
     "ranker": "forecasts of completion lengths",
+    "scale": "unit costs of a broker under a thousand generators, and what fleets need",
     "scheduler.calibration": "the cost models next to published measurements",
     "scheduler.deployed": "a deployed plan next to its prediction",
     "scheduler.instances": "plans and simulations of given problems",
