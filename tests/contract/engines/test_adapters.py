@@ -26,6 +26,7 @@ from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from services.trainer.batches.packing import Trajectory, pack_trajectories
 from services.trainer.distributed.rank_backend import RankBackend
+from tests.helpers.generators.engines import logprobs_of, tokens_of
 from tests.helpers.models.adapters import adapter_update, another_base, fill, make_backend
 from tests.helpers.models.tiny_model import make_tiny_model, make_update, write_perturbed
 from tests.unit.trainer.builders import scores_of
@@ -83,14 +84,6 @@ async def collect(
             if on_token is not None:
                 on_token.set()
     return collected
-
-
-def tokens_of(spans: list[TokenSpan]) -> list[int]:
-    return [int(token_id) for span in spans for token_id in span.token_ids]
-
-
-def logprobs_of(spans: list[TokenSpan]) -> np.ndarray:
-    return np.concatenate([span.logprobs for span in spans])
 
 
 def trained_logprobs(backend: RankBackend, token_ids: list[int]) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -21,24 +20,29 @@ from services.generator.engine.engine import (
     Engine,
     EngineStoppedError,
     FinishReason,
-    GenerateRequest,
     PausableEngine,
     RequestRefusedError,
-    SamplingSettings,
     TokenSpan,
 )
-from services.generator.engines.base_config import ServedModel
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine
-from services.generator.engines.transformers.config import TransformersEngineConfig
-from services.generator.engines.transformers.transformers_engine import TransformersEngine
 from services.generator.engines.vllm import process_setup, vllm_engine
-from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
-from tests.helpers.generators.emulated_spec import emulated_spec
+from tests.helpers.generators.engines import (
+    PROMPT,
+    build_engine,
+    collect,
+    logprobs_of,
+    make_request,
+    recompute,
+    recompute_over_old_cache,
+    take_initial,
+    take_perturbed,
+    tokens_of,
+    versions_of,
+)
 from tests.helpers.models.tiny_model import (
     MAX_CONTEXT,
     VOCAB_SIZE,
-    load_tiny_model,
     make_tiny_model,
     make_update,
     write_perturbed,
@@ -50,9 +54,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240), pytest.mark.slow]
 
-PROMPT = (5, 17, 30, 8, 21)
 ENGINES = ["emulated", "transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
-_request_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -75,65 +77,6 @@ async def engine(request: pytest.FixtureRequest, model_path: Path) -> AsyncItera
 @pytest.fixture(scope="module")
 def is_real(engine: Engine) -> bool:
     return not isinstance(engine, EmulatedEngine)
-
-
-def build_engine(name: str, model_path: Path) -> Engine:
-    model = ServedModel(model_path=model_path, dtype="float32")
-    if name == "vllm":
-        config = VllmEngineConfig(max_concurrent_samples=64, kv_cache_gib=0.125)
-        return VllmEngine(config, model, stream_interval=4)
-    if name == "transformers":
-        return TransformersEngine(TransformersEngineConfig(max_concurrent_samples=64), model, stream_interval=4)
-    # Slow enough that a sample is still under way when a test on a busy machine does something to it.
-    spec = emulated_spec(token_s=1.5e-3, max_model_len=MAX_CONTEXT, vocab_size=VOCAB_SIZE)
-    return EmulatedEngine(spec)
-
-
-def make_request(**sampling: object) -> GenerateRequest:
-    settings = SamplingSettings(**{"max_new_tokens": 24, **sampling})
-    return GenerateRequest(request_id=f"r{next(_request_numbers)}", prompt_token_ids=PROMPT, sampling=settings)
-
-
-async def collect(engine: Engine, request: GenerateRequest) -> list[TokenSpan]:
-    async with aclosing(engine.generate(request)) as spans:
-        return [span async for span in spans]
-
-
-def tokens_of(spans: list[TokenSpan]) -> list[int]:
-    return [int(token_id) for span in spans for token_id in span.token_ids]
-
-
-def logprobs_of(spans: list[TokenSpan]) -> np.ndarray:
-    return np.concatenate([span.logprobs for span in spans])
-
-
-def versions_of(spans: list[TokenSpan]) -> list[int]:
-    return [span.policy_version for span in spans for _ in span.token_ids]
-
-
-async def take_perturbed(engine: Engine, model_path: Path, tmp_path: Path) -> Path:
-    version = engine.policy_version + 1
-    path = write_perturbed(model_path, tmp_path / f"v{version}.safetensors", seed=version)
-    report = await engine.update_weights(make_update(path, policy_version=version))
-    assert report.policy_version == version == engine.policy_version
-    return path
-
-
-async def take_initial(engine: Engine, model_path: Path) -> None:
-    """Brings the shared engine back to weights the next test knows."""
-    path = model_path / "model.safetensors"
-    await engine.update_weights(make_update(path, policy_version=engine.policy_version + 1))
-
-
-def recompute(
-    model_path: Path, completion: list[int], *, weights: Path | None = None, temperature: float = 1.0
-) -> np.ndarray:
-    """Log-probs of a completion in one forward pass of the plain model."""
-    model = load_tiny_model(model_path, weights)
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([[*PROMPT, *completion]])).logits[0, len(PROMPT) - 1 : -1]
-    logprobs = (logits / temperature).log_softmax(dim=-1)
-    return logprobs.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1).numpy()
 
 
 async def test_a_sample_is_yielded_once_in_order_up_to_its_limit(engine: Engine) -> None:
@@ -257,11 +200,8 @@ async def test_the_profile_states_room_and_no_speed_that_is_not_known(engine: En
 
 async def test_long_seeded_prompts_that_come_all_at_once_are_all_finished(engine: Engine) -> None:
     # More prompt tokens than one step of vLLM takes by default: on a CPU, a seeded sample's split prefill would end it.
-    settings = [SamplingSettings(max_new_tokens=4, seed=seed) for seed in range(60)]
-    requests = [
-        GenerateRequest(request_id=f"r{next(_request_numbers)}", prompt_token_ids=PROMPT * 20, sampling=sampling)
-        for sampling in settings
-    ]
+    short = [make_request(max_new_tokens=4, seed=seed) for seed in range(60)]
+    requests = [dataclasses.replace(request, prompt_token_ids=PROMPT * 20) for request in short]
     results = await asyncio.gather(*(collect(engine, request) for request in requests))
     assert [len(tokens_of(spans)) for spans in results] == [4] * 60
 
@@ -391,17 +331,8 @@ async def test_a_sample_in_flight_goes_on_with_new_weights_over_the_old_cache(
     weights = await take_perturbed(engine, model_path, tmp_path)
     spans = await sample
     num_old = versions_of(spans).count(old)
-    tokens = [*PROMPT, *tokens_of(spans)]
-    boundary = len(PROMPT) + num_old - 1
-    with torch.inference_mode():
-        # The input that led to the first new token was the first one the new weights saw; all before it is old cache.
-        first = load_tiny_model(model_path)(input_ids=torch.tensor([tokens[:boundary]]), use_cache=True)
-        second = load_tiny_model(model_path, weights)(
-            input_ids=torch.tensor([tokens[boundary:-1]]), past_key_values=first.past_key_values
-        )
-    logits = torch.cat([first.logits[0, len(PROMPT) - 1 :], second.logits[0]])
-    logprobs = logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens_of(spans)).unsqueeze(1)).squeeze(1)
-    np.testing.assert_allclose(logprobs_of(spans), logprobs.numpy(), atol=1e-4)
+    expected = recompute_over_old_cache(model_path, tokens_of(spans), num_old, weights=weights)
+    np.testing.assert_allclose(logprobs_of(spans), expected, atol=1e-4)
     # A fresh context differs, but little: what off-policy correction has to bear.
     fresh = recompute(model_path, tokens_of(spans), weights=weights)[num_old:]
     assert 1e-3 < np.abs(fresh - logprobs_of(spans)[num_old:]).mean() < 1.0
