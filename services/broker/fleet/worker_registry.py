@@ -26,6 +26,8 @@ WORKER_TIMEOUT_S = 10.0
 """The same for a reward worker, which is seen every few seconds while its stream is open."""
 KEPT_S = 3600.0
 """A peer not seen for this long is forgotten: ids may change with every start."""
+MAX_KEPT = 16_384
+"""Of more peers, one that counts as gone is forgotten at once."""
 CONTEXT_GRACE_S = 5.0
 """Time after the first generator connects for one with a longer context, before long prompts are dropped."""
 WRITE_EVERY_S = 1.0
@@ -176,7 +178,8 @@ class Peers:
         """Forget peers that are long gone, here and in the store."""
         seen_s = {_GENERATOR + generator_id: _beat_s(view) for generator_id, view in self._generators.items()}
         seen_s |= {_WORKER + worker_id: view.seen_s for worker_id, view in self._workers.items()}
-        gone = [peer_id for peer_id, last_s in seen_s.items() if self._clock.age_s(last_s) > KEPT_S]
+        kept_s = KEPT_S if len(seen_s) <= MAX_KEPT else PEER_TIMEOUT_S
+        gone = [peer_id for peer_id, last_s in seen_s.items() if self._clock.age_s(last_s) > kept_s]
         for peer_id in gone:
             name = peer_id[len(_GENERATOR) :]
             if peer_id.startswith(_WORKER):
