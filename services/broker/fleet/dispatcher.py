@@ -121,6 +121,10 @@ class Dispatcher:
         else:
             self._left_since_s.setdefault(generator_id, now_s)
 
+    def forget(self, generator_id: str) -> None:
+        """A generator left: nothing was left to others at its expense until it is back."""
+        self._left_since_s.pop(generator_id, None)
+
     async def review(self, state: RunState, now_s: float) -> None:
         """Reconsider the choices that outlast one answer; called by the caretaker.
 

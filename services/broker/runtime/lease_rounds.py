@@ -56,6 +56,7 @@ class LeaseRounds:
         """Remove a generator, if this seat is still its own."""
         if self.seats.get(seat.facts.generator_id) is seat:
             del self.seats[seat.facts.generator_id]
+            self._dispatcher.forget(seat.facts.generator_id)
             self._num_reports += 1
 
     async def ask(self, seat: Seat, copy: RunState | None) -> str:

@@ -61,7 +61,8 @@ class LeaseStream:
         self._seat: Seat | None = None
         """None before the first heartbeat."""
         self._wake = Wake()
-        self._num_sent = 0
+        self._num_sent = self._num_asked = 0
+        """Leases sent, and those that it may get by stealing, while that is decided."""
         self._sent: set[str] = set()
         """Leases that this stream sent, but for those that are known to have ended."""
         self._reported: set[str] = set()
@@ -196,8 +197,10 @@ class LeaseStream:
                 self._reason = leasing.NOTHING_QUEUED
         grants, seat.grants = seat.grants, []
         if not grants:
-            credit, seat.num_free = min(self._credit, MAX_LEASES_STOLEN), 0
-            grants = await self._take_over(seat.facts, credit, now_s)
+            self._num_asked = min(self._credit, MAX_LEASES_STOLEN)
+            seat.num_free = self._credit
+            grants = await self._take_over(seat.facts, self._num_asked, now_s)
+            self._num_asked = 0
         if grants:
             self._idle_since_s = None
             self._replica.dispatcher.note(seat.facts.generator_id, is_left=False, now_s=now_s)
@@ -206,7 +209,10 @@ class LeaseStream:
         self._replica.peers.note_free(seat.facts.generator_id, self._credit)
         self._sent.update(grant.lease_id for grant in grants)
         self._run_registry.metrics.leases.labels("generation").inc(len(grants))
-        return await self._encode(grants)
+        frames = await self._encode(grants)
+        # Of groups that were dropped meanwhile nothing is sent, and no slot is taken.
+        self._num_sent -= len(grants) - len(frames)
+        return frames
 
     async def _lease(self, seat: Seat, now_s: float) -> None:
         """Have the queue dealt, to this generator among others."""
@@ -239,7 +245,7 @@ class LeaseStream:
     @property
     def _credit(self) -> int:
         """Number of leases it could get now; never more than fit in a heartbeat."""
-        num_given = self._num_sent + (len(self._seat.grants) if self._seat else 0)
+        num_given = self._num_sent + self._num_asked + (len(self._seat.grants) if self._seat else 0)
         return min(MAX_ACTIVE_LEASES, max(0, self._beat.credit_total - num_given)) if self._beat else 0
 
     async def _encode(self, grants: list[Grant]) -> list[_Response]:
