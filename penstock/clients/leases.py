@@ -15,11 +15,13 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from penstock.clients.sharding.core_connection import CoreConnection
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
-from penstock.errors import PenstockError, RunClosedError, UnknownRunError
+from penstock.errors import PenstockError, RunClosedError, ServiceUnavailableError, UnknownRunError
 from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
 from penstock.process.tasks import set_within
+from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
 BEAT_INTERVAL_S = 2.0
@@ -60,12 +62,23 @@ class LeaseSession:
         broker: Connection to it.
         hello: Describes the generator.
         handler: Works on the leases.
+        security: Certificates and token for the broker that owns the run, if that is another one.
     """
 
-    def __init__(self, broker: Connection, *, hello: broker_pb2.GeneratorHello, handler: LeaseHandler) -> None:
+    def __init__(
+        self,
+        broker: Connection,
+        *,
+        hello: broker_pb2.GeneratorHello,
+        handler: LeaseHandler,
+        security: Security = NO_SECURITY,
+    ) -> None:
         peer = broker.peer
-        self._stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
+        self._core = CoreConnection(broker, security=security, on_ready=self._move)
+        self._patience: asyncio.Timeout | None = None
+        """Of the current stream."""
         self._hello = hello
+        self._hello.may_move = True
         self._handler = handler
         self._peer = peer
         self._changed = asyncio.Event()
@@ -83,12 +96,33 @@ class LeaseSession:
 
     async def run(self) -> None:
         """Take leases until cancelled. Raises PenstockError if a retry cannot help."""
-        await self._stream.run(self._follow, self._on_end)
+        try:
+            await self._stream.run(self._follow, self._on_end)
+        finally:
+            await self._core.close()
 
     async def _follow(self) -> None:
         self._num_received = self._credit_total = 0
-        call = self._stub.StreamLeases()
-        await self._stream.converse(call, self._frames(), self._take, max_silence_s=MAX_SILENCE_S)
+        is_away = self._core.is_away
+        call = broker_pb2_grpc.BrokerServiceStub(self._core.channel).StreamLeases()
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                await self._stream.converse(call, self._frames(), self._take, max_silence_s=MAX_SILENCE_S)
+        except TimeoutError:
+            raise ServiceUnavailableError(f"{self._peer}: the stream moves to the broker that owns the run") from None
+        except PenstockError as error:
+            if not is_away:
+                raise
+            # What the own broker says counts.
+            await self._core.lost()
+            raise ServiceUnavailableError(f"{self._peer}: the broker that owns the run was lost: {error}") from error
+        finally:
+            self._patience = None
+
+    def _move(self) -> None:
+        """Open the stream again: at the broker that owns the run, which is connected now."""
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time())
 
     def _on_end(self, error: PenstockError | None) -> None:
         if error is None or isinstance(error, RunClosedError):
@@ -123,6 +157,8 @@ class LeaseSession:
                 self.waiting_reason = response.idle.reason
             case "owner":
                 self._handler.owned_by(response.owner)
+            case "core":
+                self._core.follow(response.core)
             case unknown:
                 _log.warning("message of an unknown kind", peer=self._peer, frame=unknown)
 

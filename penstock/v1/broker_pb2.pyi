@@ -650,6 +650,7 @@ class GeneratorHello(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     LISTENS_IN_PLAIN_TEXT_FIELD_NUMBER: _builtins.int
+    MAY_MOVE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     generator_id: _builtins.str
@@ -664,6 +665,8 @@ class GeneratorHello(_message.Message):
     """Address of its GeneratorService, host:port, for display; may be empty. It is never called."""
     listens_in_plain_text: _builtins.bool
     """Whether other machines reach a listener of its process in plain text, for status."""
+    may_move: _builtins.bool
+    """Whether it moves this stream to another broker where it is told to (CoreOwner)."""
     @_builtins.property
     def profile(self) -> Global___GeneratorProfile:
         """How fast it is, where it knows."""
@@ -679,10 +682,11 @@ class GeneratorHello(_message.Message):
         endpoint: _builtins.str = ...,
         profile: Global___GeneratorProfile | None = ...,
         listens_in_plain_text: _builtins.bool = ...,
+        may_move: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "profile", b"profile", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -926,6 +930,7 @@ class StreamLeasesResponse(_message.Message):
     REVOCATION_FIELD_NUMBER: _builtins.int
     IDLE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    CORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
         """Work."""
@@ -944,6 +949,10 @@ class StreamLeasesResponse(_message.Message):
         another instance, or of a lower epoch, must not be installed any more.
         """
 
+    @_builtins.property
+    def core(self) -> Global___CoreOwner:
+        """Where this stream is better opened again, if the hello said may_move; it gets no leases here for some seconds."""
+
     def __init__(
         self,
         *,
@@ -951,16 +960,43 @@ class StreamLeasesResponse(_message.Message):
         revocation: Global___LeaseRevocation | None = ...,
         idle: Global___LeaseIdle | None = ...,
         owner: Global___RunOwner | None = ...,
+        core: Global___CoreOwner | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "idle", b"idle", "lease", b"lease", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["core", b"core", "frame", b"frame", "idle", b"idle", "lease", b"lease", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "idle", b"idle", "lease", b"lease", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["core", b"core", "frame", b"frame", "idle", b"idle", "lease", b"lease", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["lease", "revocation", "idle", "owner"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["lease", "revocation", "idle", "owner", "core"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
 Global___StreamLeasesResponse: _TypeAlias = StreamLeasesResponse  # noqa: Y015
+
+@_typing.final
+class CoreOwner(_message.Message):
+    """The broker that owns what is not in a run's token shards: its samples, leases and steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Its address, host:port."""
+    epoch: _builtins.int
+    """Of the brokers' roll, as in ShardMap: of two messages the one with the higher epoch counts."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CoreOwner: _TypeAlias = CoreOwner  # noqa: Y015
 
 @_typing.final
 class StreamTokensRequest(_message.Message):

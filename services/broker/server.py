@@ -83,7 +83,7 @@ def make_server(
     public_hosts: Sequence[str] = (),
 ) -> rpc.Server:
     """A gRPC server of that core, also for `brokers` if it is joined to others; see `rpc.Server` for `public_hosts`."""
-    services = [rpc.service_of(BrokerService(run_registry, brokers.shard_maps if brokers is not None else None))]
+    services = [rpc.service_of(BrokerService(run_registry, brokers))]
     if brokers is not None:
         services.append(brokers.service)
     # Healthy once the caretaker has seen the store.

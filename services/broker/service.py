@@ -14,7 +14,7 @@ from penstock.network.guard import takes_bytes
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 from penstock.wire.timestamps import timestamp, unix_s
-from services.broker.brokers.shard_maps import ShardMaps
+from services.broker.brokers.joining import JoinedBrokers
 from services.broker.ingest.validation import (
     MAX_GROUP_IDS,
     MAX_PROMPTS,
@@ -61,10 +61,11 @@ def _admit_trainer(
 class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     """See broker.proto for what each call promises."""
 
-    def __init__(self, run_registry: RunRegistry, shard_maps: ShardMaps | None = None) -> None:
-        """`shard_maps` says who owns token shards; None if this broker is the only one."""
+    def __init__(self, run_registry: RunRegistry, brokers: JoinedBrokers | None = None) -> None:
+        """`brokers` says who owns cores and token shards; None if this one is alone."""
         self._run_registry = run_registry
-        self._shard_maps = shard_maps
+        self._shard_maps = None if brokers is None else brokers.shard_maps
+        self._membership = None if brokers is None else brokers.membership
 
     def _replica(self, run_id: str) -> RunReplica:
         """The replica of the run that a request names. Raises InvalidFieldError."""
@@ -126,7 +127,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         self, request_iterator: AsyncIterator[broker_pb2.StreamLeasesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamLeasesResponse]:
         """See `lease_stream`."""
-        stream = LeaseStream(self._run_registry, await first_request(request_iterator))
+        stream = LeaseStream(self._run_registry, await first_request(request_iterator), self._membership)
         async for response in stream.serve(request_iterator):
             yield response
 

@@ -235,7 +235,7 @@ class Generator:
             profile=_to_message(self._engine.profile(), max_leases=self._config.engine.max_concurrent_samples),
             listens_in_plain_text=bool(self._security.plain_listeners),
         )
-        self._session = LeaseSession(self._broker, hello=hello, handler=self._lease_handler)
+        self._session = LeaseSession(self._broker, hello=hello, handler=self._lease_handler, security=self._security)
         self._leasing = asyncio.create_task(self._session.run())
         if self._lease_handler.is_draining:
             self._leasing.cancel()

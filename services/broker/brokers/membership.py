@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 
 import structlog
@@ -19,7 +19,7 @@ from services.broker.records.roll import SILENT_S, Broker, Roll
 from services.broker.records.store import Store
 
 ANSWER_EVERY_S = 0.5
-MAX_SHARD_MAPS = 256
+MAX_OWNERS = 256
 """Runs whose owners are remembered until the roll changes."""
 WARN_EVERY_S = 60.0
 
@@ -34,7 +34,7 @@ class Membership:
         name: This process's name.
         address: Where others reach it, host:port.
         clock: This process's clock.
-        serves: The runs with shards whose clients have streams here.
+        serves: Runs with shards whose trainers or reward workers have streams here, and those whose generators have.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Membership:
         name: str,
         address: str,
         clock: Clock,
-        serves: Callable[[], Collection[str]] = lambda: (),
+        serves: Callable[[], tuple[frozenset[str], frozenset[str]]] = lambda: (frozenset(), frozenset()),
     ) -> None:
         self.name = name
         self.address = address
@@ -53,6 +53,7 @@ class Membership:
         self._roll: Roll | None = None
         self._heard_s = self._warned_s = -math.inf
         self._shard_owners: dict[tuple[str, int], list[str]] = {}
+        self._core_owners: dict[tuple[str, bool], str] = {}
         self.num_rivals_met = 0
         """How often another process had answered by this one's name."""
 
@@ -65,12 +66,14 @@ class Membership:
 
     async def answer(self) -> None:
         """Answer the roll once. Raises ServiceUnavailableError."""
-        me = Broker(name=self.name, address=self.address, serves=frozenset(self._serves()))
+        serves, leases = self._serves()
+        me = Broker(name=self.name, address=self.address, serves=serves, leases=leases)
         # The others count from when the store hears it, which is later.
         asked_s, is_first = self._clock.monotonic_s(), self._roll is None
         roll = await self._store.answer_roll(me, self._process)
         if self._roll is None or roll.epoch != self._roll.epoch:
             self._shard_owners.clear()
+            self._core_owners.clear()
             _log.info("brokers", epoch=roll.epoch, names=sorted(roll.brokers))
         self._roll, self._heard_s = roll, asked_s
         if roll.rival and not is_first:
@@ -105,18 +108,29 @@ class Membership:
         owner = self.shard_owner(run_id, shard, num_shards) if 1 <= shard <= num_shards else None
         return owner is not None and owner.name == self.name
 
-    def core_owner(self, run_id: str) -> Broker | None:
-        """The owner of a run's core: the broker that its clients have streams at; if there are several, one of them."""
+    def core_owner(self, run_id: str, *, leases_here: bool = False) -> Broker | None:
+        """The owner of a run's core: where its trainer and reward workers have streams, or else its generators.
+
+        Of several it is one, to which the generators move. With `leases_here` this process counts as one that has
+        their streams, though the roll may not say so yet.
+        """
         roll = self.roll
         if roll is None or not roll.brokers:
             return None
-        serving = [name for name, broker in roll.brokers.items() if run_id in broker.serves]
-        return roll.brokers[core_owner(serving or roll.brokers, run_id)]
+        name = self._core_owners.get((run_id, leases_here))
+        if name is None:
+            if len(self._core_owners) >= MAX_OWNERS:
+                self._core_owners.clear()
+            serving = [name for name, broker in roll.brokers.items() if run_id in broker.serves]
+            leasing = {name for name, broker in roll.brokers.items() if run_id in broker.leases}
+            leasing |= {self.name} & roll.brokers.keys() if leases_here and leasing else set()
+            name = self._core_owners[run_id, leases_here] = core_owner(serving or leasing or roll.brokers, run_id)
+        return roll.brokers[name]
 
     def _owner_names(self, roll: Roll, run_id: str, num_shards: int) -> list[str]:
         names = self._shard_owners.get((run_id, num_shards))
         if names is None:
-            if len(self._shard_owners) >= MAX_SHARD_MAPS:
+            if len(self._shard_owners) >= MAX_OWNERS:
                 self._shard_owners.clear()
             names = shard_owners(roll.brokers, run_id, num_shards) if roll.brokers else []
             self._shard_owners[run_id, num_shards] = names

@@ -26,7 +26,9 @@ class Broker:
     address: str
     """Where others reach it, host:port."""
     serves: frozenset[str] = frozenset()
-    """The runs with shards whose trainers, generators and reward workers have streams at it."""
+    """The runs with shards whose trainers or reward workers have streams at it."""
+    leases: frozenset[str] = frozenset()
+    """Those whose generators have lease streams at it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,16 @@ class Listeners:
         """Whether any of them waits for more than the end."""
         return len(self) > len(self._by_topic[Topic.END])
 
+    @property
+    def has_lease_streams(self) -> bool:
+        """Whether any of them is a generator's."""
+        return bool(self._by_generator)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any waits for more than the end, besides generators."""
+        return any(events for topic, events in self._by_topic.items() if topic is not Topic.END)
+
     @contextmanager
     def listening(self, event: Wake, topic: Topic) -> Iterator[Wake]:
         """Set `event` when something of a topic changes, until the end of the block."""

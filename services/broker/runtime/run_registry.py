@@ -126,9 +126,13 @@ class RunRegistry:
             with suppress(PenstockError):
                 await replica.leave()
 
-    def served_runs(self) -> list[str]:
-        """The open runs with token shards whose clients have streams here."""
-        return [run_id for run_id, replica in self._run_registry.items() if replica.serves_shards]
+    def served_runs(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Open runs with shards whose trainers or reward workers have streams here; those whose generators have."""
+        sharded = [replica for replica in self._run_registry.values() if replica.has_shards]
+        return (
+            frozenset(replica.run_id for replica in sharded if replica.listeners.has_others),
+            frozenset(replica.run_id for replica in sharded if replica.listeners.has_lease_streams),
+        )
 
     def check_serving(self) -> None:
         """Raise ServiceUnavailableError once the process drains."""

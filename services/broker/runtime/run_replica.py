@@ -71,7 +71,7 @@ class RunReplica(Replica[RunState]):
         self.reviewing: asyncio.Task[None] | None = None
         """The last review of dispatch."""
         self.lease_rounds = LeaseRounds(self.transact, self.dispatcher, self.clock)
-        self._listeners = Listeners(self.lease_rounds.seats)
+        self.listeners = Listeners(self.lease_rounds.seats)
         self.num_keepers = 0
         """Blocks inside `kept`."""
 
@@ -79,11 +79,11 @@ class RunReplica(Replica[RunState]):
 
     def listening(self, event: Wake | None = None, *, topic: Topic = Topic.EVERYTHING) -> AbstractContextManager[Wake]:
         """An event (the given one, or a new one) that changes of the run set; the listener clears it."""
-        return self._listeners.listening(event or Wake(), topic)
+        return self.listeners.listening(event or Wake(), topic)
 
     def leasing(self, event: Wake, generator_id: str) -> AbstractContextManager[Wake]:
         """The same for a generator's lease stream."""
-        return self._listeners.leasing(event, generator_id)
+        return self.listeners.leasing(event, generator_id)
 
     @contextmanager
     def following(self, follower: Follower, take: Callable[[asyncio.Future[Any]], None]) -> Iterator[None]:
@@ -111,24 +111,22 @@ class RunReplica(Replica[RunState]):
     @property
     def num_listeners(self) -> int:
         """Number of streams that listen."""
-        return len(self._listeners)
+        return len(self.listeners)
 
     @property
     def _has_holders(self) -> bool:
         """Whether a stream is of one who holds leases or takes groups: those who send tokens wait for the end only."""
-        return self._listeners.has_holders
+        return self.listeners.has_holders
 
     @property
-    def serves_shards(self) -> bool:
-        """Whether the run has token shards and is open, and clients other than senders of tokens have streams here."""
+    def has_shards(self) -> bool:
+        """Whether the run has token shards, and is open, according to the copy."""
         state = self.copy
-        if state is None or state.run.is_closed:
-            return False
-        return state.policy.token_shards > 1 and self._has_holders
+        return state is not None and not state.run.is_closed and state.policy.token_shards > 1
 
     def wake(self) -> None:
         """Set listeners' events, whatever they listen for."""
-        self._listeners.wake_all(is_ended=self.copy is None or self.copy.run.is_closed)
+        self.listeners.wake_all(is_ended=self.copy is None or self.copy.run.is_closed)
 
     @property
     def is_closed(self) -> bool:
@@ -226,7 +224,7 @@ class RunReplica(Replica[RunState]):
         if self.copy is None:
             self.wake()
         else:
-            self._listeners.wake(self.copy)
+            self.listeners.wake(self.copy)
 
     def _follow_up(self, state: RunState) -> list[Request[RunState]]:
         requests: list[Request[RunState]] = []

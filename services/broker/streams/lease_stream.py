@@ -15,6 +15,7 @@ from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import timestamp
 from services.broker.assembly.messages import prefix_token_ids, sample_key
+from services.broker.brokers.membership import Membership
 from services.broker.fleet.deal_round import Seat
 from services.broker.fleet.work_stealing import Moves
 from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
@@ -24,6 +25,7 @@ from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.heartbeats import GeneratorNote
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
+from services.broker.streams.core_hints import CoreHints
 from services.broker.streams.request_reader import Intake, wait_for_event
 
 IDLE_EVERY_S = 1.0
@@ -47,7 +49,12 @@ class LeaseStream:
     Leases are committed before they are sent; one that never arrives is named in no heartbeat and so expires.
     """
 
-    def __init__(self, run_registry: RunRegistry, first: broker_pb2.StreamLeasesRequest) -> None:
+    def __init__(
+        self,
+        run_registry: RunRegistry,
+        first: broker_pb2.StreamLeasesRequest,
+        membership: Membership | None = None,
+    ) -> None:
         hello = first.hello
         if first.WhichOneof("frame") != "hello":
             raise InvalidFieldError("hello: the first frame of a lease stream must be hello", field="hello")
@@ -55,6 +62,7 @@ class LeaseStream:
         self._run_registry = run_registry
         self._hello = hello
         self._replica = run_registry.replica(hello.run_id)
+        self._core = CoreHints(membership, self._replica, may_move=hello.may_move)
         self._beat: broker_pb2.GeneratorBeat | None = None
         self._beat_s: float | None = None
         """When it was read."""
@@ -88,7 +96,7 @@ class LeaseStream:
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._run_registry.check_serving()
-                    frames = self._owner_news() + self._revocations() + await self._leases()
+                    frames = self._owner_news() + self._revocations() + self._core_news() + await self._leases()
                     for frame in frames:
                         yield frame
                     if self._replica.is_closed:
@@ -163,7 +171,7 @@ class LeaseStream:
         if self._seat is None:
             self._seat = Seat(facts, wake=self._wake.set)
         self._seat.facts, self._seat.num_free = facts, self._credit
-        if beat.is_draining:
+        if beat.is_draining or self._core.is_moving:
             self._replica.lease_rounds.leave(self._seat)
         else:
             self._replica.lease_rounds.join(self._seat)
@@ -177,6 +185,15 @@ class LeaseStream:
             if self._seat is not None:
                 self._replica.lease_rounds.leave(self._seat)
 
+    def _core_news(self) -> list[_Response]:
+        """Where the stream is to move, if anywhere; what was granted until then still goes out."""
+        owner = self._core.news()
+        if owner is None:
+            return []
+        if self._seat is not None:
+            self._replica.lease_rounds.leave(self._seat)
+        return [_Response(core=owner)]
+
     async def _leases(self) -> list[_Response]:
         beat, seat, state = self._beat, self._seat, self._replica.copy
         if beat is None or seat is None:
@@ -185,6 +202,9 @@ class LeaseStream:
         if not seat.grants:
             if beat.is_draining:
                 self._reason = "the generator drains"
+                return []
+            if self._core.is_moving:
+                self._reason = "the stream moves to the broker that owns the run"
                 return []
             if not self._credit:
                 self._reason = "the generator has no free slot"

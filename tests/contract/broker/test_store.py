@@ -469,7 +469,9 @@ async def test_redis_keeps_the_roll_of_brokers_as_the_reference_does(servers: Re
                 client.set(OFFSET_KEY, round(passed_s * 1e6))
                 name, process = numbers.choice(["a:1", "b:1", "c:1"]), numbers.choice(["p", "p", "p", "q"])
                 serves = frozenset(numbers.choice([[], [], ["r", "s"]]))
-                broker, is_leaving = Broker(name=name, address="h:1", serves=serves), numbers.random() < 0.1
+                leases = frozenset(numbers.choice([[], [], ["t"]]))
+                broker = Broker(name=name, address="h:1", serves=serves, leases=leases)
+                is_leaving = numbers.random() < 0.1
                 found = await store.answer_roll(broker, process, is_leaving=is_leaving)
                 wanted = reference.answer(broker, process, now_s=time.time() + passed_s, is_leaving=is_leaving)
                 assert (found.brokers, found.rival) == (wanted.brokers, wanted.rival)

@@ -98,7 +98,9 @@ async def _member(store: Store, clock: Clock, security: Security) -> AsyncIterat
     service = rpc.service_of(ShardService(local, local))
     server = rpc.Server(listen="127.0.0.1:0", services=[service], security=security)
     address = f"127.0.0.1:{await server.start()}"
-    membership = Membership(store, name=address, address=address, clock=clock, serves=lambda: serves)
+    membership = Membership(
+        store, name=address, address=address, clock=clock, serves=lambda: (frozenset(serves), frozenset())
+    )
     router, runs = Router(membership, security=security, clock=clock), ShardedRuns(store, membership, clock)
     try:
         yield Member(

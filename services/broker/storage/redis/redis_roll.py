@@ -23,7 +23,7 @@ class RedisRoll:
 
     async def answer(self, broker: Broker, process: str, *, is_leaving: bool) -> Roll:
         """See `Store.answer_roll`."""
-        said = json.dumps([broker.address, sorted(broker.serves)])
+        said = json.dumps([broker.address, sorted(broker.serves), sorted(broker.leases)])
         args: list[str | int] = [broker.name, said, process, round(SILENT_S * 1e6), int(is_leaving), KEPT_S]
         reply: Any = await self._redis.write(lambda redis: self._script.run(redis, keys=[ROLL, SHARDS], args=args))
         brokers = (_broker(name.decode(), text) for name, text in zip(reply[3::2], reply[4::2], strict=True))
@@ -46,7 +46,7 @@ class RedisRoll:
 def _broker(name: str, text: bytes) -> Broker | None:
     """What a broker said of itself; None if that is malformed."""
     try:
-        address, serves = json.loads(text)
-        return Broker(name=name, address=checked_address(address), serves=frozenset(serves))
+        address, serves, leases = json.loads(text)
+        return Broker(name=name, address=checked_address(address), serves=frozenset(serves), leases=frozenset(leases))
     except (ValueError, TypeError, AttributeError):
         return None

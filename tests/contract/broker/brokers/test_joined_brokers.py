@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from penstock.clients.leases import LeaseSession
+from penstock.clients.sharding import core_connection
 from penstock.errors import UnknownRunError, WrongOwnerError, from_rpc_error
+from penstock.process.tasks import end
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.brokers.joining import JoinedBrokers
 from services.broker.records.store import Store
 from services.broker.storage.memory_store import MemoryStore
-from services.broker.streams import shard_hints
+from services.broker.streams import core_hints, shard_hints
 from tests.helpers.brokers.broker import (
     RUN,
     Generator,
@@ -25,6 +29,7 @@ from tests.helpers.brokers.broker import (
     serving,
 )
 from tests.helpers.brokers.steps import ack_step
+from tests.helpers.waiting import until
 
 NUM_SHARDS = 3
 STOP = types_pb2.FINISH_REASON_STOP
@@ -159,3 +164,62 @@ async def test_a_run_that_is_closed_is_forgotten_by_all() -> None:
         await brokers[0].call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN))
         await joined(brokers[2])._runs.look()
         await eventually(lambda: is_noted(False))
+
+
+class Holder:
+    """Takes whatever leases come."""
+
+    def __init__(self) -> None:
+        self.lease_ids: list[str] = []
+
+    def num_free_slots(self) -> int:
+        return 2 - len(self.lease_ids)
+
+    def beat(self) -> broker_pb2.GeneratorBeat:
+        return broker_pb2.GeneratorBeat(policy_version=0, active_lease_ids=self.lease_ids)
+
+    def lease(self, lease: broker_pb2.Lease) -> None:
+        self.lease_ids.append(lease.lease_id)
+
+    def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:
+        self.lease_ids.remove(revocation.lease_id)
+
+    def owned_by(self, owner: broker_pb2.RunOwner) -> None:
+        pass
+
+    def run_closed(self) -> None:
+        pass
+
+
+def lease_streams(broker: RunningBroker) -> int:
+    """Generators that have their stream here."""
+    return len(broker.run_registry.replica(RUN).lease_rounds.seats)
+
+
+async def is_core_owner(broker: RunningBroker) -> bool:
+    """Whether a broker knows that it owns the run's core."""
+    await joined(broker).membership.answer()
+    owner = joined(broker).membership.core_owner(RUN)
+    return owner is not None and owner.name == joined(broker).membership.name
+
+
+async def test_generators_move_to_the_broker_of_the_trainer_and_back_when_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core_connection, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(core_hints, "MOVE_S", 0.5)
+    async with three_brokers(MemoryStore()) as brokers, AsyncExitStack() as stack:
+        home = brokers[1]
+        Trainer.connect(home.channel)
+        await eventually(lambda: is_core_owner(home))
+        await home.submit(prompt("a"), prompt("b"), prompt("c"))
+        holders = [Holder() for _ in brokers]
+        for number, (broker, holder) in enumerate(zip(brokers, holders, strict=True)):
+            hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id=f"gen-{number}", max_context_tokens=128)
+            session = LeaseSession(broker.connection, hello=hello, handler=holder)
+            stack.push_async_callback(end, asyncio.create_task(session.run()))
+        await until(lambda: [lease_streams(broker) for broker in brokers] == [0, 3, 0])
+        await until(lambda: [len(holder.lease_ids) for holder in holders] == [2, 2, 2])
+        await home.server.stop(grace_s=0)
+        await until(lambda: lease_streams(brokers[0]) + lease_streams(brokers[2]) == 2)
+        assert [len(holder.lease_ids) for holder in holders] == [2, 2, 2]

@@ -26,7 +26,7 @@ class CutStore(MemoryStore):
 
 
 def member(store: MemoryStore, clock: ManualClock, name: str, *serves: str) -> Membership:
-    return Membership(store, name=name, address=name, clock=clock, serves=lambda: serves)
+    return Membership(store, name=name, address=name, clock=clock, serves=lambda: (frozenset(serves), frozenset()))
 
 
 async def test_all_brokers_name_the_same_owners() -> None:
@@ -88,6 +88,17 @@ async def test_the_core_belongs_to_the_broker_that_the_runs_clients_are_at() -> 
     other = brokers[-1].core_owner("run-2")
     assert other is not None
     assert other.name in names
+
+
+async def test_without_a_trainer_it_belongs_to_the_broker_that_the_generators_are_at() -> None:
+    clock = ManualClock()
+    store, names = MemoryStore(clock), [f"host-{number}:1" for number in range(8)]
+    for name in names:
+        leases = frozenset([RUN]) if name == "host-2:1" else frozenset[str]()
+        await store.answer_roll(Broker(name=name, address=name, leases=leases), "p")
+    asker = member(store, clock, "host-7:1")
+    await asker.answer()
+    assert [owner.name for owner in [asker.core_owner(RUN)] if owner] == ["host-2:1"]
 
 
 async def test_two_processes_of_one_name_are_noticed_and_a_successor_is_not() -> None:
