@@ -426,10 +426,10 @@ class Score(_message.Message):
     message: _builtins.str
     """What went wrong, in words; empty when status is OK. At most 1,024 characters."""
     model: _builtins.str
-    """Which reward model answered, for example "exact_match"."""
+    """Which reward model answered, for example "exact_match"; at most 64 characters."""
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named parts of the reward, for reports; at most 32."""
+        """Named parts of the reward, for reports; at most 32, their names of at most 64 characters."""
 
     @_builtins.property
     def latency(self) -> _duration_pb2.Duration:

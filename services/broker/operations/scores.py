@@ -22,6 +22,8 @@ _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_
 _SCORED = broker_pb2.SAMPLE_STATE_SCORED
 _LATER_STATES = frozenset((_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED, broker_pb2.SAMPLE_STATE_TRAINED))
 MAX_COMPONENTS = 32
+MAX_NAME_CHARACTERS = 64
+"""Of a component, and of a reward model."""
 MAX_MESSAGE_CHARACTERS = 1024
 
 _DROP_REASONS: dict[int, str] = {
@@ -180,10 +182,11 @@ def check_result(result: broker_pb2.ScoreResult) -> None:
     require(is_good, "score.value", score.value, expected)
     is_good = len(score.components) <= MAX_COMPONENTS and all(map(math.isfinite, score.components.values()))
     require(is_good, "score.components", len(score.components), f"at most {MAX_COMPONENTS}, all finite")
-    num_characters = len(score.message)
-    require(
-        num_characters <= MAX_MESSAGE_CHARACTERS,
-        "score.message",
-        f"{num_characters} characters",
-        f"at most {MAX_MESSAGE_CHARACTERS} characters",
-    )
+    longest = max(map(len, score.components), default=0)
+    _check_length("score.components", longest, MAX_NAME_CHARACTERS)
+    _check_length("score.model", len(score.model), MAX_NAME_CHARACTERS)
+    _check_length("score.message", len(score.message), MAX_MESSAGE_CHARACTERS)
+
+
+def _check_length(field: str, num_characters: int, most: int) -> None:
+    require(num_characters <= most, field, f"{num_characters} characters", f"at most {most} characters")
