@@ -13,7 +13,8 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.timestamps import unix_s
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import SampleRecord, WorkerView
-from services.broker.state.run_state import FinishedKey, Leases, RunState
+from services.broker.state.queue_entry import FinishedKey, Leases
+from services.broker.state.run_state import RunState
 
 TRAIN, EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
 _LEASED, _SCORING = broker_pb2.SAMPLE_STATE_LEASED, broker_pb2.SAMPLE_STATE_SCORING

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from sortedcontainers import SortedList
 
@@ -31,6 +30,7 @@ from services.broker.state.batches import cut_at, cuts_between, head_of, ids, nu
 from services.broker.state.group_records import GroupRecords
 from services.broker.state.lease_ends import LeaseEnds
 from services.broker.state.news import News
+from services.broker.state.queue_entry import FinishedKey, Leases, QueueEntry, predicted_tokens, remove_leases
 from services.broker.state.tally_names import is_tally, tally_name, tally_version
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
@@ -40,27 +40,8 @@ _SEALING = broker_pb2.SAMPLE_STATE_SEALING
 FORMAT = 3
 """Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`. 3: see
 `CompactSample`."""
-Leases = dict[str, dict[str, SampleId]]
-"""Samples by lease id, for each holder."""
 SLICE_BYTES = 128 * 1024
 """Records applied at once while a run is loaded: about 10 ms if all are live."""
-FinishedKey = tuple[int, int, int]
-"""0 for evaluation or 1, sequence of the group, sample index."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    """The queue positions of a group under way, to remove it from the queues again."""
-
-    purpose: int
-    ranks: dict[Order, Rank] = field(default_factory=dict)
-    length: float = 0.0
-    """Forecast of the group's completions."""
-    num_queued: int = 0
-    finished: list[FinishedKey] = field(default_factory=list)
-    generation: list[tuple[str, str]] = field(default_factory=list)
-    scoring: list[tuple[str, str]] = field(default_factory=list)
-    sealing: list[SampleId] = field(default_factory=list)
 
 
 class RunState:
@@ -104,7 +85,7 @@ class RunState:
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
         self.tallies: dict[int, StepTally] = {}
         """By step: the tally of its groups that no longer have a record."""
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, QueueEntry] = {}
         self._stored = {}
         self._news = News(is_all=True)
         self._forget(run.SerializeToString(deterministic=True))
@@ -425,7 +406,7 @@ class RunState:
         if not self.index.add(group):
             return
         group_id = group.group_id
-        entry = self._entries[group_id] = _Entry(group.purpose, length=_predicted(group))
+        entry = self._entries[group_id] = QueueEntry(group.purpose, length=predicted_tokens(group))
         num_queued = 0
         for index, sample in enumerate(group.samples):
             if sample.state == _QUEUED:
@@ -438,7 +419,7 @@ class RunState:
             if not any(sample.num_leases for sample in group.samples):
                 self._waiting[group.purpose].add(group_id)
 
-    def _queue(self, entry: _Entry, group: GroupRecord, num_queued: int, *, is_started: bool) -> None:
+    def _queue(self, entry: QueueEntry, group: GroupRecord, num_queued: int, *, is_started: bool) -> None:
         """Place a group in the queues; by length only if the run's dispatch uses lengths."""
         self._news.has_queued = True
         queued = QueuedGroup(
@@ -455,7 +436,7 @@ class RunState:
         entry.num_queued = num_queued
         self.queued_lengths.add(entry.length, num_queued)
 
-    def _index_sample(self, entry: _Entry, group: GroupRecord, index: int, sample: SampleRecord) -> None:
+    def _index_sample(self, entry: QueueEntry, group: GroupRecord, index: int, sample: SampleRecord) -> None:
         key = (group.group_id, index)
         if sample.state == _LEASED:
             self.generation_leases.setdefault(sample.generator_id, {})[sample.lease_id] = key
@@ -486,21 +467,8 @@ class RunState:
         for finished in entry.finished:
             self.finished.discard(finished)
         self._news.holders.update(holder for holder, _lease_id in entry.generation)
-        _remove(self.generation_leases, entry.generation)
-        _remove(self.scoring_leases, entry.scoring)
+        remove_leases(self.generation_leases, entry.generation)
+        remove_leases(self.scoring_leases, entry.scoring)
         self.sealing.difference_update(entry.sealing)
         for groups in self._waiting.values():
             groups.discard(name)
-
-
-def _predicted(group: GroupRecord) -> float:
-    """Forecast length of the group's completions, 0 if unknown; siblings share it, as they share the prompt."""
-    return group.samples[0].predicted_tokens if group.samples else 0.0
-
-
-def _remove(leases: Leases, items: list[tuple[str, str]]) -> None:
-    for holder, lease_id in items:
-        held = leases[holder]
-        del held[lease_id]
-        if not held:
-            del leases[holder]
