@@ -1,7 +1,7 @@
 """Replaces the chunks of finished samples in a token shard by compact ones.
 
-It is done beside the commits of the shard, so that whoever delivers a sample may do it, without a copy of the shard and
-without a conflict with its owner: a list of a finished sample changes only with its group's record, which is compared.
+It is done beside the commits of the shard: the broker that delivers a sample needs no copy of the shard and does not
+conflict with its owner. A list of a finished sample changes only with its group's record, which is compared.
 """
 
 from __future__ import annotations

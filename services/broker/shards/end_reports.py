@@ -1,4 +1,4 @@
-"""Tells a run of samples that ended: those of many calls by one, each call answered when its own are told."""
+"""Reports ended samples to a run, those of many callers at once; each caller waits until its own are reported."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class EndReports:
         """Returns once the run knows of these ends; raises what telling it raises."""
         if not reports:
             return
-        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((reports, told))
+        reported: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((reports, reported))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
-        await told
+        await reported
 
     async def _work(self) -> None:
         try:
@@ -41,18 +41,18 @@ class EndReports:
         reports: list[TailReport] = []
         answers: list[asyncio.Future[None]] = []
         while self._waiting and len(reports) < REPORTS_AT_ONCE:
-            some, told = self._waiting.popleft()
+            some, reported = self._waiting.popleft()
             reports += some
-            answers.append(told)
+            answers.append(reported)
         error: Exception | None = None
         try:
             await self._tell(reports)
         except Exception as failure:
             error = failure
-        for told in answers:
-            if told.done():
+        for reported in answers:
+            if reported.done():
                 continue
             if error is None:
-                told.set_result(None)
+                reported.set_result(None)
             else:
-                told.set_exception(error)
+                reported.set_exception(error)

@@ -31,7 +31,7 @@ class TokenShards(Protocol):
         ...
 
     async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
-        """Replace the chunks of finished samples; for each, whether it was as it was read. Done by whoever is asked."""
+        """Replace the chunks of finished samples; for each, whether it was as it was read. Any broker may do it."""
         ...
 
 

@@ -17,7 +17,7 @@ class RunFacts:
     """The run as of one reading."""
 
     open_s: float
-    """When it was opened, by which runs of one id are told apart."""
+    """When it was opened; distinguishes runs of one id."""
     is_closed: bool
     is_gone: bool
     """Whether its records are deleted, or being deleted."""

@@ -80,7 +80,7 @@ class ShardRegistry:
         return await compacting.compact(self._store, run_id, shard, samples)
 
     async def attend(self, run_id: str, shard: int) -> None:
-        """Look after a shard from now on: what a process that owned it before left over is told at the next look."""
+        """Look after a shard from now on: the next look reports what its previous owner left unreported."""
         await self.replica(run_id, shard).load()
 
     async def care(self) -> None:
@@ -90,7 +90,7 @@ class ShardRegistry:
             await self.look()
 
     async def settled(self) -> None:
-        """Wait for what is under way though nobody waits for it: the process stops."""
+        """Wait for background work before the process stops."""
         for replica in list(self._replicas.values()):
             await replica.settled()
 
@@ -115,12 +115,12 @@ class ShardRegistry:
         except PenstockError as error:
             _log.warning("token shard not cared for", run_id=run_id, shard=shard, error=str(error))
         except Exception:
-            # Otherwise it would end the care for all shards, and nobody would notice.
+            # Otherwise it would silently end the care for all shards.
             _log.exception("token shard not cared for: a fault of the broker", run_id=run_id, shard=shard)
 
     async def _care_for(self, run_id: str, shard: int, replica: ShardReplica) -> None:
         used_s, is_ours = replica.last_used_s, self.is_ours(run_id, shard)
-        # The shards of a closed run are nobody's: who has one lets go of what the run dropped at its end.
+        # The shards of a closed run have no owner: a process that has a copy deletes what the run dropped at its end.
         if is_ours or await replica.is_closed():
             await replica.care()
             replica.last_used_s = used_s

@@ -2,7 +2,7 @@
 
 Promises:
 - An answer to chunks that end samples is given only once the run knows of those ends; ends that it does not know, left
-  over by a process that died, are told again.
+  over by a process that died, are reported again.
 - A shard document is made only for a lease that the run has granted, and one of an earlier run of that id is deleted
   before it is used. It may be changed by several processes at once: each commit then fails for all but one of them.
 """
@@ -39,8 +39,8 @@ from services.broker.shards.shard_state import ShardState
 
 FACTS_LIFE_S = 1.0
 """How long a shard goes on by what it last read of its run."""
-TOLD_AGAIN_AFTER_S = 1.0
-"""Time that an end takes to be told, at most; then it is told again."""
+REPORT_AGAIN_AFTER_S = 1.0
+"""An end that the run has not confirmed for this long is reported again."""
 CLEAN_EVERY_S = 10.0
 GROUPS_AT_ONCE = 500
 MAX_CREATIONS = 3
@@ -183,7 +183,7 @@ class ShardReplica(Replica[ShardState]):
         if self.copy is None:
             return
         now_s = self.clock.monotonic_s()
-        if now_s - self._looked_s >= TOLD_AGAIN_AFTER_S:
+        if now_s - self._looked_s >= REPORT_AGAIN_AFTER_S:
             self._looked_s = now_s
             await self._tell_overdue(self.copy.ended)
         if now_s - self._progress_s >= facts.progress_every_s:
@@ -203,7 +203,7 @@ class ShardReplica(Replica[ShardState]):
         self._observed = present
 
     async def settled(self) -> None:
-        """Wait for what is under way though nobody waits for it."""
+        """Wait for background work."""
         if self._noting:
             await asyncio.wait(self._noting)
 
@@ -232,7 +232,7 @@ class ShardReplica(Replica[ShardState]):
 
     async def _tell_ends(self, reports: Sequence[TailReport]) -> None:
         await self._core.report(self.core_id, self.shard, reports)
-        # Nobody waits for the note: without it they are told again.
+        # Not waited for: an end without the note is reported again.
         noting = asyncio.create_task(self._note_told(reports))
         self._noting.add(noting)
         noting.add_done_callback(self._noting.discard)

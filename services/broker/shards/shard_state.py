@@ -4,7 +4,7 @@ Pure, and used like `RunState`: operations change it, then `keep` or `undo`; lat
 
 Invariant: a tail's `num_tokens` are the tokens in the sample's list of chunks. A group whose samples have all ended, as
 the run knows, is *at rest* until the run has no more use for it: it is kept as bytes, without what only its last chunks
-needed, but with its leases' order, so that whatever still arrives from before does not begin it anew.
+needed, but with its leases' order, so that late messages do not restart it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ShardState:
         self.ended: set[SampleId] = set()
         """Samples whose end the run has not confirmed."""
         self.grown: set[SampleId] = set()
-        """Samples that grew; whoever reports them to the run takes them out."""
+        """Samples that grew since they were last reported to the run."""
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

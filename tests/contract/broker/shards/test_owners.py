@@ -52,7 +52,7 @@ async def test_two_owners_together_lose_no_token_and_double_none(run: ShardedRun
         assert (sample.state, sample.num_tokens) == (FINISHED, NUM_CHUNKS)
     assert sum(owner.num_conflicts for owner in owners) > 0
     for owner in owners * 2:
-        # Once for what is left to be told, then to count.
+        # Once to report what is left, then to count.
         await owner.look()
         await run.settled()
     [shard] = {lease.token_shard for lease in leases}

@@ -15,7 +15,7 @@ from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import Store
 from services.broker.shards.run_facts import MAX_PROGRESS_EVERY_S
 from services.broker.shards.shard_registry import IDLE_SHARD_S
-from services.broker.shards.shard_replica import CLEAN_EVERY_S, TOLD_AGAIN_AFTER_S
+from services.broker.shards.shard_replica import CLEAN_EVERY_S, REPORT_AGAIN_AFTER_S
 from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RUN, duration
@@ -150,7 +150,7 @@ async def test_an_end_that_the_run_did_not_hear_of_is_told_until_it_does() -> No
     await second.attend(RUN, lease.token_shard)
     await second.look()
     assert (run.sample(("a", 0)).state, run.sample(("a", 0)).num_tokens) == (FINISHED, 2)
-    run.clock.advance(TOLD_AGAIN_AFTER_S)
+    run.clock.advance(REPORT_AGAIN_AFTER_S)
     await second.look()
     assert len(run.reports) == 1
 
@@ -216,7 +216,7 @@ async def test_an_end_on_its_way_to_the_run_is_not_told_twice_at_once() -> None:
     run.reports.clear()
     for _ in range(2):
         assert run.reports == []
-        run.clock.advance(TOLD_AGAIN_AFTER_S)
+        run.clock.advance(REPORT_AGAIN_AFTER_S)
         await process.look()
     assert run.sample(("a", 0)).state == FINISHED
 
