@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from services.broker.records_pb2 import SampleTail
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RUN, chunk
 from tests.helpers.brokers.members import Member, members
+from tests.helpers.certificates import issue, make_authority
 from tests.helpers.waiting import until
 
 NUM_SHARDS = 12
@@ -165,6 +167,21 @@ async def test_only_brokers_may_call_it() -> None:
             ):
                 with pytest.raises(ForbiddenError, match="is not open to generator"):
                     await rpc.call(method, request, peer="broker")
+
+
+async def test_brokers_call_each_other_by_their_certificates(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path)
+    security = issue(authority, roles=("broker",), name="broker-1")
+    async with members(MemoryStore(), 2, security=security) as brokers:
+        here, there = brokers
+        # The sender is no name of the certificate's holder.
+        accepted = await here.shards.accept(RUN, shard_of(brokers, there), "gen-1", facts(0))
+        assert accepted.errors == []
+        assert [call[0] for call in there.local.calls] == ["accept"]
+        of_another_run = issue(authority, roles=("broker",), run="other", name="broker-2")
+        async with rpc.open_channel(there.membership.name, of_another_run) as channel:
+            with pytest.raises(ForbiddenError, match="run_id"):
+                await rpc.call(shards_pb2_grpc.ShardServiceStub(channel).SealLeases, sealing(), peer="broker")
 
 
 def sealing(
