@@ -1,4 +1,4 @@
-"""What the suites of brokers over a real Redis share."""
+"""A Redis for each test of these."""
 
 from __future__ import annotations
 
