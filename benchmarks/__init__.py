@@ -23,6 +23,7 @@ SUITES = {
     "generator": "in-flight updates and concurrency of a vLLM engine",
     "ranker": "forecasts of completion lengths",
     "scale": "unit costs of a broker under a thousand generators, and what fleets need",
+    "scale.churn": "what grows in a broker and in Redis within an hour of a run",
     "scheduler.calibration": "the cost models next to published measurements",
     "scheduler.deployed": "a deployed plan next to its prediction",
     "scheduler.instances": "plans and simulations of given problems",

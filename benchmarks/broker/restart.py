@@ -38,7 +38,7 @@ from services.broker.storage.redis.redis_store import RedisStore
 
 OTHER_RUN = "other"
 NUM_STEPS = 64
-COMMIT_GROUPS = 2_048
+COMMIT_GROUPS = 512
 PROBE_EVERY_S = 0.05
 TIMEOUT_S = 300.0
 

@@ -3,7 +3,8 @@
 penstock bench broker.retained [--tokens 1024] [--chunk 10] [--steps 4] [--groups 16] [--no-text] [--puts]
 
 One process plays broker, generators, reward worker and trainer on a real Redis: prompts are submitted, leased, decoded
-in chunks, scored, delivered and acknowledged, step after step. Prompts are counted apart. With `--puts` groups arrive
+in chunks, scored, delivered and acknowledged, step after step. Prompts are counted apart, and so are marks, of which a
+run has as many however long it is. With `--puts` groups arrive
 finished instead, and their prompts are part of them.
 """
 
@@ -46,6 +47,7 @@ GROUP_SIZE = 8
 VOCABULARY = 150_000
 PROMPT_TOKENS = 200
 CHARACTERS_PER_TOKEN = 4
+APART = ("prompts", "marks", "changed")
 GENERATOR_ID = "gen-0-12345678"
 CONSUMER = Consumer(consumer_id="rank-0", purpose=types_pb2.PURPOSE_TRAIN, stream_id="s")
 
@@ -242,7 +244,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     num_tokens = options.steps * options.groups * GROUP_SIZE * options.tokens
     return {
         "num_tokens": num_tokens,
-        "redis_bytes_per_token": (after - before - kinds.get("prompts", 0)) / num_tokens,
+        "redis_bytes_per_token": (after - before - sum(kinds.get(kind, 0) for kind in APART)) / num_tokens,
         "by_kind": {kind: num_bytes / num_tokens for kind, num_bytes in sorted(kinds.items())},
         "deliver_wall_us_per_token": 1e6 * run.deliver_wall_s / num_tokens,
         "cpu_us_per_token": {name: 1e6 * each / num_tokens for name, each in run.seconds.items()},

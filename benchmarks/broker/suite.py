@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import redis.asyncio
 
-from benchmarks.broker import latency, queue_depth, stalled_trainer, throughput, token_stream
+from benchmarks.broker import token_stream
 from benchmarks.broker.peers import bare, peer
 from benchmarks.broker.processes import Stage, Worker, free_port
 from benchmarks.broker.workload import WORKLOADS
+from benchmarks.broker.workloads import latency, queue_depth, stalled_trainer, throughput
 from benchmarks.scratch import scratch_folder
 
 REWRITE_TIMEOUT_S = 60.0

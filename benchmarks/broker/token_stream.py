@@ -49,8 +49,9 @@ class Generator:
 
     def lease(self, lease: broker_pb2.Lease) -> None:
         assert self.tokens is not None
+        offset = len(lease.prefix_token_ids) // 4
         self.streams[lease.lease_id] = self.tokens.open(
-            lease.key, lease_id=lease.lease_id, offset=0, listener=self, token_shard=lease.token_shard
+            lease.key, lease_id=lease.lease_id, offset=offset, listener=self, token_shard=lease.token_shard
         )
 
     def revoke(self, revocation: broker_pb2.LeaseRevocation) -> None:

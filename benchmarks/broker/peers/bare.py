@@ -16,9 +16,9 @@ import grpc
 
 from benchmarks.broker.arrays import NUM_TEMPLATES
 from benchmarks.broker.processes import CpuMeter, Worker
-from benchmarks.broker.throughput import play, rates
 from benchmarks.broker.worker import Ready
 from benchmarks.broker.workload import WORKLOADS, Workload
+from benchmarks.broker.workloads.throughput import play, rates
 from penstock.network.rpc import open_channel
 
 SERVICE = "penstock.benchmarks.Bare"

@@ -10,8 +10,8 @@ from itertools import count as counting
 from pathlib import Path
 
 from benchmarks.broker.processes import CpuMeter, Stage, Worker, cpu_s, free_port
-from benchmarks.broker.throughput import play, rates
 from benchmarks.broker.workload import WORKLOADS
+from benchmarks.broker.workloads.throughput import play, rates
 from benchmarks.environments import Environment
 
 MAX_QUEUED = 1_024

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.broker.processes import Stage, Worker
-from benchmarks.broker.throughput import play
 from benchmarks.broker.worker import Ready
 from benchmarks.broker.workload import SHORT
+from benchmarks.broker.workloads.throughput import play
 from penstock.clients.broker import BrokerClient
 from penstock.clients.trajectories import TrajectorySession
 from penstock.network.connection import Connection
@@ -63,8 +63,8 @@ async def measure(stage: Stage, workers: list[Worker], *, count: int, run_id: st
     async with BrokerClient(address) as client:
         await client.open_run(run_id, limits=SHORT.limits(), policy_version=0)
         common = {"broker": address, "run_id": run_id, "count": min(count, SHORT.groups_per_step)}
-        await producer.prepare("latency:produce", **common)
-        await consumer.prepare("latency:consume", **common)
+        await producer.prepare("workloads.latency:produce", **common)
+        await consumer.prepare("workloads.latency:consume", **common)
         sent, received = await play(workers)
         await client.close_run(run_id)
     took_s = np.subtract(received["got_s"], sent["put_s"])[NUM_WARM_UP:]

@@ -92,8 +92,8 @@ async def measure(stage: Stage, workers: list[Worker], *, workload: str, count: 
         share = count // len(producers)
         common = {"broker": address, "run_id": run_id, "workload": workload}
         for number, producer in enumerate(producers):
-            await producer.prepare("throughput:produce", **common, name=f"p{number}", count=share)
-        await consumer.prepare("throughput:consume", **common, count=share * len(producers))
+            await producer.prepare("workloads.throughput:produce", **common, name=f"p{number}", count=share)
+        await consumer.prepare("workloads.throughput:consume", **common, count=share * len(producers))
         assert stage.redis is not None
         clients = {f"producer_{number}": producer for number, producer in enumerate(producers)}
         meter = CpuMeter(broker=broker, redis=stage.redis, **clients, trainer=consumer)

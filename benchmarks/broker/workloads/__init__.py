@@ -1,0 +1,1 @@
+"""The workloads of `penstock bench broker`, except the token stream, which other suites use too."""
