@@ -44,7 +44,7 @@ class JoinedBrokers:
     @property
     def loops(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
         """What runs as long as the process does."""
-        return self.membership.run, self._runs.run, self._attendance.run
+        return self.membership.run, self._runs.run, self._attendance.run, self._router.run
 
     async def leave(self) -> None:
         """Tell the others that this process stops."""

@@ -44,6 +44,7 @@ LOOK_EVERY_S = 0.25
 UNREACHABLE_S = SILENT_S + 2.0
 """An owner that is dead is struck off before this."""
 PASSED_OVER_S = 30.0
+TIDY_EVERY_S = 60.0
 _ANSWERS = (InvalidFieldError, RunClosedError, UnknownRunError, UnknownSampleError)
 """Errors that are the owner's answer."""
 
@@ -88,6 +89,12 @@ class Router:
                     self._pass_over(owner, error)
             await asyncio.sleep(delay_s)
         raise AssertionError("unreachable: backoff_s never ends")
+
+    async def run(self) -> None:
+        """Tidy up now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(TIDY_EVERY_S)
+            self.tidy()
 
     def tidy(self) -> None:
         """Close channels to brokers that are gone."""

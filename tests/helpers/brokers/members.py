@@ -71,6 +71,7 @@ class Member:
     shards: RoutedShards
     core: RoutedCore
     runs: ShardedRuns
+    router: Router
     server: rpc.Server
     serves: set[str]
 
@@ -109,6 +110,7 @@ async def _member(store: Store, clock: Clock, security: Security) -> AsyncIterat
             shards=RoutedShards(local, router, membership, runs),
             core=RoutedCore(local, router, membership),
             runs=runs,
+            router=router,
             server=server,
             serves=serves,
         )

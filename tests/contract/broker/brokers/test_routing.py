@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 import pytest
 
 from penstock.clock import ManualClock
@@ -118,6 +119,20 @@ async def test_a_broker_that_lives_but_is_out_of_reach_is_passed_over(monkeypatc
             assert (await here.shards.accept(RUN, shard, "gen-1", facts(0))).errors == []
         assert len(here.local.calls) == 2
         assert not any(call[0] != "accept" for call in there.local.calls)
+
+
+async def test_channels_to_brokers_that_are_gone_are_closed() -> None:
+    async with members(MemoryStore(), 3) as brokers:
+        here, stays, leaves = brokers
+        for other in (stays, leaves):
+            await here.shards.seal(RUN, shard_of(brokers, other), [LEASE])
+        await leaves.membership.leave()
+        await here.membership.answer()
+        others = here.router._others
+        left = others.at(leaves.membership.address)
+        here.router.tidy()
+        assert set(others._brokers) == {stays.membership.address}
+        await until(lambda: left.channel.get_state() == grpc.ChannelConnectivity.SHUTDOWN)
 
 
 async def test_an_owners_refusal_is_its_answer() -> None:
