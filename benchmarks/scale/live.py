@@ -39,6 +39,7 @@ async def measure(
     empty = await _idle_share(broker, idle_s)
     progress(f"fleet: connecting {load.num_generators} generators")
     async with emulated_run(stage, [broker], workers, load, run_id=RUN) as run:
+        bare = (await run.idle(idle_s)).brokers_share
         progress(f"fleet: leasing {load.num_samples} samples")
         leasing = await run.lease(over_s=leases_over_s)
         before = await meters.Metrics.read(broker.metrics_port)
@@ -60,7 +61,8 @@ async def measure(
         "delivering_s": finishing.took_s,
         "idle_core_percent": 100 * idle,
         "empty_core_percent": 100 * empty,
-        "us_per_lease_kept": 1e6 * max(0.0, idle - empty) * BEAT_INTERVAL_S / load.num_samples,
+        "us_per_heartbeat": 1e6 * max(0.0, bare - empty) * BEAT_INTERVAL_S / load.num_generators,
+        "us_per_lease_kept": 1e6 * max(0.0, idle - bare) * BEAT_INTERVAL_S / load.num_samples,
         **windows.costs(),
         "loop_lag_ms": {
             "p50": 1e3 * meters.quantile([before], [after], meters.STALLS, 0.5),

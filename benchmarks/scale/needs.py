@@ -43,8 +43,10 @@ class Costs:
     us_per_lease: float
     us_per_group: float
     """Its samples' ends, scores, delivery and acknowledgement."""
+    us_per_heartbeat: float
+    """Of a generator, whatever it holds."""
     us_per_lease_kept: float
-    """For each sample that a heartbeat names."""
+    """Besides, for each sample that a heartbeat names."""
     redis_us_per_chunk: float
     redis_us_per_token: float
     redis_bytes_per_chunk: float
@@ -61,6 +63,7 @@ class Rates:
     requests: float
     samples: float
     """That end, and that are leased."""
+    beats: float
     kept: float
     """Leases that heartbeats name."""
 
@@ -73,6 +76,7 @@ class Rates:
             chunks=min(tokens, num_gpus * assumed.samples_per_gpu / flush_s),
             requests=num_gpus / flush_s,
             samples=tokens / assumed.mean_tokens,
+            beats=num_gpus / BEAT_INTERVAL_S,
             kept=num_gpus * assumed.samples_per_gpu / BEAT_INTERVAL_S,
         )
 
@@ -83,8 +87,8 @@ class Rates:
 
     def run_cores(self, costs: Costs) -> float:
         """Cores for leases, heartbeats and groups, which one broker decides: the owner of the run's own record."""
-        us = self.samples * (costs.us_per_lease + costs.us_per_group / GROUP_SIZE) + self.kept * costs.us_per_lease_kept
-        return us / 1e6
+        us = self.samples * (costs.us_per_lease + costs.us_per_group / GROUP_SIZE)
+        return (us + self.beats * costs.us_per_heartbeat + self.kept * costs.us_per_lease_kept) / 1e6
 
     def redis_cores(self, costs: Costs) -> float:
         """Cores of Redis for tokens."""

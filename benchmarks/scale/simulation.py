@@ -89,7 +89,7 @@ def _play(fleet: Fleet, assumed: Assumptions, costs: Costs, *, owner: int, rng: 
         events += [(rng.random() * BEAT_INTERVAL_S, _BEAT, number) for number in range(fleet.num_generators)]
         events.append((rng.expovariate(1 / sample_s), _SAMPLE, 0))
     heapq.heapify(events)
-    beat_s = assumed.samples_per_gpu * costs.us_per_lease_kept / 1e6
+    beat_s = (costs.us_per_heartbeat + assumed.samples_per_gpu * costs.us_per_lease_kept) / 1e6
     sample_cost_s = (costs.us_per_lease + costs.us_per_group / GROUP_SIZE) / 1e6
     while (event := heapq.heappop(events))[0] < fleet.seconds:
         at_s, kind, number = event

@@ -72,7 +72,7 @@ FULL = Plan(
     brokers=(1, 2, 4, 8),
     brokers_load=Load(num_generators=64, samples_each=64, period_s=1.0, num_periods=6),
     brokers_tokens=16,
-    simulated=((1_024, 8), (10_000, 32), (10_000, 64)),
+    simulated=((512, 8), (1_024, 8), (1_024, 16), (10_000, 32), (10_000, 64)),
     simulated_s=40.0,
 )
 QUICK = Plan(
@@ -186,6 +186,7 @@ def costs_of(measured: Mapping[str, Any]) -> needs.Costs | None:
         us_per_request=max(0.0, chunks["us_per_request"]),
         us_per_lease=fleet["us_per_lease"],
         us_per_group=fleet["us_per_group_delivered"],
+        us_per_heartbeat=fleet["us_per_heartbeat"],
         us_per_lease_kept=fleet["us_per_lease_kept"],
         redis_us_per_chunk=redis_us[0],
         redis_us_per_token=redis_us[1],

@@ -20,6 +20,7 @@ COSTS = Costs(
     us_per_request=100.0,
     us_per_lease=100.0,
     us_per_group=800.0,
+    us_per_heartbeat=200.0,
     us_per_lease_kept=1.0,
     redis_us_per_chunk=5.0,
     redis_us_per_token=0.0,
@@ -53,8 +54,8 @@ def test_quantiles_are_of_what_was_observed_in_between() -> None:
 
 def test_needs_follow_from_the_costs() -> None:
     found = needs(100, ASSUMED, COSTS)
-    # 50,000 chunks, 100,000 tokens and 500 requests a second; 100 samples; 5,000 kept leases.
-    assert found["run_owner_cores"] == pytest.approx((100 * (100 + 100) + 5_000) / 1e6)
+    # 50,000 chunks, 100,000 tokens and 500 requests a second; 100 samples; 50 heartbeats of 100 leases.
+    assert found["run_owner_cores"] == pytest.approx((100 * (100 + 100) + 50 * (200 + 100)) / 1e6)
     assert found["broker_cores"] == 1
     assert needs(1_000, ASSUMED, COSTS)["broker_cores"] == 9
     assert needs(1_000, ASSUMED, COSTS)["redis_nodes"] == 4
@@ -69,7 +70,7 @@ def test_a_fleet_that_brokers_can_carry_waits_for_little() -> None:
     found = simulate(Fleet(num_generators=100, num_brokers=2, seconds=20.0), ASSUMED, COSTS)
     assert found["keeps_up"]
     assert found["run_owner"]["flush_interval_s"] == 0.2
-    assert found["run_owner"]["load"] == pytest.approx(0.305 + 0.025, rel=0.1)
+    assert found["run_owner"]["load"] == pytest.approx(0.28 + 0.035, rel=0.1)
     assert found["run_owner"]["waits_ms"]["heartbeat"]["max"] < 200.0
     assert "heartbeat" not in found["others"]["waits_ms"]
 
@@ -95,7 +96,8 @@ def test_without_chunks_and_a_fleet_there_are_no_costs() -> None:
         size: {"redis_us_per_chunk": us, "redis_read_bytes_per_chunk": read, "redis_sent_bytes_per_chunk": 10.0}
         for size, us, read in (("2", 4.0, 120.0), ("64", 10.2, 740.0))
     }
-    fleet = {"chunks": windows, "us_per_lease": 90.0, "us_per_group_delivered": 500.0, "us_per_lease_kept": 2.0}
+    fleet = {"us_per_lease": 90.0, "us_per_group_delivered": 500.0, "us_per_heartbeat": 300.0, "us_per_lease_kept": 2.0}
+    fleet["chunks"] = windows
     costs = suite.costs_of({"chunks": chunks, "fleet": fleet})
     assert costs is not None
     # A cost below zero is noise.
