@@ -240,7 +240,7 @@ async def test_a_broker_that_takes_nothing_slows_decoding_and_memory_does_not_gr
             await asyncio.sleep(0.3)
         assert len(seen) < 5, "decoding goes on"
         # Beyond the bound no more than what each of the 8 slots holds.
-        assert session._buffered_bytes <= tokens.MAX_BUFFERED_BYTES + 8 * 4000 * 8
+        assert session._own._buffered_bytes <= tokens.MAX_BUFFERED_BYTES + 8 * 4000 * 8
         assert len(bench.generator._rollouts.lease_ids) < len(samples)
         bench.broker.is_acknowledging = True
         await until(lambda: bench.broker.num_finished == len(samples), timeout_s=20)
