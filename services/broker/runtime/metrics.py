@@ -14,6 +14,8 @@ from services.broker.state.counters import DROPPED, TRAINED, Entry
 from services.broker.state.run_audit import totals
 from services.broker.state.run_state import RunState
 
+_GAPS_S = (1.0, 2.05, 2.1, 2.2, 2.5, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0)
+
 
 class BrokerMetrics:
     """The broker's metrics in one registry."""
@@ -81,8 +83,8 @@ class BrokerMetrics:
         )
         self._heartbeat_gaps = Histogram(
             "penstock_broker_heartbeat_gap_seconds",
-            "Time between two heartbeats of a generator, as they were read",
-            buckets=(1.0, 2.05, 2.1, 2.2, 2.5, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0),
+            "Time between heartbeats, as read",
+            buckets=_GAPS_S,
             registry=registry,
         )
         self._longest_heartbeat_gap = Gauge(
