@@ -158,7 +158,7 @@ class OtherInstanceError(PenstockError):
 
 
 class WrongOwnerError(PenstockError):
-    """The chunks belong to another broker, `metadata["owner"]`, and their sender was told so."""
+    """The chunks belong to another broker, `metadata["owner"]`, as their sender was shown."""
 
     code, reason = code_pb2.FAILED_PRECONDITION, "WRONG_OWNER"
 

@@ -666,7 +666,7 @@ class GeneratorHello(_message.Message):
     listens_in_plain_text: _builtins.bool
     """Whether other machines reach a listener of its process in plain text, for status."""
     may_move: _builtins.bool
-    """Whether it moves this stream to another broker where it is told to (CoreOwner)."""
+    """Whether it moves this stream to another broker when asked to (CoreOwner)."""
     @_builtins.property
     def profile(self) -> Global___GeneratorProfile:
         """How fast it is, where it knows."""

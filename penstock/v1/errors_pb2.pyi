@@ -75,7 +75,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """[PERMISSION_DENIED] The call, or the run, site or name in it, is not open to the caller's role. Never retry."""
     ERROR_REASON_WRONG_OWNER: _ErrorReason.ValueType  # 22
     """[FAILED_PRECONDITION] The chunks' token shards are owned by another broker, which the message names, and the sender was
-    told so. Send them there.
+    shown it before. Send them there.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -127,7 +127,7 @@ ERROR_REASON_FORBIDDEN: ErrorReason.ValueType  # 21
 """[PERMISSION_DENIED] The call, or the run, site or name in it, is not open to the caller's role. Never retry."""
 ERROR_REASON_WRONG_OWNER: ErrorReason.ValueType  # 22
 """[FAILED_PRECONDITION] The chunks' token shards are owned by another broker, which the message names, and the sender was
-told so. Send them there.
+shown it before. Send them there.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

@@ -1,4 +1,4 @@
-"""What counts as a reward, for whoever makes, passes on or stores one. Pure."""
+"""What counts as a reward wherever one is made, passed on or stored. Pure."""
 
 from __future__ import annotations
 

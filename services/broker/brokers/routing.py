@@ -1,7 +1,7 @@
 """Carries out what belongs to a part of a run at the part's owner: here, or at another broker.
 
 Promises:
-- A call moves with ownership: while its owner does not answer, it is made again at whoever owns the part by then.
+- A call moves with ownership: while its owner does not answer, it is repeated at the broker that owns the part by then.
 - An owner that lives but cannot be reached from here for UNREACHABLE_S is passed over for a while, and the call carried
   out here: brokers then conflict, which costs time and no exactness.
 - A process that has not heard who lives for as long as makes it silent itself refuses, so that clients go elsewhere.

@@ -1,4 +1,4 @@
-"""Says which broker owns which token shard of a run, as clients are told it."""
+"""Says which broker owns which token shard of a run, in the form that clients get."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ShardService(shards_pb2_grpc.ShardServiceServicer):
-    """See shards.proto. No call is passed on again, whoever owns the shard by now: a store's commits keep it exact.
+    """See shards.proto. No call is passed on again, even if the shard has moved: a store's commits keep it exact.
 
     Args:
         shards: The token shards, in this process.

@@ -52,7 +52,7 @@ def _is_current(group: GroupRecord, report: TailReport) -> bool:
         return False
     if sample.state == _SEALING:
         return tail.is_sealed or bool(tail.finish_reason)
-    # A sealed tail of a lease that goes on is the answer to a question that nobody asked.
+    # The run did not ask to seal a lease that goes on.
     is_end = bool(tail.finish_reason)
     return sample.state == _LEASED and (is_end or (not tail.is_sealed and tail.num_tokens > sample.num_tokens))
 

@@ -66,6 +66,11 @@ class BrokerMetrics:
             "penstock_broker_stored_bytes", "What the run has in the store, half of max_retained_bytes for each", "kind"
         )
         """Kinds are live and trained."""
+        self._conflicts = gauge("penstock_broker_commit_conflicts", "Commits another broker was before")
+        self._of_the_process(registry)
+
+    def _of_the_process(self, registry: CollectorRegistry) -> None:
+        """The metrics of the process itself: its event loop, load and heartbeats."""
         self.loop_stalls = Histogram(
             "penstock_broker_loop_stall_seconds",
             "Event loop held, sampled ten times a second",
@@ -91,7 +96,6 @@ class BrokerMetrics:
             "penstock_broker_heartbeat_longest_gap_s", "Longest of those times", registry=registry
         )
         self._longest_heartbeat_gap_s = 0.0
-        self._conflicts = gauge("penstock_broker_commit_conflicts", "Commits another broker was before")
 
     def note_heartbeat_gap(self, gap_s: float) -> None:
         """Count the time since a generator's last heartbeat; generators send one at least every 2 s."""

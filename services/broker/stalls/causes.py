@@ -269,7 +269,7 @@ def _beat_s(view: broker_pb2.GeneratorView) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Samples of a purpose that somebody holds."""
+    """Samples of a purpose that are leased."""
 
     count: int
     examples: list[tuple[SampleId, SampleRecord]]

@@ -1,4 +1,4 @@
-"""Says what a change of a run is about, so that only those are woken whom it concerns."""
+"""Says what a change of a run is about, so that it wakes only the streams that it concerns."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from services.broker.brokers.membership import Membership
 from services.broker.runtime.run_replica import RunReplica
 
 MOVE_S = 8.0
-"""How long a stream that was told to move gets no leases: longer than a generator tries to connect."""
+"""How long a stream that was asked to move gets no leases: longer than a generator tries to connect."""
 
 
 class CoreHints:
-    """What one stream was told.
+    """What one stream was shown.
 
     Args:
         membership: Who owns what; None if this broker is alone.
@@ -26,7 +26,7 @@ class CoreHints:
         self._told_s = 0.0
 
     def news(self) -> broker_pb2.CoreOwner | None:
-        """The owner, if it is another broker than this one, and than was told before."""
+        """The owner, if it is another broker than this one, and than the one shown before."""
         if self._membership is None or not self._replica.has_shards:
             return None
         roll = self._membership.roll

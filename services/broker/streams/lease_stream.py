@@ -250,7 +250,7 @@ class LeaseStream:
             return []
         # The next attempt waits as long again: in between the loads hardly change.
         self._idle_since_s = now_s
-        # Meanwhile its seat gets nothing, nor is it told of what may be had.
+        # Meanwhile its seat gets nothing, nor is it woken for what may be had.
         self._wake.set()
 
         def operation(state: RunState) -> Moves:

@@ -35,7 +35,7 @@ MAX_SILENCE_S = 3.0
 """The contract promises a sign of life at least every 5 s."""
 MAX_LEASES_PER_FRAME = 64
 MAX_RECEIPTS = 16_384
-"""Once so many wait to be sent, no further results are read: the worker does not read its receipts."""
+"""Once this many wait to be sent, no further results are read: the worker does not read its receipts."""
 
 _Response = broker_pb2.StreamScoringResponse
 

@@ -9,11 +9,11 @@ from services.broker.brokers.shard_maps import ShardMaps
 from services.broker.runtime.metrics import BrokerMetrics
 
 MAX_MISDIRECTED = 256
-"""Requests in a row, to a broker that owns none of their shards, of a sender that was told who does."""
+"""Requests in a row, to a broker that owns none of their shards, of a sender that was shown the owners."""
 
 
 class ShardHints:
-    """What one stream was told.
+    """What one stream was shown.
 
     Args:
         maps: The maps of runs; None if this broker knows of no others.
