@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,14 +15,25 @@ from quickstart.warm_start import WarmStartSettings
 # Kept between test runs, and on a clean checkout made once, not twice.
 TASK_DIR = Path(__file__).resolve().parents[2] / ".penstock" / "quickstart"
 SHORT = PrepareSettings(
-    warm_start=WarmStartSettings(num_curriculum_steps=20, num_decay_steps=60, max_steps=60, check_every_steps=60)
+    num_eval_problems=16,
+    warm_start=WarmStartSettings(num_curriculum_steps=20, num_decay_steps=60, max_steps=60, check_every_steps=60),
 )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keeps pytest's other processes from making the same meanwhile."""
+    TASK_DIR.parent.mkdir(exist_ok=True)
+    with (TASK_DIR.parent / "tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")
 def task() -> Prepared:
     """Data, and a model after a few steps of its warm start: for runs in which nothing has to be learned."""
-    return prepare(TASK_DIR.with_name("short"), seed=0, on_progress=print, settings=SHORT)
+    with _alone():
+        return prepare(TASK_DIR.with_name("short"), seed=0, on_progress=print, settings=SHORT)
 
 
 @pytest.fixture(scope="session")

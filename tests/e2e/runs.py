@@ -140,3 +140,13 @@ def assert_balanced(summary: dict[str, Any], *, num_samples: int) -> None:
     assert audit["in_flight"] == 0
     assert audit["submitted"] == audit["trained"] + sum(audit["dropped"].values())
     assert audit["trained"] == num_samples
+
+
+def assert_within_bound(run: Run, bound: int) -> None:
+    """No sample was trained on beyond the staleness bound, in any step, and generation ran ahead where it may."""
+    summary = run.summary()
+    assert summary["max_staleness"] == bound
+    assert summary["max_staleness_seen"] <= bound
+    assert all(step["staleness/max"] <= bound for step in run.metrics())
+    if bound > 0:
+        assert summary["max_staleness_seen"] >= 1, "generation never ran ahead: the bound was not put to use"

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from penstock.network.rpc import wait_until_serving
-from tests.e2e.runs import assert_balanced, running, small_run
+from tests.e2e.runs import assert_balanced, assert_within_bound, running, small_run
 from tests.helpers.console import ROOT, environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -33,22 +33,26 @@ def serving(command, *, cwd, env):
         process.wait(timeout=20)
 
 
-async def assert_scores_a_run(task, folder, address):
+async def assert_scores_a_run(task, folder, address, *, num_steps=3, bound=1):
     assert await wait_until_serving(address, timeout_s=60)
-    document = small_run(task, folder, run__num_steps=3, reward__model=f"grpc://{address}")
+    settings = {"run__num_steps": num_steps, "algorithm__max_staleness": bound}
+    document = small_run(task, folder, reward__model=f"grpc://{address}", **settings)
     with running(document, folder) as run:
         assert run.end() == 0, run.text
-        assert_balanced(run.summary(), num_samples=3 * 8 * 4)
+        assert_balanced(run.summary(), num_samples=num_steps * 8 * 4)
         rewards = [step["reward/mean"] for step in run.metrics()]
     # The examples take up to 0.2 off for length, so no mean is a whole number of right answers.
     assert all((reward * 32) % 1 > 0 for reward in rewards)
+    return run
 
 
-async def test_a_python_reward_model_scores_a_run(task, tmp_path):
+@pytest.mark.flaky(reruns=0)
+async def test_a_python_reward_model_scores_a_run_on_policy(task, tmp_path):
     address = free_address()
     command = [sys.executable, "brevity.py", address]
     with serving(command, cwd=ROOT / "examples" / "reward_python", env=environment()):
-        await assert_scores_a_run(task, tmp_path, address)
+        run = await assert_scores_a_run(task, tmp_path, address, num_steps=6, bound=0)
+    assert_within_bound(run, 0)
 
 
 @pytest.mark.node

@@ -1,4 +1,4 @@
-"""A run whose model is sharded over two processes: either is killed, and the run goes on from its checkpoint."""
+"""A run whose model is sharded over two processes: either is killed, and it resumes, within its staleness bound."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import assert_balanced, running, small_run
+from tests.e2e.runs import assert_balanced, assert_within_bound, running, small_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
 
@@ -25,7 +25,8 @@ def other_process(pid: int) -> int | None:
 
 
 def test_a_killed_process_of_two_ends_the_trainer_which_resumes(task, tmp_path):
-    document = small_run(task, tmp_path, run__num_steps=6, run__checkpoint_every_steps=1, run__num_eval_prompts=0)
+    settings = {"run__checkpoint_every_steps": 1, "run__num_eval_prompts": 0, "algorithm__max_staleness": 4}
+    document = small_run(task, tmp_path, run__num_steps=6, **settings)
     document["trainer"] = {"processes": [1, 2]}
     with running(document, tmp_path) as run:
         run.wait_for_step(2)
@@ -41,3 +42,4 @@ def test_a_killed_process_of_two_ends_the_trainer_which_resumes(task, tmp_path):
     assert "its process 1 ended with status -9" in log or "lost each other" in log
     assert [step["policy_version"] for step in metrics] == list(range(1, 7))
     assert_balanced(summary, num_samples=6 * 8 * 4)
+    assert_within_bound(run, 4)
