@@ -50,9 +50,19 @@ def plan(*arguments):
     return CliRunner().invoke(app, ["plan", *arguments])
 
 
+@pytest.fixture(scope="module")
+def answer():
+    """The example's plan with all that there is to say of it, for programs.
+
+    Advice is what the budget leaves over: a busy machine must not leave nothing.
+    """
+    return plan(EXAMPLE, "--json", "--budget-s", "120").output
+
+
 @pytest.mark.slow
-def test_the_example_is_planned_and_shown_to_people():
-    result = plan(EXAMPLE)
+def test_the_example_is_planned_and_shown_to_people_in_words_and_in_a_picture(tmp_path):
+    drawn = tmp_path / "plan.svg"
+    result = plan(EXAMPLE, "--picture", str(drawn))
 
     assert result.exit_code == 0, result.output
     for words in (
@@ -65,6 +75,12 @@ def test_the_example_is_planned_and_shown_to_people():
         "by simulation:",
     ):
         assert words in result.output
+    root = ElementTree.fromstring(drawn.read_text())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    tips = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert {"a100-0 (A100-80)", "l40s-0 (L40S)", "l40s-1 (L40S)", "generation", "training"} <= set(texts)
+    assert tips.count("train, 8 GPUs") == 2
+    assert tips.count("generate, 1 GPUs") == 8
 
 
 @pytest.mark.slow
@@ -121,8 +137,7 @@ def test_mistakes_are_reported_in_a_line(arguments, told):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_reported():
-    # Advice is what the budget leaves over: a busy machine must not leave nothing.
+def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_reported(answer):
     told = plan(EXAMPLE, "--explain", "--budget-s", "120")
     for words in (
         "bottleneck: training: computation",
@@ -132,7 +147,7 @@ def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_reported():
     ):
         assert words in told.output, told.output
 
-    answer = json.loads(plan(EXAMPLE, "--json", "--budget-s", "120").output)
+    answer = json.loads(answer)
     costs = [each["usd_per_hour"] for each in answer["alternatives"]]
     rates = [each["samples_per_second"] for each in answer["alternatives"]]
     assert costs[0] <= answer["usd_per_hour"]
@@ -154,22 +169,10 @@ def test_each_kind_of_replica_of_a_machine_is_explained(capsys):
 
 
 @pytest.mark.slow
-def test_the_picture_draws_each_machine_and_both_stages(tmp_path):
-    drawn = tmp_path / "plan.svg"
-    assert plan(EXAMPLE, "--picture", str(drawn)).exit_code == 0
-
-    root = ElementTree.fromstring(drawn.read_text())
-    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    tips = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert {"a100-0 (A100-80)", "l40s-0 (L40S)", "l40s-1 (L40S)", "generation", "training"} <= set(texts)
-    assert tips.count("train, 8 GPUs") == 2
-    assert tips.count("generate, 1 GPUs") == 8
-
-
-@pytest.mark.slow
-def test_a_running_plan_is_where_the_search_begins(tmp_path):
+@pytest.mark.timeout(300)
+def test_a_running_plan_is_where_the_search_begins(answer, tmp_path):
     running = tmp_path / "running.json"
-    running.write_text(plan(EXAMPLE, "--json").output)
+    running.write_text(answer)
     begun = json.loads(plan(EXAMPLE, "--json", "--solver", "partition", "--start", str(running)).output)
 
     assert begun["rm1_plan"] == json.loads(running.read_text())["rm1_plan"]
