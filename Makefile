@@ -10,10 +10,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
-# A test of real processes that fails is run once more and shown as "R". Those that search for a broken invariant never are.
+# A test of real processes that fails is run once more and shown as "R". Unit tests and those that search for a broken
+# invariant never are.
 RERUN := -raR --reruns 1
-# Three test processes on two cores where tests wait for clocks or peers, two where they compute or start services.
-# Threads of PyTorch beside them would only wait for each other.
+# On two cores: two test processes where tests compute or start services, three where they wait for clocks or peers, four
+# where both kinds run together. Threads of PyTorch beside them would only wait for each other.
 PARALLEL := --dist loadfile --no-loadscope-reorder -n
 ONE_THREAD := OMP_NUM_THREADS=1
 # Threads of PyTorch that wait for each other must not spin: others need the core.
@@ -21,7 +22,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests start hundreds of Python processes: what one has compiled is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart soak mutants test test-fast test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images clean
+.PHONY: help setup quickstart soak mutants test test-fast test-parts test-runs test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -43,8 +44,15 @@ $(STAMP): requirements/all.txt pyproject.toml
 quickstart: setup  ## Train a tiny model with all five services on this machine; ends with a report
 	$(BIN)/penstock quickstart $(ARGS)
 
-test: setup lint test-unit test-contract test-integration test-vllm test-e2e  ## Everything CI runs
+test: setup lint test-parts test-runs  ## Everything CI runs
 	@echo "all tests passed"
+
+# One session each, so that waiting tests and computing ones fill each other's gaps and start-up is paid once.
+test-parts: setup
+	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 4 -m "not vllm" --durations=20
+
+test-runs: setup
+	$(PYTEST) tests/e2e tests/contract/engines -q $(RERUN) $(PARALLEL) 2 -m "e2e or vllm" --durations=20
 
 test-fast: setup lint  ## The quick part: no vLLM, nothing that is marked slow
 	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) 3 -m "not vllm and not slow"
@@ -62,7 +70,7 @@ test-integration: setup
 	$(ONE_THREAD) $(PYTEST) tests/integration -q $(RERUN) $(PARALLEL) 3 --durations=12
 
 test-vllm: setup
-	$(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) 2 -m vllm
+	$(PYTEST) tests/contract/engines -q $(RERUN) $(PARALLEL) 2 -m vllm
 
 # Runs wait for each other's services as often as they compute: two at a time.
 test-e2e: setup

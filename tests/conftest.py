@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,11 +11,45 @@ import structlog
 from services.broker.records.store import Store
 from tests.helpers.stores.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
 
+# What takes longest, the longest first: half a minute or more each.
+LONG_FILES = (
+    "e2e/test_quickstart.py",
+    "e2e/test_broker_faults.py",
+    "e2e/test_faults.py",
+    "e2e/test_lora.py",
+    "e2e/test_full_disk.py",
+    "e2e/test_followed_plan.py",
+    "e2e/test_mutual_tls.py",
+    "e2e/test_reward_models.py",
+    "e2e/test_broadcasts.py",
+    "e2e/test_sharded_trainer.py",
+    "integration/broker/test_redis_outage.py",
+    "contract/broker/test_clocks.py",
+    "contract/trainer/test_kills.py",
+    "contract/trainer/test_broker_outage.py",
+    "integration/console/test_run_command.py",
+    "contract/broker/test_held_loop.py",
+    "unit/console/plan/test_plan.py",
+    "integration/benchmarks/test_bench.py",
+    "contract/trainer/test_sharded_auxiliary_models.py",
+    "contract/broker/test_reload.py",
+    "integration/console/test_full_disk.py",
+    "integration/scheduler/test_length_transformer.py",
+    "contract/generator/test_broken_links.py",
+    "contract/trainer/test_sharded_trainer.py",
+    "contract/engines/test_engines.py",
+    "contract/broker/trajectories/test_large_groups.py",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests first, so that no worker begins a long one when the others are done."""
-    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -num_slow[item.path])
+    """Long files first, so that no process of pytest begins one when the others are done."""
+    here = Path(__file__).parent
+    places = {here / name: place for place, name in enumerate(LONG_FILES)}
+    missing = [str(path) for path in places if not path.is_file()]
+    if missing:
+        raise pytest.UsageError(f"LONG_FILES in tests/conftest.py names files that are not there: {missing}")
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
