@@ -15,6 +15,7 @@ from benchmarks.broker.processes import Stage
 from benchmarks.scratch import scratch_folder
 from tests.helpers.stores.redis_server import find_redis_server
 
+pytestmark = pytest.mark.timeout(180)
 RATES = ("trajectories_per_second", "mb_per_second", "ratio_to_bare_stream", "cpu_s_per_1k")
 NUMBERS = {
     "short": RATES,
@@ -28,7 +29,7 @@ NUMBERS = {
 
 def test_a_quick_run_prints_every_number_as_json() -> None:
     command = [sys.executable, "-m", "console", "bench", "broker", "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     for workload, names in NUMBERS.items():
@@ -54,7 +55,7 @@ async def test_pipelinerls_pattern_carries_both_workloads_once_and_intact() -> N
 
 def test_a_quick_run_of_the_ranker_compares_it_with_baseline_and_oracle() -> None:
     command = [sys.executable, "-m", "console", "bench", "ranker", "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     for data in ("made", "quickstart"):
@@ -68,7 +69,6 @@ def test_a_quick_run_of_the_ranker_compares_it_with_baseline_and_oracle() -> Non
         assert math.isfinite(result[data]["speed"]["call_1024_prompts_ms"])
 
 
-@pytest.mark.timeout(180)
 def test_a_quick_run_over_a_fleet_prints_ratios_and_times_as_json() -> None:
     command = [sys.executable, "-m", "console", "bench", "fleet", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
@@ -82,7 +82,6 @@ def test_a_quick_run_over_a_fleet_prints_ratios_and_times_as_json() -> None:
     assert 0 <= result["ranker"]["recall_of_longest_20%"] <= 1
 
 
-@pytest.mark.timeout(180)
 def test_a_quick_run_of_the_weights_measures_every_way_they_travel() -> None:
     command = [sys.executable, "-m", "console", "bench", "weights", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)

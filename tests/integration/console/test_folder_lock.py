@@ -15,6 +15,9 @@ from tests.helpers.console import penstock
 from tests.helpers.waiting import until
 from tests.integration.console.test_run_command import attached, ended, started
 
+# Each starts several processes: what they share the machine with decides how long that takes.
+pytestmark = pytest.mark.timeout(240)
+
 
 async def first_that_ends(processes: list[asyncio.subprocess.Process]) -> asyncio.subprocess.Process:
     waits = {asyncio.create_task(process.wait()): process for process in processes}
@@ -37,7 +40,7 @@ async def test_a_console_elsewhere_is_noticed_and_one_that_was_killed_is_not(tmp
     run_dir = tmp_path / "runs" / "r1"
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
         begun = await started(arguments, tmp_path)
-        await until(lambda: len(trainer.starts) == 1, timeout_s=20)
+        await until(lambda: len(trainer.starts) == 1, timeout_s=60)
         # As a console on another machine finds it: the process is none of that machine's.
         (run_dir / "services" / "console.json").unlink()
         status, _, err = await ended(await started(["run", "--resume", str(run_dir)], tmp_path))
@@ -47,7 +50,7 @@ async def test_a_console_elsewhere_is_noticed_and_one_that_was_killed_is_not(tmp
         begun.kill()
         await begun.wait()
         resumed = await started(["run", "--resume", str(run_dir)], tmp_path)
-        await until(lambda: len(trainer.starts) == 2, timeout_s=20)
+        await until(lambda: len(trainer.starts) == 2, timeout_s=60)
         resumed.send_signal(signal.SIGTERM)
         assert (await ended(resumed))[0] == 130
 
@@ -59,7 +62,7 @@ async def test_of_two_that_begin_at_once_one_is_refused(tmp_path: Path, *, is_re
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
         if is_resume:
             begun = await started(arguments, tmp_path)
-            await until(lambda: len(trainer.starts) == 1, timeout_s=20)
+            await until(lambda: len(trainer.starts) == 1, timeout_s=60)
             begun.send_signal(signal.SIGTERM)
             await ended(begun)
             trainer.forget()
@@ -73,7 +76,7 @@ async def test_of_two_that_begin_at_once_one_is_refused(tmp_path: Path, *, is_re
         assert status == 2, err
         if is_resume or "under way" in err:
             assert_refused(status, err, pid=other.pid)
-        await until(lambda: len(trainer.starts) == num_before + 1, timeout_s=20)
+        await until(lambda: len(trainer.starts) == num_before + 1, timeout_s=60)
         other.send_signal(signal.SIGTERM)
         assert (await ended(other))[0] == 130
 

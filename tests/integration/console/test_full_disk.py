@@ -22,6 +22,8 @@ from tests.helpers.full_disk import fill, small_disk
 from tests.helpers.waiting import until
 from tests.integration.console.test_run_command import attached, ended, started
 
+# Each starts several processes: what they share the machine with decides how long that takes.
+pytestmark = pytest.mark.timeout(240)
 DISK_BYTES = 16 * 2**20
 
 
@@ -42,7 +44,7 @@ async def running(folder: RunFolder, code: str) -> AsyncIterator[tuple[ServicePr
         is_ready=yes,
     )
     services.launch(spec)
-    await services.wait_ready("toy", timeout_s=20)
+    await services.wait_ready("toy", timeout_s=60)
     try:
         yield services, spec
     finally:
@@ -84,7 +86,7 @@ async def test_a_run_ends_before_its_disk_is_full_and_is_resumed(tmp_path: Path,
     with small_disk(DISK_BYTES) as disk:
         async with attached(disk, trainer, ScriptedRunBroker()) as arguments:
             process = await started(arguments, tmp_path)
-            await until(lambda: bool(trainer.starts), timeout_s=20)
+            await until(lambda: bool(trainer.starts), timeout_s=60)
             filler = fill(disk, leave=leave)
             status, out, err = await ended(process)
             assert (status, len(err.splitlines())) == (1, 1), (out, err)

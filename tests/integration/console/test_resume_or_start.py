@@ -7,11 +7,15 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.brokers.scripted_run import ScriptedRunBroker, ScriptedTrainer
 from tests.helpers.console import penstock
 from tests.helpers.waiting import until
 from tests.integration.console.test_run_command import attached, ended, started
 
+# Each starts several processes: what they share the machine with decides how long that takes.
+pytestmark = pytest.mark.timeout(240)
 OPTION = "--resume-or-start"
 
 
@@ -20,12 +24,12 @@ async def test_a_run_is_begun_resumed_and_then_left_alone(tmp_path: Path) -> Non
     run_dir = tmp_path / "runs" / "r1"
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
         process = await started([*arguments, OPTION], tmp_path)
-        await until(lambda: len(trainer.starts) == 1, timeout_s=20)
+        await until(lambda: len(trainer.starts) == 1, timeout_s=60)
         process.kill()
         await process.wait()
 
         process = await started([*arguments, OPTION], tmp_path)
-        await until(lambda: len(trainer.starts) == 2, timeout_s=20)
+        await until(lambda: len(trainer.starts) == 2, timeout_s=60)
         process.send_signal(signal.SIGTERM)
         assert (await ended(process))[0] == 130
         trainer.forget()

@@ -25,6 +25,9 @@ from tests.helpers.console import COMMAND, document, environment, write_document
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
 
+# Each starts several processes: what they share the machine with decides how long that takes.
+pytestmark = pytest.mark.timeout(240)
+
 
 @asynccontextmanager
 async def attached(folder: Path, trainer: ScriptedTrainer, broker: ScriptedRunBroker) -> AsyncIterator[list[str]]:
@@ -82,7 +85,7 @@ async def test_ctrl_c_stops_the_run_after_the_trainer_has_stopped(tmp_path: Path
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
         trainer.pace.release()
         process = await started(arguments, tmp_path)
-        await until(lambda: trainer.pace.locked() and bool(trainer.starts), timeout_s=20)
+        await until(lambda: trainer.pace.locked() and bool(trainer.starts), timeout_s=60)
         process.send_signal(signal.SIGINT)
         status, out, _ = await ended(process)
     assert trainer.stopped.is_set()
@@ -99,11 +102,11 @@ async def test_a_trainer_that_lost_the_run_is_told_to_resume_it(tmp_path: Path) 
             "generators": [target]
         }
         process = await started(["run", str(write_document(tmp_path, value))], tmp_path)
-        await until(lambda: len(trainer.starts) == 1, timeout_s=20)
+        await until(lambda: len(trainer.starts) == 1, timeout_s=60)
         await server.stop(grace_s=0)
         trainer.forget()
         async with serving_at(target, trainer, broker):
-            await until(lambda: len(trainer.starts) == 2, timeout_s=20)
+            await until(lambda: len(trainer.starts) == 2, timeout_s=60)
             for _ in range(3):
                 trainer.pace.release()
             status, out, err = await ended(process)
@@ -158,7 +161,7 @@ async def test_the_embedded_redis_keeps_its_data_over_restarts(tmp_path: Path) -
         spec = redis_spec(folder, env=service_environment(os.environ, num_threads=1))
         process = SupervisedProcess(spec, on_change=folder.write_record)
         task = asyncio.create_task(process.run())
-        await until(process.ready.is_set, timeout_s=20)
+        await until(process.ready.is_set, timeout_s=60)
         with redis.Redis.from_url(redis_url(folder)) as client:
             assert client.get("kept") == (None if attempt == 0 else b"yes")
             client.set("kept", "yes")
@@ -199,8 +202,8 @@ asyncio.run(main())
         record = read_record(folder.services / f"{name}.json")
         return record.pid if record is not None and record.state == "ready" else None
 
-    await until(lambda: pid_of("redis") is not None and pid_of("scheduler") is not None, timeout_s=20)
-    await until(lambda: "listens" in folder.log_of("scheduler").read_text(), timeout_s=20)
+    await until(lambda: pid_of("redis") is not None and pid_of("scheduler") is not None, timeout_s=60)
+    await until(lambda: "listens" in folder.log_of("scheduler").read_text(), timeout_s=60)
     pids = [pid for name in ("redis", "scheduler") if (pid := pid_of(name)) is not None]
     launcher.kill()
     await launcher.wait()
@@ -223,10 +226,10 @@ async def test_only_a_later_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path)
     trainer = ScriptedTrainer(is_deaf=True)
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
         process = await started(arguments, tmp_path)
-        await until(lambda: bool(trainer.starts), timeout_s=20)
+        await until(lambda: bool(trainer.starts), timeout_s=60)
         process.send_signal(signal.SIGINT)
         asked_s = asyncio.get_running_loop().time()
-        await until(trainer.stopped.is_set, timeout_s=20)
+        await until(trainer.stopped.is_set, timeout_s=60)
         ending = asyncio.create_task(ended(process))
         while not ending.done():
             process.send_signal(signal.SIGINT)
@@ -243,11 +246,11 @@ async def test_two_signals_at_once_stop_the_run_as_one_does(tmp_path: Path) -> N
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
         trainer.pace.release()
         process = await started(arguments, tmp_path)
-        await until(lambda: trainer.pace.locked() and bool(trainer.starts), timeout_s=20)
+        await until(lambda: trainer.pace.locked() and bool(trainer.starts), timeout_s=60)
         # As `timeout` does it: the process, then its group.
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-        await until(trainer.stopped.is_set, timeout_s=20)
+        await until(trainer.stopped.is_set, timeout_s=60)
         process.send_signal(signal.SIGTERM)
         status, out, _ = await ended(process)
     assert status == 130
@@ -263,7 +266,7 @@ async def test_a_drained_trainer_leaves_the_run_waiting_for_it(tmp_path: Path, k
         process = await started(arguments, tmp_path)
         for _ in range(3):
             trainer.pace.release()
-        await until(lambda: bool(trainer._events) and trainer._events[-1].HasField("finished"), timeout_s=20)
+        await until(lambda: bool(trainer._events) and trainer._events[-1].HasField("finished"), timeout_s=60)
         trainer.outcome = trainer_pb2.RUN_OUTCOME_COMPLETED
         trainer.resume_by_itself()
         if not keeps_its_run:
@@ -283,7 +286,7 @@ async def test_a_stop_while_a_drained_trainer_is_waited_for_ends_within_seconds(
         process = await started(arguments, tmp_path)
         for _ in range(3):
             trainer.pace.release()
-        await until(lambda: bool(trainer._events) and trainer._events[-1].HasField("finished"), timeout_s=20)
+        await until(lambda: bool(trainer._events) and trainer._events[-1].HasField("finished"), timeout_s=60)
         process.send_signal(signal.SIGTERM)
         status, out, _ = await asyncio.wait_for(ended(process), 30)
     assert status == 130
@@ -294,7 +297,7 @@ async def test_logs_and_stop_find_a_run_by_its_folder(tmp_path: Path) -> None:
     trainer = ScriptedTrainer()
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
         process = await started(arguments, tmp_path)
-        await until(lambda: bool(trainer.starts), timeout_s=20)
+        await until(lambda: bool(trainer.starts), timeout_s=60)
         folder = RunFolder(tmp_path / "runs" / "r1")
         folder.log_of("broker").write_text("".join(f"line {n}\n" for n in range(50)))
         _, out, _ = await ended(await started(["ps"], tmp_path))
