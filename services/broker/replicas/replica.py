@@ -14,6 +14,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from services.broker.replicas.deadlines import Deadlines
 TRANSACTION_TIMEOUT_S = 8.0
 MAX_ATTEMPTS = 200
 MAX_BATCH_OPERATIONS = 256
+MAX_DECIDING_S = 0.02
+"""After this CPU time no further operation joins a batch: other tasks run while it is committed."""
 
 
 class Document(Protocol):
@@ -239,7 +242,7 @@ class Replica(Generic[S]):
             state = await self._load(may_create=batch[0].may_create)
             if batch[0].needs_books and not await self._read_books(state):
                 continue
-            is_sound = all([self._decide(state, request) for request in batch])
+            is_sound = self._decide_for_a_while(state, batch)
             if is_sound and state.is_changed:
                 followers = self._follow_up(state)
                 batch += followers
@@ -265,6 +268,17 @@ class Replica(Generic[S]):
             return False
         self._books = found[1]
         return True
+
+    def _decide_for_a_while(self, state: S, batch: list[Request[S]]) -> bool:
+        """Decide operations in order until MAX_DECIDING_S; the rest leaves the batch and waits for the next one."""
+        is_sound, started_s = True, time.thread_time()
+        for place, request in enumerate(batch):
+            if place and time.thread_time() - started_s > MAX_DECIDING_S:
+                self._waiting.extendleft(reversed(batch[place:]))
+                del batch[place:]
+                break
+            is_sound = self._decide(state, request) and is_sound
+        return is_sound
 
     def _decide(self, state: S, request: Request[S]) -> bool:
         """Run one operation and keep its changes; False if it crashed, which leaves the copy in doubt."""

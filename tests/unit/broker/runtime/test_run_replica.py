@@ -13,6 +13,7 @@ from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import append_tokens, submission
 from services.broker.records.store import Delta, Mark
+from services.broker.replicas import replica as replica_module
 from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
@@ -69,6 +70,16 @@ async def test_what_waits_during_a_commit_is_committed_by_the_next_one_in_order(
     assert await first == 1
     assert await rest == list(range(2, 22))
     assert store.num_commits == 3
+
+
+async def test_operations_that_take_long_are_committed_by_several_batches_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_module, "MAX_DECIDING_S", -1.0)
+    store = SlowStore()
+    replica = await open_hub(store)
+    assert await submit_all(replica, *(f"g{number}" for number in range(20))) == list(range(1, 21))
+    assert store.num_commits == 21
 
 
 async def test_an_operation_that_fails_leaves_no_trace_and_the_others_are_stored() -> None:
