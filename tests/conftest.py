@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from services.broker.records.store import Store
 from tests.helpers.stores.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
+
+# How soon examples are drawn says how busy the machine is, not whether the code is right.
+settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("penstock")
 
 # What takes longest, the longest first: half a minute or more each.
 LONG_FILES = (
