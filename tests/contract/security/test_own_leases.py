@@ -159,6 +159,8 @@ def test_leases_are_named_to_those_who_work_on_them_only():
     # Views of generators have their last beat, without its leases: see the test below.
     named.pop("GetRun")
     assert {name: {role_name(role) for role in allowed_roles(method)} for name, method in named.items()} == {
+        # Between brokers, of which each has every lease of its runs.
+        "AcceptChunks": {"broker"},
         "StreamLeases": {"generator"},
         "StreamTokens": {"generator"},
         "StreamScoring": {"reward"},

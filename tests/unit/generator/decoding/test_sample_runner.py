@@ -36,7 +36,8 @@ class FakeTokens:
         self.room = asyncio.Event()
         self.room.set()
 
-    def open(self, key, *, lease_id, offset, listener):
+    def open(self, key, *, lease_id, offset, listener, token_shard):
+        assert token_shard == 0
         stream = SampleStream(key, lease_id=lease_id, offset=offset, listener=listener, on_change=lambda *_: None)
         self.streams.append(stream)
         return stream
