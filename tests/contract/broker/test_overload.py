@@ -23,6 +23,8 @@ from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RUN, RunningBroker, duration, prompt, serving
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 NUM_GENERATORS, NUM_SLOTS = 2, 4
 OVERLOAD = 3
 CHUNK_S = OVERLOAD * SHORTEST_S / (NUM_GENERATORS * NUM_SLOTS)

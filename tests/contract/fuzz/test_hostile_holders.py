@@ -16,6 +16,8 @@ from services.broker.streams.scoring_stream import ScoringStream
 from tests.helpers.brokers.broker import RUN, Duplex, Generator, RunningBroker, prompt, serving
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 HUGE = "9" * 100
 
 

@@ -14,6 +14,8 @@ from penstock.v1 import broker_pb2
 from tests.helpers.brokers.scripted_shards import shard_brokers
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @asynccontextmanager
 async def core_connection_of(own: str, ready: list[bool]) -> AsyncIterator[CoreConnection]:

@@ -18,6 +18,8 @@ from penstock.v1 import broker_pb2, types_pb2
 from tests.helpers.brokers.scripted_shards import ScriptedShardBroker, Shards, shard_brokers
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 NUM_SAMPLES = 16
 
 

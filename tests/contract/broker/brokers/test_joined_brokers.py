@@ -31,6 +31,8 @@ from tests.helpers.brokers.broker import (
 from tests.helpers.brokers.steps import ack_step
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 NUM_SHARDS = 3
 STOP = types_pb2.FINISH_REASON_STOP
 

@@ -26,6 +26,8 @@ from tests.helpers.brokers.members import Member, members
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
+
 NUM_SHARDS = 12
 LEASE = SealRequest(group_id="g", sample_index=0, lease_id="l", attempt=1)
 

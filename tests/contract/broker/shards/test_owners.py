@@ -17,6 +17,8 @@ from services.broker.runtime import removal
 from tests.helpers.brokers.broker import RUN
 from tests.helpers.brokers.sharded_run import STOP, DyingStore, ShardedRun, chunk_of, put, reasons
 
+pytestmark = pytest.mark.slow
+
 NUM_SAMPLES, NUM_CHUNKS = 6, 12
 FINISHED = broker_pb2.SAMPLE_STATE_FINISHED
 

@@ -25,6 +25,8 @@ from tests.helpers.brokers.broker import (
 )
 from tests.helpers.brokers.steps import train_step
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = [(name, index) for name in ("a", "b") for index in (0, 1)]
 ABORTED, STOP = types_pb2.FINISH_REASON_ABORTED, types_pb2.FINISH_REASON_STOP
 

@@ -33,6 +33,8 @@ from tests.helpers.broker_model.profile import IS_LONG, LONG_FACTOR
 from tests.helpers.brokers.broker import prompt
 from tests.unit.broker.builders import finish, lease_scoring, open_state, put, score, suffix
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl", "auto")
 GROUP_SIZE, NUM_GROUPS, MAX_TOKENS = 2, 24, 1 << 20
 NUM_ROUNDS = 4

@@ -16,6 +16,8 @@ from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.sharded_run import ABORTED, STOP, DyingStore, ShardedRun, chunk_of, reasons, seal_request
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("a", "b", "c")
 NUM_EVENTS = 150
 QUEUED, LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED

@@ -22,6 +22,8 @@ from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.publishing.version_store import WeightStore
 from services.trainer.service import read_spec
 
+pytestmark = pytest.mark.slow
+
 STRINGS_PER_EXAMPLE = 25
 NUM_EXAMPLES = 400
 """10,000 strings in all."""
