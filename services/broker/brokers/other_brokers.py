@@ -12,7 +12,6 @@ from penstock.v1 import shards_pb2, shards_pb2_grpc
 from services.broker.brokers import messages
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.chunk_rules import Accepted
-from services.broker.operations.compaction import CompactSample
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail
 
@@ -46,10 +45,6 @@ class OtherBroker(Connection):
             response = await rpc.call(self._stub.SealLeases, request, peer=self.peer, timeout_s=CALL_TIMEOUT_S)
             tails += response.tails
         return messages.read_tails(tails, len(samples))
-
-    async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
-        """Not offered between brokers: it is exact wherever it is done, see `TokenShards.compact`."""
-        raise NotImplementedError
 
     async def report(self, run_id: str, shard: int, reports: Sequence[TailReport]) -> None:
         """See `Core.report`."""

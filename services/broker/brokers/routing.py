@@ -33,7 +33,6 @@ from services.broker.brokers.other_brokers import OtherBroker, OtherBrokers
 from services.broker.brokers.sharded_runs import ShardedRuns
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.chunk_rules import Accepted
-from services.broker.operations.compaction import CompactSample
 from services.broker.records.roll import SILENT_S, Broker
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail
@@ -166,10 +165,6 @@ class RoutedShards:
             lambda: self._local.seal(run_id, shard, samples),
             lambda other: other.seal(run_id, shard, samples),
         )
-
-    async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
-        """See `TokenShards.compact`; it is done here."""
-        return await self._local.compact(run_id, shard, samples)
 
     def _owner(self, run_id: str, shard: int, num_shards: int) -> Callable[[], Broker | None]:
         return partial(self._membership.shard_owner, run_id, shard, num_shards)

@@ -20,9 +20,10 @@ from penstock.errors import PenstockError
 from penstock.v1 import types_pb2
 from services.broker.operations import compaction
 from services.broker.operations.compaction import CompactSample
+from services.broker.records.store import Store
 from services.broker.records.stored_sample import StoredSample, compacted
 from services.broker.records_pb2 import GroupRecord
-from services.broker.shards.ports import TokenShards
+from services.broker.shards import compacting
 from services.broker.state.run_state import RunState
 
 MAX_WAITING_BYTES = 16 * 1024 * 1024
@@ -55,9 +56,8 @@ class _Job:
 class Compactor:
     """See the module."""
 
-    def __init__(self, run_id: str, shards: TokenShards | None = None) -> None:
-        """`shards` reaches the run's token shards, if it may have any."""
-        self._run_id, self._shards = run_id, shards
+    def __init__(self, run_id: str, store: Store) -> None:
+        self._run_id, self._store = run_id, store
         self._jobs: deque[_Job] = deque()
         self._num_bytes = 0
         """Of jobs not finished."""
@@ -118,15 +118,14 @@ class Compactor:
         self._has_room.set()
 
     async def _replaced(self, jobs: list[_Job], samples: list[CompactSample]) -> list[CompactSample]:
-        """Have token shards replace the chunks that they have; returns what remains to be noted in the run."""
+        """Replace the chunks that token shards have; returns what remains to be noted in the run."""
         by_shard: dict[int, list[CompactSample]] = {}
         for job, sample in zip(jobs, samples, strict=True):
             by_shard.setdefault(job.token_shard, []).append(sample)
         replaced = by_shard.pop(0, [])
-        if self._shards is not None:
-            for shard, members in by_shard.items():
-                flags = await self._shards.compact(self._run_id, shard, members)
-                replaced += [sample for sample, is_replaced in zip(members, flags, strict=True) if is_replaced]
+        for shard, members in by_shard.items():
+            flags = await compacting.compact(self._store, self._run_id, shard, members)
+            replaced += [sample for sample, is_replaced in zip(members, flags, strict=True) if is_replaced]
         return replaced
 
 

@@ -100,7 +100,7 @@ class RunRegistry:
         """The replica of a run that may or may not exist."""
         replica = self._run_registry.get(run_id)
         if replica is None:
-            replica = RunReplica(run_id, store=self.store, clock=self.clock, broker=self._broker, shards=self.shards)
+            replica = RunReplica(run_id, store=self.store, clock=self.clock, broker=self._broker)
             self._run_registry[run_id] = replica
         self._used_lately[run_id] = replica
         return replica

@@ -28,7 +28,6 @@ from services.broker.runtime.heartbeats import Heartbeats
 from services.broker.runtime.lease_rounds import LeaseRounds
 from services.broker.runtime.listeners import Listeners, Topic
 from services.broker.runtime.payload_cache import PayloadCache
-from services.broker.shards.ports import TokenShards
 from services.broker.shards.sealer import Sealer
 from services.broker.state.run_state import RunState
 
@@ -40,9 +39,7 @@ Follower = Callable[[RunState], Callable[[RunState], Any] | None]
 class RunReplica(Replica[RunState]):
     """See the module."""
 
-    def __init__(
-        self, run_id: str, *, store: Store, clock: Clock, broker: str = "", shards: TokenShards | None = None
-    ) -> None:
+    def __init__(self, run_id: str, *, store: Store, clock: Clock, broker: str = "") -> None:
         super().__init__(run_id, name=f"run {run_id!r}", make=RunState, store=store, clock=RunClock(clock))
         self._broker = broker
         """Name of the process among the brokers that serve the run (`run_clock`)."""
@@ -64,7 +61,7 @@ class RunReplica(Replica[RunState]):
         self.receiving_bytes = 0
         """Payload of puts that arrive in parts, until they are stored; see `trajectory_parts`."""
         self.payloads = PayloadCache(run_id, store=store)
-        self.compactor = Compactor(run_id, shards)
+        self.compactor = Compactor(run_id, store)
         self.sealer = Sealer(run_id, self.transact, self.clock)
         self.peers = Peers(run_id, store=store, clock=self.clock)
         self.dispatcher = Dispatcher(self.peers)

@@ -16,7 +16,7 @@ from services.broker.shards.shard_state import is_complete
 
 
 async def compact(store: Store, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
-    """See `TokenShards.compact`."""
+    """Replace the chunks of finished samples; for each, whether it was as it was read. Any broker may do it."""
     document = shard_id(run_id, shard)
     by_group: dict[str, list[CompactSample]] = {}
     for sample in samples:

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.chunk_rules import Accepted
-from services.broker.operations.compaction import CompactSample
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail
 
@@ -28,10 +27,6 @@ class TokenShards(Protocol):
 
         Raises UnknownRunError, RunClosedError.
         """
-        ...
-
-    async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
-        """Replace the chunks of finished samples; for each, whether it was as it was read. Any broker may do it."""
         ...
 
 

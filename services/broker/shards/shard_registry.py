@@ -10,13 +10,11 @@ import structlog
 from penstock.errors import InvalidFieldError, PenstockError, UnknownRunError
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.chunk_rules import Accepted
-from services.broker.operations.compaction import CompactSample
 from services.broker.records.run_clock import RunClock
 from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
 from services.broker.records.store import Store
 from services.broker.records.token_tails import SealRequest
 from services.broker.records_pb2 import SampleTail
-from services.broker.shards import compacting
 from services.broker.shards.ports import Core
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_replica import ShardReplica
@@ -74,10 +72,6 @@ class ShardRegistry:
     async def seal(self, run_id: str, shard: int, samples: Sequence[SealRequest]) -> list[SampleTail]:
         """See `TokenShards.seal`."""
         return await self.replica(run_id, shard).seal(samples)
-
-    async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
-        """See `TokenShards.compact`."""
-        return await compacting.compact(self._store, run_id, shard, samples)
 
     async def attend(self, run_id: str, shard: int) -> None:
         """Look after a shard from now on: the next look reports what its previous owner left unreported."""

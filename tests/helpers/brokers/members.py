@@ -17,7 +17,6 @@ from services.broker.brokers.shard_service import ShardService
 from services.broker.brokers.sharded_runs import ShardedRuns
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.chunk_rules import Accepted
-from services.broker.operations.compaction import CompactSample
 from services.broker.records.store import Delta, Store
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import RunRecord, SampleTail
@@ -51,11 +50,6 @@ class NotedShards:
         """As many tokens as the sample's index."""
         await self._note("seal", shard, list(samples))
         return [SampleTail(lease_id=each.lease_id, is_sealed=True, num_tokens=each.sample_index) for each in samples]
-
-    async def compact(self, run_id: str, shard: int, samples: Sequence[CompactSample]) -> list[bool]:
-        """Do nothing."""
-        await self._note("compact", shard, list(samples))
-        return [True for _ in samples]
 
     async def report(self, run_id: str, shard: int, reports: Sequence[TailReport]) -> None:
         """Do nothing."""

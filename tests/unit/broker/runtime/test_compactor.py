@@ -17,6 +17,7 @@ from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.runtime import compactor
 from services.broker.runtime.compactor import Compactor
 from services.broker.state.run_state import RunState
+from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.waiting import until
 
 
@@ -50,7 +51,7 @@ class Commits:
 
 
 async def test_deliveries_shortly_after_one_another_share_a_commit() -> None:
-    work, commits = Compactor("r"), Commits()
+    work, commits = Compactor("r", MemoryStore()), Commits()
     commits.may_end.set()
     for name in ("a", "b", "c"):
         await work.offer(record(name), {0: tokens(3), 1: tokens(3)}, commits)
@@ -63,7 +64,7 @@ async def test_deliveries_shortly_after_one_another_share_a_commit() -> None:
 async def test_a_delivery_waits_only_while_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compactor, "MAX_WAITING_BYTES", 100)
     monkeypatch.setattr(compactor, "COMMIT_BYTES", 1)
-    work, commits = Compactor("r"), Commits(fails=True)
+    work, commits = Compactor("r", MemoryStore()), Commits(fails=True)
     await work.offer(record("a"), {0: tokens(10), 1: tokens(10)}, commits)
     more = asyncio.create_task(work.offer(record("b"), {0: tokens(10)}, commits))
     await until(lambda: commits.count == 1)
@@ -76,7 +77,7 @@ async def test_a_delivery_waits_only_while_too_much_waits(monkeypatch: pytest.Mo
 
 
 async def test_what_is_compact_or_not_trained_on_or_huge_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    work, commits = Compactor("r"), Commits()
+    work, commits = Compactor("r", MemoryStore()), Commits()
     evaluation = record("e")
     evaluation.purpose = types_pb2.PURPOSE_EVALUATE
     await work.offer(record("a", is_compact=True), {0: tokens(3)}, commits)
@@ -90,7 +91,7 @@ async def test_what_is_compact_or_not_trained_on_or_huge_is_no_work(monkeypatch:
 async def test_one_that_cannot_be_compacted_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compactor, "COMMIT_BYTES", 1)
     monkeypatch.setattr(compactor, "MAX_WAITING_BYTES", 100)
-    work, commits = Compactor("r"), Commits()
+    work, commits = Compactor("r", MemoryStore()), Commits()
     commits.may_end.set()
     broken = replace(tokens(3), loss_mask=b"\1", token_ids=b"\1")
     await work.offer(record("a"), {0: broken, 1: tokens(20)}, commits)
@@ -108,7 +109,7 @@ async def test_the_loop_goes_on_while_a_large_one_is_compacted(monkeypatch: pyte
         return compacted(sample)
 
     monkeypatch.setattr(compactor, "compacted", noted)
-    work, commits = Compactor("r"), Commits()
+    work, commits = Compactor("r", MemoryStore()), Commits()
     commits.may_end.set()
     await work.offer(record("a"), {0: tokens(100), 1: tokens(3)}, commits)
     await work.settled()

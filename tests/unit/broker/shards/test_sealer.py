@@ -8,7 +8,6 @@ from penstock.v1 import broker_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations import leasing
 from services.broker.operations.chunk_rules import Accepted
-from services.broker.operations.compaction import CompactSample
 from services.broker.records.token_tails import SealRequest
 from services.broker.records_pb2 import SampleTail
 from services.broker.shards.sealer import Sealer
@@ -39,9 +38,6 @@ class FakeShards:
         return [SampleTail(lease_id=sample.lease_id, is_sealed=True, num_tokens=3) for sample in samples]
 
     async def accept(self, _run_id: str, _shard: int, _generator: str, _chunks: Sequence[ChunkFacts]) -> Accepted:
-        raise NotImplementedError
-
-    async def compact(self, _run_id: str, _shard: int, _samples: Sequence[CompactSample]) -> list[bool]:
         raise NotImplementedError
 
 

@@ -13,6 +13,7 @@ from penstock.v1 import broker_pb2
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import Store
+from services.broker.shards.compacting import compact
 from services.broker.shards.run_facts import MAX_PROGRESS_EVERY_S
 from services.broker.shards.shard_registry import IDLE_SHARD_S
 from services.broker.shards.shard_replica import CLEAN_EVERY_S, REPORT_AGAIN_AFTER_S
@@ -270,7 +271,7 @@ async def test_only_samples_that_ended_as_they_were_read_are_compacted() -> None
         for name, attempt in (("a", 0), ("b", 0), ("c", 0))
     ]
     shard = leases[0].token_shard
-    assert await process.compact(RUN, shard, samples) == [True, False, False]
-    assert await process.compact(RUN, shard % 3 + 1, samples) == [False, False, False]
+    assert await compact(run.store, RUN, shard, samples) == [True, False, False]
+    assert await compact(run.store, RUN, shard % 3 + 1, samples) == [False, False, False]
     stored = await run.store.chunks(shard_id(RUN, shard), [("a", 0), ("c", 0)])
     assert stored == [[b"compact"], []]
