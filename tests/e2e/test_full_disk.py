@@ -25,7 +25,7 @@ def test_a_run_on_a_disk_that_fills_up_ends_by_name_and_is_resumed(task):
             assert f"penstock run --resume {run_dir}" in line
             assert "Traceback" not in run.text
             assert not [record.name for record in run.folder.records() if record.is_alive]
-            assert not [path.name for path in run.folder.logs.iterdir() if "Traceback" in path.read_text()]
+            assert not [path.read_text() for path in run.folder.logs.iterdir() if "Traceback" in path.read_text()]
 
         filler.unlink()
         with penstock("run", "--resume", str(run_dir), cwd=disk, run_dir=run_dir) as run:

@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
 from prometheus_client import Counter
 from safetensors import SafetensorError
 
@@ -27,6 +28,7 @@ from penstock.deltas.content import write_delta
 from penstock.errors import InvalidFieldError
 from penstock.model.digests import manifest_digest, safetensors_digests
 from penstock.network.rpc import MAX_MESSAGE_BYTES
+from penstock.process.tasks import uninterrupted
 from penstock.security import Security
 from penstock.transfer.chunks import chunks_of
 from penstock.transfer.content_server import serving_contents
@@ -39,6 +41,7 @@ from services.trainer.publishing.version_store import WeightStore
 if TYPE_CHECKING:
     from torch import Tensor
 
+_log = structlog.get_logger()
 MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - 1024**2
 """As a message, with space for its envelope."""
 MAX_DELTA_SHARE = 0.9
@@ -114,10 +117,17 @@ class WeightPublisher:
         self._publishing = asyncio.ensure_future(publish())
 
     async def finish(self) -> None:
-        """Returns when the last version that was begun is published; raises what publishing raised."""
-        if self._publishing is not None:
-            await self._publishing
-            self._publishing = None
+        """Returns when the last version that was begun is published; raises, once, what publishing raised."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            await uninterrupted(publishing)
+
+    async def close(self) -> None:
+        """Wait until nothing is being published; a failure is only logged, since the run ends for another reason."""
+        try:
+            await self.finish()
+        except Exception as error:  # Whatever it is, it must not hide the run's outcome.
+            _log.error("the last version was not published", error=str(error))
 
     def _prepare(
         self, tensors: Mapping[str, Tensor], policy_version: int, history: int, adapter: weights_pb2.AdapterInfo | None

@@ -161,6 +161,7 @@ class TrainingRun:
             # A full disk fails one write after another: report it once.
             message = reported if is_full(error) or not message else f"{message}; {reported}"
         finally:
+            await self._publisher.close()
             await self._close_backend()
             self._compute.close()
             await asyncio.to_thread(self._metrics.trackers.close)
