@@ -9,7 +9,6 @@ from tests.helpers.broker_model.profile import TIMEOUT_S, check_invariants
 
 
 @pytest.mark.slow
-@pytest.mark.flaky(reruns=0)
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_invariants_hold_whatever_happens() -> None:
     check_invariants(MemoryBacking, max_examples=80)
