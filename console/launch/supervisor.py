@@ -148,7 +148,8 @@ class SupervisedProcess:
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), self.spec.stop_grace_s)
+                async with asyncio.timeout(self.spec.stop_grace_s):
+                    await process.wait()
             except TimeoutError:
                 self.kill()
                 await process.wait()

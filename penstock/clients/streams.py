@@ -27,7 +27,7 @@ from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.network.rpc import backoff_s, explained
 from penstock.process.logger import get_logger
-from penstock.process.tasks import end
+from penstock.process.tasks import Cancellation, end
 from penstock.process.time_limits import TimeLimit
 
 PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
@@ -91,6 +91,7 @@ class Reconnecting:
         Raises:
             PenstockError: The server's error; ServiceUnavailableError if it went silent.
         """
+        cancellation = Cancellation()
         try:
             while (response := await read(call, peer=self.peer, max_silence_s=max_silence_s)) is not grpc.aio.EOF:
                 self.num_connects += not self.is_up
@@ -102,6 +103,7 @@ class Reconnecting:
                 # Who waits for it goes on before the next one is asked for.
                 await asyncio.sleep(0)
         except grpc.aio.AioRpcError as error:
+            cancellation.check()
             raise await explained(error, peer=self.peer) from error
         finally:
             call.cancel()

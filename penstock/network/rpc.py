@@ -26,7 +26,7 @@ from penstock.network.outage import Outage
 from penstock.process.grace_periods import SERVER_STOP_S
 from penstock.process.logger import get_logger
 from penstock.process.signals import StopSignals
-from penstock.process.tasks import end, until_first_failure
+from penstock.process.tasks import Cancellation, end, until_first_failure
 from penstock.security import NO_SECURITY, Security
 from penstock.security.access import AccessInterceptor
 from penstock.security.checks.troubles import TROUBLES
@@ -226,9 +226,11 @@ async def call(
 @asynccontextmanager
 async def translated_errors(peer: str) -> AsyncIterator[None]:
     """Inside, a call's AioRpcError becomes the PenstockError the server raised."""
+    cancellation = Cancellation()
     try:
         yield
     except grpc.aio.AioRpcError as error:
+        cancellation.check()
         raise await explained(error, peer=peer) from error
 
 

@@ -27,6 +27,24 @@ async def uninterrupted(work: Awaitable[_Result]) -> _Result:
         raise
 
 
+class Cancellation:
+    """Whether the present task was cancelled since this was made.
+
+    A call of gRPC that fails while its caller is cancelled raises its own error, and the cancellation is lost: whoever
+    would try again must ask here first.
+    """
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._num_before = task, task.cancelling()
+
+    def check(self) -> None:
+        """Raises asyncio.CancelledError if so."""
+        if self._task.cancelling() > self._num_before:
+            raise asyncio.CancelledError
+
+
 async def end(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait until they have ended, however they do."""
     for task in tasks:

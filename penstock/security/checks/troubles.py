@@ -110,7 +110,8 @@ class Troubles:
         if known.answer is None:
             return Diagnosis()
         try:
-            found = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(known.answer)), MAX_WAIT_S)
+            async with asyncio.timeout(MAX_WAIT_S):
+                found = await asyncio.shield(asyncio.wrap_future(known.answer))
         except TimeoutError:
             return Diagnosis()
         self._say(name, known, found.problem)

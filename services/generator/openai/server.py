@@ -140,7 +140,8 @@ class OpenAIEndpoint:
     async def stop(self) -> None:
         """Put complete groups; incomplete sessions are lost with the process. Takes seconds at most."""
         try:
-            groups = await asyncio.wait_for(self._agents.groups(), PUT_AT_STOP_S)
+            async with asyncio.timeout(PUT_AT_STOP_S):
+                groups = await self._agents.groups()
         except (ApiError, TimeoutError):
             return
         num_open = groups.num_open

@@ -191,7 +191,8 @@ class LengthForecaster:
             return None
         answer = asyncio.ensure_future(asyncio.to_thread(fit.model.predict, prompts))
         try:
-            return await asyncio.wait_for(asyncio.shield(answer), SLOW_TIMEOUT_S if is_slow else None)
+            async with asyncio.timeout(SLOW_TIMEOUT_S if is_slow else None):
+                return await asyncio.shield(answer)
         except TimeoutError:
             self._late = answer
             answer.add_done_callback(_forget)
