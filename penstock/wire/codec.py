@@ -27,6 +27,10 @@ SERIALIZED_WHOLE_BYTES = 1024 * 1024
 """Of token ids in a group: with more it is large."""
 Packed = bytes | memoryview
 """A serialized TrajectoryGroups, or a part of one."""
+MAX_FIELDS = 4_096
+"""Of one message that is read field by field here: its size alone would allow millions, unknown ones among them."""
+_VARINT_BITS = 70
+"""In ten bytes: protobuf refuses longer varints."""
 
 
 def int32_bytes(values: Sequence[int] | Int32) -> bytes:
@@ -202,22 +206,27 @@ def field_span(fields: Fields, number: int) -> tuple[int, int]:
     return found
 
 
-def fields_of(data: bytes) -> Fields:
-    """The fields of a serialized message, in order. Raises InvalidFieldError where `data` is not well-formed."""
+def fields_of(data: Packed) -> Fields:
+    """The fields of a serialized message, in order.
+
+    Raises InvalidFieldError where `data` is not well-formed, or has more than MAX_FIELDS.
+    """
     fields: Fields = []
     at = 0
     try:
         while at < len(data):
-            tag, at = _read_varint(data, at) if data[at] > 0x7F else (data[at], at + 1)
+            tag, at = read_varint(data, at) if data[at] > 0x7F else (data[at], at + 1)
             kind, start = tag & 7, -1
             if kind == 2:
-                size_bytes, start = _read_varint(data, at) if data[at] > 0x7F else (data[at], at + 1)
+                size_bytes, start = read_varint(data, at) if data[at] > 0x7F else (data[at], at + 1)
                 at = start + size_bytes
             elif kind == 0:
-                _value, at = _read_varint(data, at)
+                _value, at = read_varint(data, at)
             else:
                 at += _FIXED_BYTES[kind]
             fields.append((tag >> 3, start, at))
+            if len(fields) > MAX_FIELDS:
+                raise InvalidFieldError(f"request: more than {MAX_FIELDS} fields; send fewer", field="request")
     except (IndexError, KeyError) as error:
         raise InvalidFieldError(f"request: byte {at} of {len(data)} begins no field", field="request") from error
     if at > len(data):
@@ -225,13 +234,15 @@ def fields_of(data: bytes) -> Fields:
     return fields
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """A varint and where it ends. Raises IndexError where `data` ends first."""
+def read_varint(data: Packed, at: int) -> tuple[int, int]:
+    """A varint and where it ends. Raises IndexError where `data` ends first, or the varint is too long."""
     value = shift = 0
     while data[at] > 0x7F:
         value |= (data[at] & 0x7F) << shift
         shift += 7
         at += 1
+        if shift == _VARINT_BITS:
+            raise IndexError(at)
     return value | data[at] << shift, at + 1
 
 

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire import packed
-from penstock.wire.codec import field_span, fields_of
+from penstock.wire.codec import MAX_FIELDS, field_span, fields_of
 from tests.helpers.brokers.trajectories import group, groups, pack_groups
 
 GROUPS = broker_pb2.PutTrajectoriesRequest.GROUPS_FIELD_NUMBER
@@ -58,8 +58,11 @@ def test_a_field_is_found_among_others_of_every_wire_type() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"\x22\x01a\x22\x01a", b"\x22", b"\x22\x80", b"\x28\x80", b"\x27\x01", b"\x80", b"\x22\x02a"],
-    ids=["twice", "no length", "cut length", "cut number", "unknown type", "cut tag", "cut field"],
+    [
+        *(b"\x22\x01a\x22\x01a", b"\x22", b"\x22\x80", b"\x28\x80", b"\x27\x01", b"\x80", b"\x22\x02a"),
+        *(b"\x28" + b"\xff" * 10 + b"\1", b"\x28\1" * (MAX_FIELDS + 1)),
+    ],
+    ids=["twice", "no length", "cut length", "cut number", "unknown type", "cut tag", "cut field", "long", "many"],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidFieldError, match="request"):
