@@ -66,8 +66,9 @@ async def _measure(run: EmulatedRun, num_tokens: int, num_repetitions: int, idle
 
 
 async def _counts(run: EmulatedRun) -> tuple[float, int]:
-    """Conflicts and commits so far."""
+    """Conflicts and commits so far, of the run's own document and of its token shards."""
     await asyncio.sleep(OBSERVED_AFTER_S)
     readings = [await meters.Metrics.read(broker.metrics_port) for broker in run.brokers]
     commits = await meters.num_commits(run.stage.redis_url, run.run_id, num_shards=run.load.num_shards)
-    return sum(reading.total(meters.CONFLICTS, run.run_id) for reading in readings), commits
+    names = (meters.CONFLICTS, meters.SHARD_CONFLICTS)
+    return sum(reading.total(name, run.run_id) for reading in readings for name in names), commits

@@ -20,6 +20,7 @@ STALLS = "penstock_broker_loop_stall_seconds"
 LONGEST_STALL = "penstock_broker_loop_longest_stall_s"
 LONGEST_GAP = "penstock_broker_heartbeat_longest_gap_s"
 CONFLICTS = "penstock_broker_commit_conflicts"
+SHARD_CONFLICTS = "penstock_broker_shard_commit_conflicts_total"
 READ_TIMEOUT_S = 30.0
 _Labels = frozenset[tuple[str, str]]
 
@@ -42,9 +43,9 @@ class Metrics:
         return cls(values)
 
     def total(self, name: str, run_id: str = "") -> float:
-        """The sum over all labels, or over those of a run and its token shards; 0 if there are none."""
+        """The sum over all labels, or over those of a run; 0 if there are none."""
         found = self.values.get(name, {}).items()
-        return sum(value for labels, value in found if dict(labels).get("run", "").startswith(run_id))
+        return sum(value for labels, value in found if not run_id or dict(labels).get("run") == run_id)
 
     def buckets(self, name: str) -> dict[float, float]:
         """Cumulative counts of a histogram by upper bound."""

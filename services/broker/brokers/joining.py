@@ -38,6 +38,7 @@ class JoinedBrokers:
         run_registry.shards = RoutedShards(shards, self._router, self.membership, self._runs)
         shards.core = RoutedCore(run_registry, self._router, self.membership)
         shards.is_ours = self.membership.owns
+        run_registry.owns_core = self.membership.owns_core
         self.service = rpc.service_of(ShardService(shards, run_registry))
         """To be served beside the broker's own."""
 

@@ -127,6 +127,11 @@ class Membership:
             name = self._core_owners[run_id, leases_here] = core_owner(serving or leasing or roll.brokers, run_id)
         return roll.brokers[name]
 
+    def owns_core(self, run_id: str) -> bool:
+        """Whether this process owns a run's core, or cannot tell who does."""
+        owner = self.core_owner(run_id)
+        return owner is None or owner.name == self.name
+
     def _owner_names(self, roll: Roll, run_id: str, num_shards: int) -> list[str]:
         names = self._shard_owners.get((run_id, num_shards))
         if names is None:

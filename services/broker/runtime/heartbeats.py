@@ -112,6 +112,11 @@ class Heartbeats:
         if self._writer is None:
             self._writer = asyncio.create_task(self._write())
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether anything that was noted is not stored."""
+        return bool(self._waiting)
+
     def next_turn(self) -> bool:
         """Begin another turn: whether everything that was noted before the present one began is stored."""
         is_stored = all(waiting.oldest_turn == self._turn for waiting in self._waiting.values())

@@ -118,6 +118,10 @@ class BrokerMetrics:
         self._queued.labels(run_id).set(len(state.queue))
         self._stored_bytes.labels(run_id, "live").set(state.index.live_bytes)
         self._stored_bytes.labels(run_id, "trained").set(state.index.retained_bytes.total())
+        self.observe_conflicts(run_id, num_conflicts)
+
+    def observe_conflicts(self, run_id: str, num_conflicts: int) -> None:
+        """Set how often another broker was first, which outlives the copy of a run."""
         self._conflicts.labels(run_id).set(num_conflicts)
 
     def forget(self, run_id: str) -> None:

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from penstock.clock import Clock
-from penstock.errors import PenstockError, ServiceUnavailableError
+from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
 from services.broker.operations import leasing, scores, token_ends
 from services.broker.records.store import Store
 from services.broker.records.token_tails import TailReport
@@ -27,6 +27,7 @@ from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.shards.ports import TokenShards
+from services.broker.shards.run_facts import FactsOfRuns
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_registry import ShardRegistry
 from services.broker.stalls import stall_report
@@ -40,6 +41,11 @@ BOOKS_EVERY_S = 5.0
 """Interval of the audit metrics, which read the counters from the store."""
 IDLE_RUN_S = 60.0
 """A run unused for this long is unloaded; its state is in the store."""
+FOLLOWED_S = 10.0
+"""The same where another broker owns the run and nobody is attached here: to follow a run that long costs about what it
+costs to load it."""
+KEEP_EVERY_S = 1.0
+"""Interval at which only the clock of such a run is kept, for the token shards here."""
 
 _log = structlog.get_logger()
 
@@ -78,9 +84,13 @@ class RunRegistry:
         self._faulty: set[str] = set()
         """Runs whose care failed the last time, and was logged."""
         self.is_stopping = False
+        self.owns_core: Callable[[str], bool] = lambda _run_id: True
+        """Whether this process is the one that looks after a run, whether or not anybody is attached."""
+        self._facts = FactsOfRuns(store, clock.monotonic_s)
         self.own_shards = ShardRegistry(
             store=store,
             core=self,
+            facts=self._facts,
             clock_of=lambda run_id: self.replica(run_id).clock,
             metrics=ShardMetrics(metrics.registry),
         )
@@ -189,6 +199,9 @@ class RunRegistry:
             if self._used_lately.pop(replica.run_id, None) is not None:
                 self.metrics.forget(replica.run_id)
             return
+        if self._is_looked_after_elsewhere(replica):
+            await self._keep(replica)
+            return
         used_s = replica.last_used_s
         try:
             await replica.keep_time()
@@ -205,6 +218,26 @@ class RunRegistry:
             _log.warning("run not cared for", run_id=replica.run_id, error=str(error))
         replica.last_used_s = used_s
         self._observe(replica)
+
+    def _is_looked_after_elsewhere(self, replica: RunReplica) -> bool:
+        """Whether only token shards here need the run, and the streams that send to them."""
+        may_need_it = replica.has_holders or replica.heartbeats.has_waiting
+        if may_need_it or not (replica.copy is None or replica.has_shards):
+            return False
+        return self.clock.monotonic_s() - replica.last_used_s > FOLLOWED_S and not self.owns_core(replica.run_id)
+
+    async def _keep(self, replica: RunReplica) -> None:
+        """Keep the clock of a run, and tell the streams of its end; its copy is dropped."""
+        if replica.unload():
+            self.metrics.forget(replica.run_id)
+            self.metrics.observe_conflicts(replica.run_id, replica.num_conflicts)
+        now_s = self.clock.monotonic_s()
+        if now_s - replica.kept_s < KEEP_EVERY_S:
+            return
+        replica.kept_s = now_s
+        await replica.keep_time()
+        with suppress(UnknownRunError):
+            replica.note_end(is_closed=(await self._facts.of(replica.run_id)).is_closed)
 
     def _observe(self, replica: RunReplica) -> None:
         at_s, now_s = self.clock.monotonic_s(), replica.clock.now_s()

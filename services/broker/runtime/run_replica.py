@@ -51,6 +51,10 @@ class RunReplica(Replica[RunState]):
         """When the caretaker last read the audit counters."""
         self.observed_s = -math.inf
         """When it last set the metrics of the run's queues and stalls."""
+        self.kept_s = -math.inf
+        """When it last kept the clock of the run without a copy of it."""
+        self._has_ended = False
+        """Whether the run was closed when that was looked at, of a run without a copy."""
         self.heartbeats = Heartbeats(self.transact, self.clock)
         self._followers: dict[Follower, Callable[[asyncio.Future[Any]], None]] = {}
         """In order of arrival: woken in that order, so that the first to ask is served first."""
@@ -111,7 +115,7 @@ class RunReplica(Replica[RunState]):
         return len(self.listeners)
 
     @property
-    def _has_holders(self) -> bool:
+    def has_holders(self) -> bool:
         """Whether a stream is of one who holds leases or takes groups: those who send tokens wait for the end only."""
         return self.listeners.has_holders
 
@@ -127,8 +131,22 @@ class RunReplica(Replica[RunState]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the run is closed according to the copy, a hint too; False if not loaded."""
-        return self.copy is not None and self.copy.run.is_closed
+        """Whether the run is closed according to the copy, or to `note_end`; a hint too."""
+        return self._has_ended if self.copy is None else self.copy.run.is_closed
+
+    def note_end(self, *, is_closed: bool) -> None:
+        """What the store says of the run; of one without a copy, streams that wait for the end hear it."""
+        has_ended, self._has_ended = self._has_ended, is_closed
+        if self.copy is None and is_closed and not has_ended:
+            self.wake()
+
+    def unload(self) -> bool:
+        """Drop the copy, unless an operation is under way; returns whether there was one. The store has the run."""
+        if self.copy is None or self._worker is not None:
+            return False
+        self._has_ended = self.is_closed
+        self._forget()
+        return True
 
     # -- transactions --------------------------------------------------------------------------------------------------
 
@@ -146,11 +164,11 @@ class RunReplica(Replica[RunState]):
 
         Callers at the same time share one advance, and its failure.
         """
-        await self._advance(is_serving=self._has_holders)
+        await self._advance(is_serving=self.has_holders)
 
     async def attend(self) -> None:
         """Serve the run from now on; a stream calls this, while it listens, before it hands out leases."""
-        while self._has_holders and not self._is_serving:
+        while self.has_holders and not self._is_serving:
             await self.keep_time()
 
     async def leave(self) -> None:
@@ -221,6 +239,7 @@ class RunReplica(Replica[RunState]):
         if self.copy is None:
             self.wake()
         else:
+            self._has_ended = False
             self.listeners.wake(self.copy)
 
     def _follow_up(self, state: RunState) -> list[Request[RunState]]:

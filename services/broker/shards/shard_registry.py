@@ -16,6 +16,7 @@ from services.broker.records.store import Store
 from services.broker.records.token_tails import SealRequest
 from services.broker.records_pb2 import SampleTail
 from services.broker.shards.ports import Core
+from services.broker.shards.run_facts import FactsOfRuns
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_replica import ShardReplica
 
@@ -36,6 +37,7 @@ class ShardRegistry:
         *,
         store: Store,
         core: Core,
+        facts: FactsOfRuns,
         clock_of: Callable[[str], RunClock],
         metrics: ShardMetrics | None = None,
         is_ours: Callable[[str, int], bool] = lambda _run_id, _shard: True,
@@ -43,7 +45,7 @@ class ShardRegistry:
         """`clock_of` returns a run's clock in this process; `is_ours` says which shards the process looks after."""
         self.core = core
         """Set before the first call."""
-        self._store, self._clock_of = store, clock_of
+        self._store, self._facts, self._clock_of = store, facts, clock_of
         self.is_ours = is_ours
         self._metrics = metrics
         self._replicas: dict[tuple[str, int], ShardReplica] = {}
@@ -54,7 +56,7 @@ class ShardRegistry:
             raise InvalidFieldError(f"token_shard: {shard}; must be what the lease says", field="token_shard")
         clock, replica = self._clock_of(run_id), self._replicas.get((run_id, shard))
         if replica is None:
-            replica = ShardReplica(run_id, shard, store=self._store, clock=clock, core=self.core)
+            replica = ShardReplica(run_id, shard, store=self._store, clock=clock, core=self.core, runs=self._facts)
             self._replicas[run_id, shard] = replica
         # The run may have been unloaded and loaded again since.
         replica.clock = clock
@@ -118,6 +120,6 @@ class ShardRegistry:
         if is_ours or await replica.is_closed():
             await replica.care()
             replica.last_used_s = used_s
-        is_needed = is_ours and replica.copy is not None and replica.copy.group_ids
+        is_needed = is_ours and replica.copy is not None and not replica.copy.is_empty
         if not is_needed and replica.clock.monotonic_s() - used_s > IDLE_SHARD_S:
             self._replicas.pop((run_id, shard), None)

@@ -32,13 +32,11 @@ from services.broker.shards import acceptance, tails
 from services.broker.shards.acceptance import Answer
 from services.broker.shards.end_reports import REPORTS_AT_ONCE, EndReports
 from services.broker.shards.ports import Core
-from services.broker.shards.run_facts import RunFacts, check_open, read_facts
+from services.broker.shards.run_facts import FactsOfRuns, RunFacts, check_open
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_removal import remove_stale
 from services.broker.shards.shard_state import ShardState
 
-FACTS_LIFE_S = 1.0
-"""How long a shard goes on by what it last read of its run."""
 REPORT_AGAIN_AFTER_S = 1.0
 """An end that the run has not confirmed for this long is reported again."""
 CLEAN_EVERY_S = 10.0
@@ -52,7 +50,9 @@ _log = structlog.get_logger()
 class ShardReplica(Replica[ShardState]):
     """See the module."""
 
-    def __init__(self, run_id: str, shard: int, *, store: Store, clock: RunClock, core: Core) -> None:
+    def __init__(
+        self, run_id: str, shard: int, *, store: Store, clock: RunClock, core: Core, runs: FactsOfRuns
+    ) -> None:
         document_id = shard_id(run_id, shard)
         super().__init__(
             document_id, name=f"token shard {shard} of run {run_id!r}", make=ShardState, store=store, clock=clock
@@ -63,10 +63,11 @@ class ShardReplica(Replica[ShardState]):
         self.num_mismatches = 0
         """Leases that did not continue what the shard has: the store has lost something."""
         self._core = core
-        self._facts: RunFacts | None = None
+        self._runs = runs
         self._ends = EndReports(self._tell_ends)
         self._noting: set[asyncio.Task[None]] = set()
-        self._looked_s = self._progress_s = self._cleaned_s = -math.inf
+        self._looked_s = self._progress_s = self._cleaned_s = self._absent_s = -math.inf
+        """When what is done now and then was done, and when there was no document."""
         self._overdue: set[SampleId] | None = None
         """Ends that the run had yet to confirm at the last look; None before the first, when all are overdue."""
         self._observed = 0, 0, 0
@@ -83,7 +84,7 @@ class ShardReplica(Replica[ShardState]):
             answer = await self.transact(partial(decide, chunks=chunks, now_s=self.clock.now_s()))
         except UnknownRunError:
             answer = Answer(accepted=Accepted(errors=[], repeated=[]), unknown=list(chunks))
-        answers = [answer, await self._adopt(answer.unknown, decide, facts)] if answer.unknown else [answer]
+        answers = [answer, await self._adopt(answer.unknown, decide)] if answer.unknown else [answer]
         await self._ends.tell([end for each in answers for end in each.ends])
         return Accepted(
             errors=[error for each in answers for error in each.accepted.errors],
@@ -95,9 +96,9 @@ class ShardReplica(Replica[ShardState]):
         facts = await self.facts()
         if facts.is_gone:
             raise _gone(self.core_id)
-        return await self._change(lambda state: tails.seal(state, requests), facts)
+        return await self._change(lambda state: tails.seal(state, requests))
 
-    async def _adopt(self, chunks: Sequence[ChunkFacts], decide: Callable[..., Answer], facts: RunFacts) -> Answer:
+    async def _adopt(self, chunks: Sequence[ChunkFacts], decide: Callable[..., Answer]) -> Answer:
         """Accept chunks under leases that the shard does not know, by what the run says of them."""
         names = list(dict.fromkeys(chunk.group_id for chunk in chunks))
         found = await self.store.records(self.core_id, names)
@@ -112,47 +113,45 @@ class ShardReplica(Replica[ShardState]):
             empty = ShardState()
             answer = decide(empty)
             if empty.is_changed:
-                answer = await self._change(decide, facts)
+                answer = await self._change(decide)
         self.num_mismatches += len(answer.mismatches)
         for sample in answer.mismatches:
             _log.error("a lease does not continue what its shard has", run_id=self.core_id, sample=sample)
         return answer
 
-    async def _change(self, operation: Callable[[ShardState], _T], facts: RunFacts) -> _T:
+    async def _change(self, operation: Callable[[ShardState], _T]) -> _T:
         """Change the shard, which is made if need be."""
-        record = ShardRecord(run_id=self.core_id, shard=self.shard, open_s=facts.open_s)
         for _ in range(MAX_CREATIONS):
             try:
                 return await self.transact(operation)
             except UnknownRunError:
+                facts = await self._runs.read_anew(self.core_id)
+                record = ShardRecord(run_id=self.core_id, shard=self.shard, open_s=facts.open_s)
                 await self.transact(partial(_create, record=record), may_create=True)
         return await self.transact(operation)
 
     # -- housekeeping --------------------------------------------------------------------------------------------------
 
     async def facts(self, *, version: int = 0, needs_open: bool = False) -> RunFacts:
-        """What the shard knows of its run, read again when that is old, or of a version before this one.
-
-        With `needs_open` so it is when the run is said to be closed, too: it may have been opened again. Raises
-        UnknownRunError.
-        """
-        facts, now_s = self._facts, self.clock.monotonic_s()
-        is_past = facts is None or now_s - facts.read_s > FACTS_LIFE_S
-        if facts is None or is_past or (needs_open and facts.is_closed) or version > facts.policy_version:
-            self._facts = None
-            facts = self._facts = await read_facts(self.store, self.core_id, now_s)
+        """What the shard knows of its run, see `FactsOfRuns.of`; what it has of one before of that id is deleted."""
+        facts = await self._runs.of(self.core_id, version=version, needs_open=needs_open)
         await self.load()
+        return await self._of_this_run(facts)
+
+    async def _of_this_run(self, facts: RunFacts) -> RunFacts:
         if self.copy is not None and self.copy.shard.open_s != facts.open_s:
             # Either is of an earlier run, perhaps only in this process.
             await self._remove_stale()
-            facts = self._facts = await read_facts(self.store, self.core_id, now_s)
+            facts = await self._runs.read_anew(self.core_id)
         return facts
 
     async def load(self) -> None:
         """Have a copy, if there is a document."""
         if self.copy is None:
-            with suppress(UnknownRunError):
+            try:
                 await self.transact(lambda _state: None, must_verify=False)
+            except UnknownRunError:
+                self._absent_s = self.clock.monotonic_s()
 
     async def _remove_stale(self) -> None:
         """Delete the document if it is of an earlier run, and the copy; see `shard_removal`."""
@@ -174,7 +173,10 @@ class ShardReplica(Replica[ShardState]):
         Raises UnknownRunError once the run is gone, and the shard with it.
         """
         try:
-            facts = await self.facts()
+            facts = await self._runs.of(self.core_id)
+            if self.clock.monotonic_s() - self._absent_s >= CLEAN_EVERY_S:
+                await self.load()
+            facts = await self._of_this_run(facts)
             if facts.is_gone:
                 raise _gone(self.core_id)
         except UnknownRunError:

@@ -62,6 +62,11 @@ class ShardState:
         return group_id in self.groups or group_id in self.at_rest
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no group has a record."""
+        return not (self.groups or self.at_rest)
+
+    @property
     def group_ids(self) -> list[str]:
         """Every group with a record."""
         return [*self.groups, *self.at_rest]

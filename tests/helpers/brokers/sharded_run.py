@@ -22,6 +22,7 @@ from services.broker.records.stored_sample import read_sample
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleRecord, SampleTail
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.shards.run_facts import FactsOfRuns
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_registry import ShardRegistry
 from services.broker.state.run_state import RunState
@@ -66,8 +67,13 @@ class ShardedRun:
     def process(self, store: Any = None) -> ShardRegistry:
         """Another process, over a store of its own if one is given."""
         clock = RunClock(self.clock)
+        store = store or self.store
         process = ShardRegistry(
-            store=store or self.store, core=self, clock_of=lambda _run_id: clock, metrics=self._metrics
+            store=store,
+            core=self,
+            facts=FactsOfRuns(store, self.clock.monotonic_s),
+            clock_of=lambda _run_id: clock,
+            metrics=self._metrics,
         )
         self._processes.append(process)
         return process

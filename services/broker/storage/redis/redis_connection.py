@@ -80,13 +80,28 @@ class Script:
 
 
 async def exchange(redis: Redis, commands: Sequence[_Command], *, num_replicas: int = 0) -> Any:
-    """The answer to the last of some commands, sent together, once `num_replicas` replicas are as far as the master.
+    """The answer to the last of some commands, sent together, once `num_replicas` replicas are as far as the master."""
+    if isinstance(redis, RedisCluster):
+        return await _through_cluster(redis, commands)
+    return (await _answers(redis, commands, num_replicas))[-1]
+
+
+async def pipelined(redis: Redis | RedisCluster, commands: Sequence[_Command]) -> list[Any]:
+    """The answers to some commands, sent together."""
+    if not isinstance(redis, RedisCluster):
+        return await _answers(redis, commands)
+    pipeline = redis.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    return await pipeline.execute()
+
+
+async def _answers(redis: Redis, commands: Sequence[_Command], num_replicas: int = 0) -> list[Any]:
+    """The answers to some commands, sent together, once `num_replicas` replicas are as far as the master.
 
     As a pipeline of redis-py, but without its bookkeeping, which takes as long as all the rest. A connection that fails
     here closes itself. Raises the first error among the answers, once all are read, and TooFewReplicasError.
     """
-    if isinstance(redis, RedisCluster):
-        return await _through_cluster(redis, commands)
     if num_replicas:
         # WAIT counts only writes of its own connection.
         commands = [*commands, ("WAIT", num_replicas, round(REPLICATION_TIMEOUT_S * 1000))]
@@ -114,7 +129,7 @@ async def exchange(redis: Redis, commands: Sequence[_Command], *, num_replicas: 
         # It may no longer be the master: the next connection asks the Sentinels again.
         await redis.connection_pool.disconnect(inuse_connections=False)
         raise TooFewReplicasError(f"{num_have} of {num_replicas} replicas followed within {REPLICATION_TIMEOUT_S} s")
-    return answers[-1]
+    return answers
 
 
 async def _borrowed(pool: ConnectionPool) -> AbstractConnection:
@@ -154,14 +169,6 @@ async def _through_cluster(redis: RedisCluster, commands: Sequence[_Command]) ->
     if ahead:
         await pipelined(redis, ahead)
     return await redis.execute_command(*last)
-
-
-async def pipelined(redis: Redis | RedisCluster, commands: Sequence[_Command]) -> list[Any]:
-    """The answers to some commands, sent together, as redis-py parses them."""
-    pipeline = redis.pipeline(transaction=False)
-    for command in commands:
-        pipeline.execute_command(*command)
-    return await pipeline.execute()
 
 
 class RedisConnection:

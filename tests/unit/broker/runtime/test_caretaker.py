@@ -13,11 +13,16 @@ from prometheus_client import CollectorRegistry
 from penstock.clock import SystemClock
 from penstock.errors import ServiceUnavailableError
 from penstock.process.tasks import end
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2
 from services.broker.records.run_clock import Reading
 from services.broker.runtime import run_registry as run_registry_module
+from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_registry import RunRegistry
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.server import make_run_registry
+from services.broker.shards import run_facts
+from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import limits
 from tests.helpers.waiting import until
@@ -58,6 +63,10 @@ async def caring(store: TickStore, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
             assert not task.done()
         finally:
             await end(task)
+
+
+def _close(state: RunState) -> None:
+    state.run.is_closed = True
 
 
 async def _ignore(_is_serving: bool) -> None:
@@ -105,3 +114,27 @@ async def test_a_run_that_nobody_uses_is_unloaded_with_its_metrics(monkeypatch: 
         await until(lambda: observed() == {*RUNS, "idle"})
         monkeypatch.setattr(run_registry_module, "IDLE_RUN_S", 0.0)
         await until(lambda: observed() == set(RUNS))
+
+
+async def test_a_run_that_another_broker_looks_after_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, end_of_run = TickStore(), Wake()
+    async with caring(store, monkeypatch) as run_registry:
+        monkeypatch.setattr(run_registry_module, "FOLLOWED_S", 0.0)
+        monkeypatch.setattr(run_registry_module, "KEEP_EVERY_S", 0.01)
+        monkeypatch.setattr(run_facts, "FACTS_LIFE_S", 0.0)
+        replica, other = (run_registry.replica("s"), RunReplica("s", store=store, clock=SystemClock()))
+        policy = broker_pb2.RunPolicy(token_shards=2)
+        await replica.open(broker_pb2.OpenRunRequest(run_id="s", limits=limits(), policy=policy))
+        with replica.kept(), replica.listening(end_of_run, topic=Topic.END):
+            with replica.listening():
+                run_registry.owns_core = lambda _run_id: False
+                await store.until_ticks("s")
+                assert replica.copy is not None
+            await until(lambda: replica.copy is None)
+            await store.until_ticks("s")
+            assert not replica.is_closed
+            # Others are loaded still: they have no token shards, or streams.
+            assert all(run_registry.replica(run_id).copy is not None for run_id in RUNS)
+            await other.transact(_close)
+            await until(end_of_run.is_set)
+            assert replica.is_closed
