@@ -56,7 +56,7 @@ def forget_delivered(replica: RunReplica, microbatches: Sequence[Sequence[GroupR
     """Keep what `frames_at_hand` used no longer."""
     for members in microbatches:
         for record in members:
-            replica.payloads.discard_whole(slice_of(record))
+            replica.payloads.note_delivered(slice_of(record))
 
 
 async def load_frames(

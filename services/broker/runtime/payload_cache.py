@@ -1,13 +1,14 @@
 """Caches payload that passes through this process: prompts, and what came in puts.
 
-A put's payload is kept until delivery, so that it is not read back from the store. Both caches are bounded, and what is
-missing is loaded.
+A put's payload is kept until all of it is delivered, so that it is not read back from the store. Both caches are
+bounded, and what is missing is loaded.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
@@ -19,12 +20,19 @@ MAX_CACHED_PROMPT_BYTES = 32 * 1024 * 1024
 """A prompt may have a megabyte."""
 
 
+@dataclass(slots=True)
+class _Kept:
+    payload: Packed
+    due_bytes: int
+    """What is not delivered yet. Of what is delivered again it counts too much off, which costs a read at most."""
+
+
 class PayloadCache:
     """The newest payloads of one run."""
 
     def __init__(self, run_id: str, *, store: Store, max_bytes: int = MAX_CACHED_BYTES) -> None:
         self._run_id, self._store, self._max_bytes = run_id, store, max_bytes
-        self._payloads: OrderedDict[str, Packed] = OrderedDict()
+        self._payloads: OrderedDict[str, _Kept] = OrderedDict()
         self._size_bytes = 0
         self._prompts: OrderedDict[str, tuple[types_pb2.Prompt, int]] = OrderedDict()
         """With their sizes."""
@@ -35,24 +43,29 @@ class PayloadCache:
         self.discard(payload_id)
         if len(payload) > self._max_bytes:
             return
-        self._payloads[payload_id] = payload
+        self._payloads[payload_id] = _Kept(payload, len(payload))
         self._size_bytes += len(payload)
         while self._size_bytes > self._max_bytes:
-            self._size_bytes -= len(self._payloads.popitem(last=False)[1])
+            self._size_bytes -= len(self._payloads.popitem(last=False)[1].payload)
 
     def discard(self, payload_id: str) -> None:
         """Remove a payload, if present."""
-        self._size_bytes -= len(self._payloads.pop(payload_id, b""))
+        kept = self._payloads.pop(payload_id, None)
+        if kept is not None:
+            self._size_bytes -= len(kept.payload)
 
     def at_hand(self, part: PayloadSlice) -> Packed | None:
         """A part of a payload that is kept, and stays so; None if it is not."""
-        payload = self._payloads.get(part.payload_id)
-        return None if payload is None else payload[part.start : part.end]
+        kept = self._payloads.get(part.payload_id)
+        return None if kept is None else kept.payload[part.start : part.end]
 
-    def discard_whole(self, part: PayloadSlice) -> None:
-        """Remove the payload of which this was all."""
-        if part.size_bytes == len(self._payloads.get(part.payload_id, b"")):
-            self.discard(part.payload_id)
+    def note_delivered(self, part: PayloadSlice) -> None:
+        """Remove the payload of which nothing else is due."""
+        kept = self._payloads.get(part.payload_id)
+        if kept is not None:
+            kept.due_bytes -= part.size_bytes
+            if kept.due_bytes <= 0:
+                self.discard(part.payload_id)
 
     async def load(self, slices: Sequence[PayloadSlice]) -> list[Packed]:
         """Parts of payloads; shorter than requested if the payload is gone."""
@@ -61,7 +74,7 @@ class PayloadCache:
             packed = self.at_hand(part)
             if packed is not None:
                 parts[part] = packed
-                self.discard_whole(part)
+                self.note_delivered(part)
         missing = [part for part in slices if part not in parts]
         if missing:
             parts.update(zip(missing, await self._store.payloads(self._run_id, missing), strict=True))
