@@ -6,7 +6,7 @@ Each function raises InvalidFieldError with the first fault found in any of them
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from penstock.errors import require
 from penstock.v1 import types_pb2
+from penstock.wire.codec import Packed
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0; engines round a certain token to slightly more."""
@@ -24,7 +25,7 @@ _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 
 
 def check_tokens(
-    token_ids: Sequence[bytes], logprobs: Sequence[bytes], masks: Sequence[bytes], *, logprobs_field: str
+    token_ids: Sequence[Packed], logprobs: Sequence[Packed], masks: Sequence[bytes], *, logprobs_field: str
 ) -> list[int]:
     """Number of tokens of each sequence, from its ids, log-probs and loss mask."""
     sizes = list(map(len, token_ids))
@@ -40,14 +41,14 @@ def check_tokens(
     return [size // 4 for size in sizes]
 
 
-def check_token_ids(field: str, parts: Sequence[bytes]) -> None:
+def check_token_ids(field: str, parts: Sequence[Packed]) -> None:
     """Check ids, which are not all empty."""
     for values in _arrays(parts, _INT32):
         least = int(np.minimum.reduce(values))
         require(least >= 0, field, least, "no negative token ids")
 
 
-def check_floats(field: str, parts: Sequence[bytes], *, most: float, expected: str) -> None:
+def check_floats(field: str, parts: Sequence[Packed], *, most: float, expected: str) -> None:
     """Check that numbers, which are not all empty, are finite and at most `most`."""
     for values in _arrays(parts, _FLOAT32):
         # A NaN makes either of them NaN, which compares false.
@@ -55,11 +56,18 @@ def check_floats(field: str, parts: Sequence[bytes], *, most: float, expected: s
         require(least > -math.inf and largest <= most, field, (least, largest), expected)
 
 
-def _arrays(parts: Sequence[bytes], dtype: np.dtype[Any]) -> list[npt.NDArray[Any]]:
-    """Arrays with all values of `parts`, which are not all empty: few of small parts, no copies of large ones."""
+def _arrays(parts: Sequence[Packed], dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Arrays with all values of `parts`, which are not all empty: few of small parts, no copies of large ones.
+
+    A view may begin at any byte, where numpy would copy the array several times, so it is copied once, to where the one
+    before was.
+    """
     if len(parts) > 1 and sum(map(len, parts)) < len(parts) * LARGE_BYTES:
-        return [np.frombuffer(b"".join(parts), dtype)]
-    return [np.frombuffer(part, dtype) for part in parts if part]
+        yield np.frombuffer(b"".join(parts), dtype)
+        return
+    for part in parts:
+        if part:
+            yield np.frombuffer(bytes(part), dtype)
 
 
 def version_ranges(runs: Sequence[types_pb2.VersionRuns], num_tokens: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -1,7 +1,7 @@
 """Checks and decodes put requests once on arrival. Pure.
 
 All checks that need no run state are here, over all samples of the request at once; `append_trajectories` does the
-rest. The trajectories are not parsed again: only their bytes are kept.
+rest. The trajectories are not parsed again: only their bytes are kept (`put_messages` parses them).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed, group_slices
 from penstock.wire.sampling_rules import check_trainable
 from penstock.wire.score_rules import MAX_REWARD
+from services.broker.ingest.put_messages import Arrays, PutMessages, parse_long
 from services.broker.ingest.token_arrays import check_floats, check_token_ids, check_tokens, version_ranges
 from services.broker.ingest.trajectory_columns import PutGroups
 from services.broker.ingest.validation import MAX_METADATA_BYTES, check_ids
@@ -30,9 +31,7 @@ _OK = types_pb2.SCORE_STATUS_OK
 _FINISHED = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
 
 
-def read_put(
-    packed: Packed, messages: Sequence[types_pb2.TrajectoryGroup] | None = None, *, max_bytes: int = MAX_BYTES
-) -> PutGroups:
+def read_put(packed: Packed, messages: PutMessages | None = None, *, max_bytes: int = MAX_BYTES) -> PutGroups:
     """The groups of a request, each with its fault if malformed; `messages` if they are parsed already.
 
     Raises InvalidFieldError if the request as a whole cannot be read.
@@ -46,12 +45,13 @@ def read_put(
     slices = group_slices(packed)
     if not 1 <= len(slices) <= MAX_GROUPS:
         raise InvalidFieldError(f"groups: {len(slices)} groups; 1 to {MAX_GROUPS} a request", field="groups")
-    messages = _parsed(packed) if messages is None else messages
+    messages = messages or parse_long(packed) or PutMessages.of(_parsed(packed))
     try:
         return _read(messages, slices)
     except InvalidFieldError:
         # Some group is malformed: check each alone.
-        return PutGroups.joined(_read_alone(message, part) for message, part in zip(messages, slices, strict=True))
+        groups = messages.groups if messages.arrays is None else _parsed(packed)
+        return PutGroups.joined(_read_alone(group, part) for group, part in zip(groups, slices, strict=True))
 
 
 def _parsed(packed: Packed) -> list[types_pb2.TrajectoryGroup]:
@@ -64,33 +64,32 @@ def _parsed(packed: Packed) -> list[types_pb2.TrajectoryGroup]:
         raise InvalidFieldError(f"groups: not a serialized TrajectoryGroups: {error}", field="groups") from error
 
 
-def _read_alone(message: types_pb2.TrajectoryGroup, part: tuple[int, int]) -> PutGroups:
+def _read_alone(group: types_pb2.TrajectoryGroup, part: tuple[int, int]) -> PutGroups:
     try:
-        return _read([message], [part])
+        return _read(PutMessages.of([group]), [part])
     except InvalidFieldError as error:
-        group_id = message.prompt.group_id
+        group_id = group.prompt.group_id
         return PutGroups(
             group_ids=[group_id], slices=[part], faults=[str(error)], num_prompt_tokens=[0], num_samples=[0]
         )
 
 
-def _read(messages: Sequence[types_pb2.TrajectoryGroup], slices: list[tuple[int, int]]) -> PutGroups:
+def _read(messages: PutMessages, slices: list[tuple[int, int]]) -> PutGroups:
     """Groups none of which is malformed. Raises InvalidFieldError with the first fault found in any."""
-    trajectories = [list(message.trajectories) for message in messages]
-    counts = list(map(len, trajectories))
+    counts = list(map(len, messages.samples))
     require(min(counts) >= 1, "trajectories", 0, "at least one a group")
-    samples = list(chain.from_iterable(trajectories))
-    group_ids, num_prompt_tokens = _check_prompts([message.prompt for message in messages])
+    samples = list(chain.from_iterable(messages.samples))
+    group_ids, num_prompt_tokens = _check_prompts([group.prompt for group in messages.groups])
     _check_keys(group_ids, counts, samples)
     rewards = _check_outcomes(samples)
-    num_tokens = _check_all_arrays(samples, num_bytes=sum(end - start for start, end in slices))
+    num_tokens = _check_all_arrays(messages, samples, num_bytes=sum(end - start for start, end in slices))
     oldest, newest = _check_versions(samples, num_tokens)
-    stated = [message.min_policy_version for message in messages]
+    stated = [group.min_policy_version for group in messages.groups]
     require(stated == _oldest_of_groups(oldest, counts), "min_policy_version", stated[0], "the oldest of its samples")
     return PutGroups(
         group_ids=group_ids,
         slices=slices,
-        faults=[""] * len(messages),
+        faults=[""] * len(group_ids),
         num_prompt_tokens=num_prompt_tokens,
         num_samples=counts,
         sample_tokens=num_tokens,
@@ -153,26 +152,23 @@ def _check_outcomes(samples: Sequence[types_pb2.Trajectory]) -> list[float]:
     return rewards
 
 
-def _check_all_arrays(samples: Sequence[types_pb2.Trajectory], *, num_bytes: int) -> list[int]:
+def _check_all_arrays(messages: PutMessages, samples: Sequence[types_pb2.Trajectory], *, num_bytes: int) -> list[int]:
     """Completion tokens of each sample; about CHECKED_BYTES at once, since reading copies them."""
     at_once = max(1, len(samples) * CHECKED_BYTES // max(1, num_bytes))
-    return [
-        count for start in range(0, len(samples), at_once) for count in _check_arrays(samples[start : start + at_once])
-    ]
+    num_tokens: list[int] = []
+    for start in range(0, len(samples), at_once):
+        some = samples[start : start + at_once]
+        num_tokens += _check_arrays(messages.arrays_of(some, start), [sample.loss_mask for sample in some])
+    return num_tokens
 
 
-def _check_arrays(samples: Sequence[types_pb2.Trajectory]) -> list[int]:
+def _check_arrays(arrays: Arrays, masks: Sequence[bytes]) -> list[int]:
     """Completion tokens of each sample."""
-    token_ids = [sample.token_ids for sample in samples]
-    logprobs = [sample.behavior_logprobs for sample in samples]
-    advantages = [sample.advantages for sample in samples]
-    num_tokens = check_tokens(
-        token_ids, logprobs, [sample.loss_mask for sample in samples], logprobs_field="behavior_logprobs"
-    )
-    for count, size in zip(num_tokens, map(len, advantages), strict=True):
+    num_tokens = check_tokens(arrays.token_ids, arrays.logprobs, masks, logprobs_field="behavior_logprobs")
+    for count, size in zip(num_tokens, map(len, arrays.advantages), strict=True):
         require(size in (0, 4 * count), "advantages", size, "empty, or float32: one a token")
-    if any(advantages):
-        check_floats("advantages", advantages, most=sys.float_info.max, expected="finite")
+    if any(arrays.advantages):
+        check_floats("advantages", arrays.advantages, most=sys.float_info.max, expected="finite")
     return num_tokens
 
 

@@ -18,8 +18,9 @@ from penstock.process.time_limits import Wake
 from penstock.security.access import current_caller
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire import packed as packed_types
-from penstock.wire.codec import Fields, field_span, fields_of
+from penstock.wire.codec import Fields, field_prefix, field_span, fields_of
 from penstock.wire.pieces import MAX_GROUP_BYTES
+from services.broker.ingest.put_messages import PutMessages, parse_long
 from services.broker.ingest.trajectory_decoder import read_put
 from services.broker.ingest.validation import check_id
 from services.broker.operations import append_trajectories
@@ -118,15 +119,22 @@ def read_request(data: bytes, fields: Fields) -> tuple[_Request, Put]:
     """
     start, end = field_span(fields, _Request.GROUPS_FIELD_NUMBER)
     packed = memoryview(data)[start:end]
+    prefix = field_prefix(_Request.GROUPS_FIELD_NUMBER, end - start)
+    # What is not encoded in the usual way is left to protobuf.
+    messages = parse_long(packed) if data[:start].endswith(prefix) else None
     try:
-        parsed = packed_types.PutTrajectoriesRequest.FromString(data)
+        if messages is None:
+            parsed = packed_types.PutTrajectoriesRequest.FromString(data)
+            messages = PutMessages.of(list(parsed.groups.groups))
+        else:
+            parsed = _Request.FromString(data[: start - len(prefix)] + data[end:])
     except DecodeError as error:
         read_put(packed)
         text = f"request: {len(data)} bytes that are no message of this method: {error}"
         raise InvalidFieldError(text, field="request") from error
     request = _Request(run_id=parsed.run_id, producer_id=parsed.producer_id, put_id=parsed.put_id)
     _check_names(request)
-    groups = read_put(packed, list(parsed.groups.groups))
+    groups = read_put(packed, messages)
     return request, Put(payload_id=secrets.token_hex(8), payload=packed, groups=groups)
 
 

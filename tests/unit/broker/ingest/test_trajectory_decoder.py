@@ -10,13 +10,14 @@ import pytest
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, group_slices, int32_bytes, packed_parts
-from services.broker.ingest import token_arrays
+from services.broker.ingest import put_messages, token_arrays
 from services.broker.ingest.trajectory_decoder import read_put
 from tests.helpers.brokers.trajectories import group, groups, pack_groups
 
 Group = types_pb2.TrajectoryGroup
 
 
+@pytest.mark.usefixtures("_small_and_large_arrays")
 def test_facts_of_a_request_are_read() -> None:
     made = [group("a", num_tokens=5), group("b", num_samples=1, version=3)]
     made[0].trajectories[1].policy_versions.CopyFrom(encode_versions([7, 7, 2, 2, 9]))
@@ -32,11 +33,13 @@ def test_facts_of_a_request_are_read() -> None:
     assert found.slices == group_slices(packed)
 
 
-@pytest.fixture(params=["joined", "apart"])
+@pytest.fixture(params=["joined", "apart", "unparsed"])
 def _small_and_large_arrays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large arrays are looked at one by one; here all of them are."""
-    if request.param == "apart":
+    """Large arrays are looked at one by one, and those of long samples not parsed; here all of them are such."""
+    if request.param != "joined":
         monkeypatch.setattr(token_arrays, "LARGE_BYTES", 1)
+    if request.param == "unparsed":
+        monkeypatch.setattr(put_messages, "LONG_BYTES", 1)
 
 
 @pytest.mark.usefixtures("_small_and_large_arrays")
