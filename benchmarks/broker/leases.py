@@ -104,7 +104,7 @@ async def _peers_of(num_generators: int, clock: ManualClock) -> Peers:
         hello = broker_pb2.GeneratorHello(
             run_id=RUN, generator_id=_name(number), max_context_tokens=MAX_CONTEXT_TOKENS, profile=profile
         )
-        await peers.see_generator(hello, broker_pb2.GeneratorBeat(credit_total=NUM_SLOTS), num_free=NUM_SLOTS)
+        peers.see_generator(hello, broker_pb2.GeneratorBeat(credit_total=NUM_SLOTS), num_free=NUM_SLOTS)
     return peers
 
 

@@ -7,10 +7,11 @@ dispatch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from penstock.errors import ServiceUnavailableError
 from penstock.stall_limits import sample_speed
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.timestamps import timestamp, unix_s
@@ -34,6 +35,8 @@ WRITE_EVERY_S = 1.0
 REFRESH_EVERY_S = 2.0
 LONGEST_EVERY_S = 0.25
 """Interval at which the largest generator is looked for again: every decision asks for it."""
+WRITTEN_AT_ONCE = 64
+"""Generators whose views are written by one command."""
 MAX_BUFFERED_SPANS = 4096
 MAX_SPAN_AGE_US = 24 * 3600 * 1_000_000
 _GENERATOR, _WORKER = "g:", "w:"
@@ -46,9 +49,11 @@ class Peers:
         self._run_id, self._store, self._clock = run_id, store, clock
         self._generators: dict[str, broker_pb2.GeneratorView] = {}
         self._spans: dict[str, list[bytes]] = {}
+        self._unwritten: dict[str, None] = {}
+        """Generators whose views changed since they were written to the store."""
         self._workers: dict[str, WorkerView] = {}
-        self._written_s: dict[str, float] = {}
-        self._refreshed_s = -math.inf
+        self._workers_written_s: dict[str, float] = {}
+        self._written_s = self._refreshed_s = -math.inf
         self._first_seen_s: float | None = None
         self._speeds: dict[str, Speed] = {}
         self._longest: int | None = None
@@ -94,33 +99,47 @@ class Peers:
         if view is not None:
             view.num_free_leases = num_free
 
-    async def see_generator(
-        self, hello: broker_pb2.GeneratorHello, beat: broker_pb2.GeneratorBeat | None, *, num_free: int = 0
-    ) -> None:
-        """Record a hello or a heartbeat, and the leases it could get; written to the store at most once a second."""
-        at_s = self._clock.monotonic_s()
-        self._first_seen_s = at_s if self._first_seen_s is None else self._first_seen_s
-        view = broker_pb2.GeneratorView(hello=hello, beat_time=timestamp(self._clock.now_s()))
-        view.num_free_leases = num_free
-        if beat is not None:
-            view.beat.CopyFrom(beat)
-            self._add_speed(view)
-            view.beat.ClearField("busy_spans")
-            view.beat.ClearField("now_time")
-            view.beat.ClearField("active_lease_ids")
-            spans = self._spans.setdefault(hello.generator_id, [])
-            spans.extend(span.SerializeToString() for span in _by_run_clock(beat, self._clock.now_s()))
-            del spans[:-MAX_BUFFERED_SPANS]
-        self._generators[hello.generator_id] = view
-        self._longest = max(self._longest or 0, hello.max_context_tokens)
-        self._gone.discard(hello.generator_id)
-        if at_s - self._written_s.get(_GENERATOR + hello.generator_id, -math.inf) >= WRITE_EVERY_S:
-            await self.flush(hello.generator_id)
+    async def meet_generator(self, hello: broker_pb2.GeneratorHello) -> None:
+        """Record a hello, for every broker."""
+        self._see(broker_pb2.GeneratorView(hello=hello))
+        await self._write([hello.generator_id])
 
-    def _add_speed(self, view: broker_pb2.GeneratorView) -> None:
+    def see_generator(
+        self,
+        hello: broker_pb2.GeneratorHello,
+        beat: broker_pb2.GeneratorBeat,
+        *,
+        num_held: int = 0,
+        num_free: int = 0,
+    ) -> None:
+        """Record a heartbeat, how many leases it names and how many it could get.
+
+        The caretaker writes it to the store, with those of others.
+        """
+        view = broker_pb2.GeneratorView(hello=hello, beat=beat, num_free_leases=num_free)
+        for field in ("busy_spans", "now_time", "active_lease_ids"):
+            view.beat.ClearField(field)
+        self._add_speed(view, num_held)
+        if beat.busy_spans:
+            spans = self._spans.setdefault(hello.generator_id, [])
+            spans += [span.SerializeToString() for span in _by_run_clock(beat, self._clock.now_s())]
+            del spans[:-MAX_BUFFERED_SPANS]
+        self._see(view)
+
+    def _see(self, view: broker_pb2.GeneratorView) -> None:
+        name = view.hello.generator_id
+        if self._first_seen_s is None:
+            self._first_seen_s = self._clock.monotonic_s()
+        view.beat_time.CopyFrom(timestamp(self._clock.now_s()))
+        self._generators[name] = view
+        self._longest = max(self._longest or 0, view.hello.max_context_tokens)
+        self._gone.discard(name)
+        self._unwritten[name] = None
+
+    def _add_speed(self, view: broker_pb2.GeneratorView, num_held: int) -> None:
         if not view.hello.profile.max_concurrent_samples:
             # Not stated: its capacity is what it holds and asks for.
-            view.hello.profile.max_concurrent_samples = len(view.beat.active_lease_ids) + view.num_free_leases
+            view.hello.profile.max_concurrent_samples = num_held + view.num_free_leases
         speed = measured(self._speeds.get(view.hello.generator_id), view.hello, view.beat)
         if speed is not None:
             self._speeds[view.hello.generator_id] = speed
@@ -132,15 +151,32 @@ class Peers:
         view = self._generators.get(generator_id)
         if view is not None:
             view.num_free_leases = 0
-            await self.flush(generator_id)
+            await self._write([generator_id])
 
-    async def flush(self, generator_id: str) -> None:
-        """Write a generator's view to the store."""
-        view = self._generators.get(generator_id)
-        if view is not None:
-            self._written_s[_GENERATOR + generator_id] = self._clock.monotonic_s()
-            spans = self._spans.pop(generator_id, [])
-            await self._store.put_peer(self._run_id, _GENERATOR + generator_id, view.SerializeToString(), spans)
+    async def _write_changed(self) -> None:
+        """Write the views that changed to the store, at most once a second."""
+        at_s = self._clock.monotonic_s()
+        if at_s - self._written_s >= WRITE_EVERY_S:
+            self._written_s = at_s
+            changed = list(self._unwritten)
+            for first in range(0, len(changed), WRITTEN_AT_ONCE):
+                await self._write(changed[first : first + WRITTEN_AT_ONCE])
+
+    async def _write(self, generator_ids: Sequence[str]) -> None:
+        """Write generators' views and busy spans; what the store does not take is written the next time."""
+        known = [name for name in generator_ids if name in self._generators]
+        spans = {_GENERATOR + name: self._spans.pop(name) for name in known if name in self._spans}
+        for name in generator_ids:
+            self._unwritten.pop(name, None)
+        views = {_GENERATOR + name: self._generators[name].SerializeToString() for name in known}
+        try:
+            await self._store.put_peers(self._run_id, views, spans)
+        except ServiceUnavailableError:
+            self._unwritten.update(dict.fromkeys(known))
+            for peer_id, unwritten in spans.items():
+                name = peer_id.removeprefix(_GENERATOR)
+                self._spans[name] = [*unwritten, *self._spans.get(name, ())][-MAX_BUFFERED_SPANS:]
+            raise
 
     async def see_worker(
         self, worker_id: str, *, holding_reason: str | None = None, warning: str | None = None
@@ -153,12 +189,13 @@ class Peers:
             view.holding_since_s = (view.holding_since_s or now_s) if holding_reason else 0.0
             view.holding_reason = holding_reason
         view.warning = view.warning if warning is None else warning
-        if at_s - self._written_s.get(_WORKER + worker_id, -math.inf) >= WRITE_EVERY_S:
-            self._written_s[_WORKER + worker_id] = at_s
-            await self._store.put_peer(self._run_id, _WORKER + worker_id, view.SerializeToString(), ())
+        if at_s - self._workers_written_s.get(worker_id, -math.inf) >= WRITE_EVERY_S:
+            self._workers_written_s[worker_id] = at_s
+            await self._store.put_peers(self._run_id, {_WORKER + worker_id: view.SerializeToString()}, {})
 
     async def refresh(self) -> None:
-        """Learn of the generators of other broker processes, at most every two seconds."""
+        """Tell other broker processes of the generators here, and learn of theirs, at most every two seconds."""
+        await self._write_changed()
         at_s = self._clock.monotonic_s()
         if at_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = at_s
@@ -184,12 +221,12 @@ class Peers:
             name = peer_id[len(_GENERATOR) :]
             if peer_id.startswith(_WORKER):
                 del self._workers[name]
+                self._workers_written_s.pop(name, None)
             else:
                 del self._generators[name]
                 self._spans.pop(name, None)
                 self._gone.discard(name)
                 self._speeds.pop(name, None)
-            self._written_s.pop(peer_id, None)
         if gone:
             await self._store.forget_peers(self._run_id, gone)
 

@@ -212,13 +212,13 @@ def _check_profile(profile: broker_pb2.GeneratorProfile) -> None:
     require(most <= MAX_ACTIVE_LEASES, "hello.profile.max_concurrent_samples", most, f"at most {MAX_ACTIVE_LEASES}")
 
 
-def check_beat(beat: broker_pb2.GeneratorBeat) -> None:
-    """A generator's heartbeat."""
+def check_beat(beat: broker_pb2.GeneratorBeat, lease_ids: Sequence[str]) -> None:
+    """A generator's heartbeat, with its `active_lease_ids` as they were read from it."""
     require(beat.policy_version >= 0, "beat.policy_version", beat.policy_version, "at least 0")
     if beat.instance_id:
         check_id("beat.instance_id", beat.instance_id)
     check_count("beat.warning", len(beat.warning), MAX_TEXT_CHARACTERS)
-    check_lease_ids("beat.active_lease_ids", beat.active_lease_ids)
+    check_lease_ids("beat.active_lease_ids", lease_ids)
     check_count("beat.busy_spans", len(beat.busy_spans), MAX_BUSY_SPANS_PER_BEAT)
     for span in beat.busy_spans:
         check_timestamp("beat.busy_spans.start_time", span.start_time)

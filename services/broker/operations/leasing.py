@@ -7,7 +7,7 @@ the next one.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2, types_pb2
@@ -244,43 +244,6 @@ def may_take(state: RunState, generator: GeneratorFacts, group: GroupRecord, ind
     return _judge(state, generator, group, oldest, num_context_tokens).is_allowed
 
 
-def renew(
-    state: RunState,
-    generator_id: str,
-    lease_ids: Sequence[str],
-    now_s: float,
-    *,
-    tokens_per_second: float | None = None,
-    unbroken_since_s: float = 0.0,
-) -> list[str]:
-    """Renew the leases a generator still works on; a lease with more than half of its duration left is not rewritten.
-
-    A lease without a new token for too long (`Limits.token_silence`) is left to expire: the next generator continues
-    from the stored tokens. Silence counts from `unbroken_since_s` at the earliest, see `run_clock`. `tokens_per_second`
-    is the measured speed of the generator's samples, if known. Returns the leases that are left to expire.
-    """
-    held = state.generation_leases.get(generator_id, {})
-    life_s = state.limits.generation_lease_s
-    max_silence_s = state.limits.token_silence(generator_id, tokens_per_second).value_s
-    due: dict[str, list[int]] = {}
-    silent: list[str] = []
-    for lease_id in lease_ids:
-        sample_id = held.get(lease_id)
-        if sample_id is None:
-            continue
-        group_id, index = sample_id
-        sample = state.groups[group_id].samples[index]
-        if now_s - max(sample.lease_s, sample.last_chunk_s, unbroken_since_s) > max_silence_s:
-            silent.append(lease_id)
-        elif sample.lease_expire_s - now_s < life_s / 2:
-            due.setdefault(group_id, []).append(index)
-    for group_id, indices in due.items():
-        with state.edit(group_id) as group:
-            for index in indices:
-                group.samples[index].lease_expire_s = now_s + life_s
-    return silent
-
-
 def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> int:
     """Requeue the samples of expired leases at the front of the queue; returns how many.
 
@@ -292,6 +255,7 @@ def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> i
     def end_s(sample: SampleId) -> float:
         return state.groups[sample[0]].samples[sample[1]].lease_expire_s
 
+    state.generation_dues.forget_others(state.generation_leases.keys())
     late = state.generation_ends.ended(state.generation_leases, end_s, now_s)
     for group_id, indices in late.items():
         with state.edit(group_id) as group:

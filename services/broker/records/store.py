@@ -207,8 +207,10 @@ class Store(Protocol):
         """The ids among these that belong to retired groups: the last MIN_RETIRED_KEPT, and up to as many before."""
         ...
 
-    async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
-        """Store a peer's latest view, and append spans, of which the newest MAX_BUSY_SPANS are kept."""
+    async def put_peers(
+        self, run_id: str, views: Mapping[str, bytes], busy_spans: Mapping[str, Sequence[bytes]]
+    ) -> None:
+        """Store peers' latest views by id, and append spans to some, of which the newest MAX_BUSY_SPANS are kept."""
         ...
 
     async def peers(self, run_id: str) -> dict[str, bytes]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from penstock.errors import PenstockError, ServiceUnavailableError
 from penstock.stall_limits import SilenceLimit
-from services.broker.operations import leasing, scores
+from services.broker.operations import renewal, scores
+from services.broker.operations.renewal import Heard
 from services.broker.records.run_clock import RunClock
 from services.broker.state.run_state import RunState
 
@@ -31,45 +32,54 @@ _OnStored = Callable[[], None]
 class Note(ABC):
     """What a heartbeat said of its holder's leases."""
 
-    holder_id: str
-    lease_ids: Sequence[str]
+    @property
+    @abstractmethod
+    def holder_id(self) -> str:
+        """Who sent it."""
 
     @abstractmethod
-    def renew(self, state: RunState, clock: RunClock) -> _OnStored:
-        """Renew the leases, inside an operation; returns what to do once that is stored."""
+    def renew(self, state: RunState, clock: RunClock, heard: Mapping[str, Heard]) -> _OnStored:
+        """Renew the leases, inside an operation; returns what to do once that is stored.
+
+        `heard` has the last heartbeat of each generator whose stream is here.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GeneratorNote(Note):
     """A generator's."""
 
-    tokens_per_second: float | None
-    """Measured speed of its samples, if known."""
+    heard: Heard
     on_silent: Callable[[Sequence[str], SilenceLimit], None]
     """Called with its leases that are left to expire, as no token came, and the limit."""
 
-    def renew(self, state: RunState, clock: RunClock) -> _OnStored:
+    @property
+    def holder_id(self) -> str:
         """See `Note`."""
-        speed = self.tokens_per_second
-        silent = leasing.renew(
-            state,
-            self.holder_id,
-            self.lease_ids,
-            clock.now_s(),
-            tokens_per_second=speed,
-            unbroken_since_s=clock.unbroken_since_s,
-        )
-        return partial(self.on_silent, silent, state.limits.token_silence(self.holder_id, speed))
+        return self.heard.holder_id
+
+    def renew(self, state: RunState, clock: RunClock, heard: Mapping[str, Heard]) -> _OnStored:
+        """See `Note`."""
+        silent = renewal.renew(state, self.heard, clock.now_s(), unbroken_since_s=clock.unbroken_since_s, others=heard)
+        return partial(self.on_silent, silent, self.heard.silence(state.limits)) if silent else _nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WorkerNote(Note):
     """A reward worker's."""
 
-    def renew(self, state: RunState, clock: RunClock) -> _OnStored:
+    worker_id: str
+    lease_ids: Sequence[str]
+
+    @property
+    def holder_id(self) -> str:
         """See `Note`."""
-        scores.renew_scoring(state, self.holder_id, self.lease_ids, clock.now_s())
-        return lambda: None
+        return self.worker_id
+
+    def renew(self, state: RunState, clock: RunClock, _heard: Mapping[str, Heard]) -> _OnStored:
+        """See `Note`."""
+        scores.renew_scoring(state, self.worker_id, self.lease_ids, clock.now_s())
+        return _nothing
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,11 +110,17 @@ class Heartbeats:
     def __init__(self, transact: _Transact, clock: RunClock) -> None:
         self._transact, self._clock = transact, clock
         self._waiting: dict[tuple[type[Note], str], _Waiting] = {}
+        self._heard: dict[str, Heard] = {}
+        """The last heartbeat of each generator whose stream is here."""
         self._writer: asyncio.Task[None] | None = None
         self._turn = 0
 
     def note(self, note: Note) -> None:
         """Take a heartbeat."""
+        if isinstance(note, GeneratorNote):
+            self._heard[note.holder_id] = note.heard
+            if not note.heard.lease_ids:
+                return
         key = type(note), note.holder_id
         known = self._waiting.get(key)
         oldest_turn = self._turn if known is None else known.oldest_turn
@@ -117,6 +133,11 @@ class Heartbeats:
         """Whether anything that was noted is not stored."""
         return bool(self._waiting)
 
+    def leave(self, heard: Heard) -> None:
+        """A generator's stream ended, and this was its last heartbeat there."""
+        if self._heard.get(heard.holder_id) is heard:
+            del self._heard[heard.holder_id]
+
     def next_turn(self) -> bool:
         """Begin another turn: whether everything that was noted before the present one began is stored."""
         is_stored = all(waiting.oldest_turn == self._turn for waiting in self._waiting.values())
@@ -125,7 +146,8 @@ class Heartbeats:
 
     def renew(self, state: RunState) -> Renewed:
         """Renew, inside an operation, by all that waits; call `settle` once it is stored."""
-        return [(waiting.note, waiting.note.renew(state, self._clock)) for waiting in self._waiting.values()]
+        notes = [waiting.note for waiting in self._waiting.values()]
+        return [(note, note.renew(state, self._clock, self._heard)) for note in notes]
 
     def settle(self, renewed: Renewed) -> None:
         """Forget what is stored now."""
@@ -151,3 +173,7 @@ class Heartbeats:
             self._waiting.clear()
         finally:
             self._writer = None
+
+
+def _nothing() -> None:
+    """Nothing is to be done once it is stored."""

@@ -47,10 +47,14 @@ class LeaseRounds:
         self._settled_until_s = 0.0
         self._last = Deal()
 
-    def join(self, seat: Seat) -> None:
-        """Add a generator, or note what its seat says now. A later stream of the same generator replaces the former."""
-        self.seats[seat.facts.generator_id] = seat
-        self._num_reports += 1
+    def join(self, seat: Seat, *, is_news: bool = True) -> None:
+        """Add a generator, or note what its seat says now, if that `is_news`.
+
+        A later stream of the same generator replaces the former.
+        """
+        if is_news or self.seats.get(seat.facts.generator_id) is not seat:
+            self.seats[seat.facts.generator_id] = seat
+            self._num_reports += 1
 
     def leave(self, seat: Seat) -> None:
         """Remove a generator, if this seat is still its own."""

@@ -28,6 +28,7 @@ from services.broker.rules.sample_policy import Policy
 from services.broker.state.batch_index import BatchIndex
 from services.broker.state.batches import cut_at, cuts_between, head_of, ids, num_groups, read_record
 from services.broker.state.group_records import GroupRecords
+from services.broker.state.lease_dues import LeaseDues
 from services.broker.state.lease_ends import LeaseEnds
 from services.broker.state.news import News
 from services.broker.state.queue_entry import FinishedKey, Leases, QueueEntry, predicted_tokens, remove_leases
@@ -80,6 +81,7 @@ class RunState:
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
         self.generation_ends, self.scoring_ends = LeaseEnds(), LeaseEnds()
+        self.generation_dues = LeaseDues()
         self.sealing: set[SampleId] = set()
         """Samples whose token shard has not said yet how many tokens they have."""
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
@@ -187,7 +189,7 @@ class RunState:
                 self._index(group)
 
     def grow(self, group_id: str) -> None:
-        """Allow adding tokens and versions of the group's leased samples to its record from now on, nothing else.
+        """Allow adding tokens and versions of the group's leased samples, and renewing these leases, but nothing else.
 
         Cheaper than `edit`, for the most frequent change: no queue is updated. Report a sample that gets an
         older version by `lower_version`.
@@ -266,7 +268,7 @@ class RunState:
 
     @property
     def only_grew(self) -> bool:
-        """Whether the delta only adds tokens to samples that are still under way."""
+        """Whether the delta only adds tokens to samples that are still under way, or renews their leases."""
         return not self._is_turned and self._run_kept == self._run_committed
 
     def keep(self) -> None:
@@ -350,6 +352,8 @@ class RunState:
     def _restore(self, undo: Mapping[str, bytes | None], run: bytes) -> None:
         for name, record in undo.items():
             self._replace(name, record)
+            for sample in self.groups[name].samples if self.groups.is_open(name) else ():
+                self.generation_dues.forget(sample.generator_id, sample.lease_id)
         self.run = RunRecord.FromString(run)
         self._read_limits()
         self.generation_ends.forget()

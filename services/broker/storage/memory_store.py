@@ -156,11 +156,14 @@ class MemoryStore:
         """See `Store.retired`."""
         return self._run(run_id).known_retired(group_ids)
 
-    async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
-        """See `Store.put_peer`."""
+    async def put_peers(
+        self, run_id: str, views: Mapping[str, bytes], busy_spans: Mapping[str, Sequence[bytes]]
+    ) -> None:
+        """See `Store.put_peers`."""
         run = self._run(run_id)
-        run.peers[peer_id] = view
-        run.spans[peer_id] = [*run.spans.get(peer_id, ()), *busy_spans][-MAX_BUSY_SPANS:]
+        run.peers.update(views)
+        for peer_id, spans in busy_spans.items():
+            run.spans[peer_id] = [*run.spans.get(peer_id, ()), *spans][-MAX_BUSY_SPANS:]
 
     async def peers(self, run_id: str) -> dict[str, bytes]:
         """See `Store.peers`."""

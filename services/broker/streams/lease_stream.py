@@ -21,6 +21,7 @@ from services.broker.fleet.work_stealing import Moves
 from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
 from services.broker.operations import leasing
 from services.broker.operations.leasing import GeneratorFacts, Grant
+from services.broker.operations.renewal import Heard
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.heartbeats import GeneratorNote
 from services.broker.runtime.run_registry import RunRegistry
@@ -66,6 +67,8 @@ class LeaseStream:
         self._beat: broker_pb2.GeneratorBeat | None = None
         self._beat_s: float | None = None
         """When it was read."""
+        self._heard: Heard | None = None
+        """What it says of leases."""
         self._seat: Seat | None = None
         """None before the first heartbeat."""
         self._wake = Wake()
@@ -87,7 +90,7 @@ class LeaseStream:
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncIterator[_Response]:
         """All responses, until the run is closed or the client disconnects."""
         await self._replica.transact(RunState.check_open)
-        await self._replica.peers.see_generator(self._hello, None)
+        await self._replica.peers.meet_generator(self._hello)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
@@ -126,13 +129,15 @@ class LeaseStream:
         if request.WhichOneof("frame") != "beat":
             raise InvalidFieldError("frame: after the hello only heartbeats may follow", field="frame")
         beat = request.beat
-        check_beat(beat)
+        # Read once, as each reading makes hundreds of strings, and taken out, so that they are not copied.
+        lease_ids = list(beat.active_lease_ids)
+        check_beat(beat, lease_ids)
+        beat.ClearField("active_lease_ids")
         self._note_gap()
         self._beat = beat
-        self._reported = set(beat.active_lease_ids)
-        if beat.active_lease_ids:
-            self._renew(list(beat.active_lease_ids))
-        await self._replica.peers.see_generator(self._hello, beat, num_free=self._credit)
+        self._reported = set(lease_ids)
+        self._renew(frozenset(lease_ids))
+        self._replica.peers.see_generator(self._hello, beat, num_held=len(lease_ids), num_free=self._credit)
         self._report(beat)
 
     def _note_gap(self) -> None:
@@ -142,14 +147,16 @@ class LeaseStream:
             self._run_registry.metrics.note_heartbeat_gap(at_s - self._beat_s)
         self._beat_s = at_s
 
-    def _renew(self, lease_ids: list[str]) -> None:
+    def _renew(self, lease_ids: frozenset[str]) -> None:
         """Renew leases; logs once for each lease that is not renewed because no token arrived."""
         generator_id = self._hello.generator_id
-        speed = self._replica.peers.sample_speed(generator_id)
-        note = GeneratorNote(
-            holder_id=generator_id, lease_ids=lease_ids, tokens_per_second=speed, on_silent=self._note_silent
+        self._heard = Heard(
+            holder_id=generator_id,
+            lease_ids=lease_ids,
+            heard_s=self._replica.clock.now_s(),
+            tokens_per_second=self._replica.peers.sample_speed(generator_id),
         )
-        self._replica.heartbeats.note(note)
+        self._replica.heartbeats.note(GeneratorNote(heard=self._heard, on_silent=self._note_silent))
 
     def _note_silent(self, silent: Sequence[str], limit: SilenceLimit) -> None:
         generator_id = self._hello.generator_id
@@ -157,7 +164,8 @@ class LeaseStream:
             _log.warning(
                 "a lease is left to expire: no token came", lease_id=lease_id, generator=generator_id, limit=str(limit)
             )
-        self._silent = set(silent)
+        self._silent.update(silent)
+        self._silent &= self._reported
 
     def _report(self, beat: broker_pb2.GeneratorBeat) -> None:
         """Note in the seat what the generator may get now; one that drains gets none."""
@@ -170,20 +178,23 @@ class LeaseStream:
         )
         if self._seat is None:
             self._seat = Seat(facts, wake=self._wake.set)
+        is_news = (self._seat.facts, self._seat.num_free) != (facts, self._credit)
         self._seat.facts, self._seat.num_free = facts, self._credit
         if beat.is_draining or self._core.is_moving:
             self._replica.lease_rounds.leave(self._seat)
         else:
-            self._replica.lease_rounds.join(self._seat)
+            self._replica.lease_rounds.join(self._seat, is_news=is_news)
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Gives up the seat at the end of the block."""
+        """Gives up the seat at the end of the block, and what was heard."""
         try:
             yield
         finally:
             if self._seat is not None:
                 self._replica.lease_rounds.leave(self._seat)
+            if self._heard is not None:
+                self._replica.heartbeats.leave(self._heard)
 
     def _core_news(self) -> list[_Response]:
         """Where the stream is to move, if anywhere; what was granted until then still goes out."""
@@ -308,8 +319,11 @@ class LeaseStream:
         state = self._replica.copy
         if state is None:
             return []
-        held = state.generation_leases.get(self._hello.generator_id, {}).keys()
-        gone = (self._sent - held) | (self._reported - held)
+        held = state.generation_leases.get(self._hello.generator_id, {})
+        # Not of its keys, of which a set would be made first.
+        gone = self._sent.difference(held) | self._reported.difference(held)
+        if not gone:
+            return []
         self._sent -= gone
         self._reported -= gone
         return [

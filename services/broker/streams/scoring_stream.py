@@ -99,7 +99,7 @@ class ScoringStream:
             scores.check_result(result)
         check_bytes("request", request.ByteSize())
         if request.active_lease_ids:
-            note = WorkerNote(holder_id=self._worker_id, lease_ids=list(request.active_lease_ids))
+            note = WorkerNote(worker_id=self._worker_id, lease_ids=list(request.active_lease_ids))
             self._replica.heartbeats.note(note)
         self._credit_total = request.credit_total or self._credit_total
         check_text("holding_reason", request.holding_reason)

@@ -297,20 +297,21 @@ async def test_questions_about_nothing_have_empty_answers(store: Store) -> None:
 
 async def test_peers_are_remembered_and_their_spans_are_bounded(store: Store) -> None:
     await store.commit(RUN, None, Delta(run=b"1"))
-    await store.put_peer(RUN, "g:1", b"old", [b"s1"])
-    await store.put_peer(RUN, "g:1", b"new", [b"s2", b"s3"])
-    await store.put_peer(RUN, "w:1", b"worker", [])
-    assert await store.peers(RUN) == {"g:1": b"new", "w:1": b"worker"}
+    await store.put_peers(RUN, {"g:1": b"old"}, {"g:1": [b"s1"]})
+    await store.put_peers(RUN, {"g:1": b"new", "g:2": b"two"}, {"g:1": [b"s2", b"s3"], "g:2": [b"t"]})
+    await store.put_peers(RUN, {"w:1": b"worker"}, {})
+    assert await store.peers(RUN) == {"g:1": b"new", "g:2": b"two", "w:1": b"worker"}
     assert await store.busy_spans(RUN, "g:1") == [b"s1", b"s2", b"s3"]
-    await store.put_peer(RUN, "g:1", b"new", [b"%d" % number for number in range(MAX_BUSY_SPANS - 1)])
-    spans = await store.busy_spans(RUN, "g:1")
-    assert (len(spans), spans[:2], spans[-1]) == (MAX_BUSY_SPANS, [b"s3", b"0"], b"%d" % (MAX_BUSY_SPANS - 2))
+    assert await store.busy_spans(RUN, "g:2") == [b"t"]
+    spans = {"g:1": [b"%d" % number for number in range(MAX_BUSY_SPANS - 1)]}
+    await store.put_peers(RUN, {"g:1": b"new"}, spans)
+    found = await store.busy_spans(RUN, "g:1")
+    assert (len(found), found[:2], found[-1]) == (MAX_BUSY_SPANS, [b"s3", b"0"], b"%d" % (MAX_BUSY_SPANS - 2))
 
 
 async def test_a_forgotten_peer_leaves_nothing(store: Store) -> None:
     await store.commit(RUN, None, Delta(run=b"1"))
-    await store.put_peer(RUN, "g:1", b"one", [b"s"])
-    await store.put_peer(RUN, "g:2", b"two", [b"t"])
+    await store.put_peers(RUN, {"g:1": b"one", "g:2": b"two"}, {"g:1": [b"s"], "g:2": [b"t"]})
     await store.forget_peers(RUN, ["g:1", "g:unknown"])
     await store.forget_peers(RUN, [])
     assert await store.peers(RUN) == {"g:2": b"two"}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.ingest.token_chunk import read_chunk
-from services.broker.operations import append_tokens, delivery, leasing, scores, submission
+from services.broker.operations import append_tokens, delivery, leasing, renewal, scores, submission
 from services.broker.operations.delivery import Consumer
 from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.operations.lifecycle import create_run
+from services.broker.operations.renewal import Heard
 from services.broker.operations.scores import ScoringGrant
 from services.broker.records.run_clock import Reading
 from services.broker.records.store import Mark, Snapshot
@@ -73,6 +74,14 @@ def lease(state: RunState, count: int, version: int = 0, *, now_s: float = 2.0, 
     """Lease samples to a generator."""
     found = leasing.lease(state, facts(version, **changes), max_leases=count, now_s=now_s, make_suffix=suffix)
     return found.grants
+
+
+def renew(
+    state: RunState, lease_ids: Iterable[str], now_s: float, *, holder: str = "gen-1", speed: float | None = None
+) -> list[str]:
+    """A generator's heartbeat; returns the leases that are left to expire."""
+    heard = Heard(holder_id=holder, lease_ids=frozenset(lease_ids), heard_s=now_s, tokens_per_second=speed)
+    return renewal.renew(state, heard, now_s)
 
 
 def as_lease(grant: Grant) -> broker_pb2.Lease:

@@ -62,6 +62,7 @@ class RedisStore:
         self._commit = Script("commit", num_replicas=num_wait_replicas)
         self._replace = Script("replace", num_replicas=num_wait_replicas)
         self._now = Script("now")
+        self._put_peers = Script("peers")
         self._roll = RedisRoll(connection)
         self._purge = RedisPurge(connection, num_wait_replicas=num_wait_replicas)
 
@@ -208,23 +209,20 @@ class RedisStore:
         newer, earlier = await self._redis.read(partial(pipelined, commands=commands))
         return {group_id for group_id, *flags in zip(group_ids, newer, earlier, strict=True) if any(flags)}
 
-    async def put_peer(self, run_id: str, peer_id: str, view: bytes, busy_spans: Sequence[bytes]) -> None:
-        """See `Store.put_peer`."""
+    async def put_peers(
+        self, run_id: str, views: Mapping[str, bytes], busy_spans: Mapping[str, Sequence[bytes]]
+    ) -> None:
+        """See `Store.put_peers`."""
         keys = RunKeys(run_id)
-        spans = keys.spans(peer_id)
         # A peer unaware that its run was deleted leaves nothing permanent.
-        commands: list[Sequence[bytes | str | int]] = [
-            ("HSET", keys.peers, peer_id, view),
-            ("EXPIRE", keys.peers, PEERS_LIFE_S),
-        ]
-        if busy_spans:
-            commands += [
-                ("RPUSH", spans, *busy_spans),
-                ("LTRIM", spans, -MAX_BUSY_SPANS, -1),
-                ("EXPIRE", spans, PEERS_LIFE_S),
-            ]
+        args: list[bytes | str | int] = [PEERS_LIFE_S, MAX_BUSY_SPANS, len(views)]
+        for peer_id, view in views.items():
+            args += [peer_id, view]
+        for spans in busy_spans.values():
+            args += [len(spans), *spans]
+        script_keys = [keys.peers, *(keys.spans(peer_id) for peer_id in busy_spans)]
         # Repeated after a lost answer it may store a span twice, which is harmless for hints.
-        await self._redis.write(partial(pipelined, commands=commands))
+        await self._redis.write(partial(self._put_peers.run, keys=script_keys, args=args))
 
     async def peers(self, run_id: str) -> dict[str, bytes]:
         """See `Store.peers`."""

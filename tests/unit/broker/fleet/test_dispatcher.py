@@ -32,7 +32,7 @@ async def _dispatcher(*, beat_version: int) -> Dispatcher:
         profile=broker_pb2.GeneratorProfile(max_concurrent_samples=NUM_SLOTS, kv_capacity_tokens=1_000_000),
     )
     beat = broker_pb2.GeneratorBeat(policy_version=beat_version, credit_total=NUM_SLOTS)
-    await peers.see_generator(hello, beat, num_free=NUM_SLOTS)
+    peers.see_generator(hello, beat, num_free=NUM_SLOTS)
     return Dispatcher(peers)
 
 

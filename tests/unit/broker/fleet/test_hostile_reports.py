@@ -22,6 +22,7 @@ from services.broker.fleet.dispatcher import Dispatcher
 from services.broker.fleet.worker_registry import CONTEXT_GRACE_S, Peers
 from services.broker.ingest.validation import MAX_ACTIVE_LEASES, MAX_STEP_S, check_beat, check_hello
 from services.broker.operations import leasing, submission
+from services.broker.operations.renewal import Heard
 from services.broker.records.run_clock import RunClock
 from services.broker.records.store import Delta
 from services.broker.runtime.forecasts import MAX_EXPECTED_TOKENS, usable
@@ -87,7 +88,7 @@ beats = st.builds(
     tokens_per_second=amounts,
     busy_spans=st.lists(st.builds(types_pb2.TimeSpan, start_time=stamps, end_time=stamps), max_size=2),
     now_time=st.none() | stamps,
-).filter(partial(is_accepted, check_beat))
+).filter(lambda beat: is_accepted(partial(check_beat, lease_ids=beat.active_lease_ids), beat))
 PLAIN = broker_pb2.GeneratorHello(run_id="run-1", generator_id="gen", max_context_tokens=128)
 SLOWEST = broker_pb2.GeneratorBeat(credit_total=4, num_running=(1 << 32) - 1, tokens_per_second=5e-324)
 Reports = list[tuple[broker_pb2.GeneratorHello, list[broker_pb2.GeneratorBeat]]]
@@ -128,10 +129,10 @@ class Broker:
     async def hear(self, hello: broker_pb2.GeneratorHello, reported: list[broker_pb2.GeneratorBeat]) -> None:
         """What a lease stream does with a generator's frames."""
         hello.generator_id = f"gen-{len(self.seats)}"
-        await self.peers.see_generator(hello, None)
+        await self.peers.meet_generator(hello)
         for beat in reported:
             num_free = min(MAX_ACTIVE_LEASES, beat.credit_total)
-            await self.peers.see_generator(hello, beat, num_free=num_free)
+            self.peers.see_generator(hello, beat, num_free=num_free)
             facts = leasing.GeneratorFacts(
                 generator_id=hello.generator_id,
                 policy_version=beat.policy_version,
@@ -154,11 +155,13 @@ class Broker:
         for name, seat in self.seats.items():
             dispatcher.take_over(state, seat.facts, GROUP_SIZE, now_s, suffix)
             state.settle()
-            held = list(state.generation_leases.get(name, ()))
-            speed = self.peers.sample_speed(name)
-            GeneratorNote(holder_id=name, lease_ids=held, tokens_per_second=speed, on_silent=lambda *_: None).renew(
-                state, self.run_clock
-            )()
+            heard = Heard(
+                holder_id=name,
+                lease_ids=frozenset(state.generation_leases.get(name, ())),
+                heard_s=now_s,
+                tokens_per_second=self.peers.sample_speed(name),
+            )
+            GeneratorNote(heard=heard, on_silent=lambda *_: None).renew(state, self.run_clock, {name: heard})()
             state.settle()
         dispatcher.describe(state, "")
         present = self.peers.present()

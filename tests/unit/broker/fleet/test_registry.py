@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 
 from penstock.clock import ManualClock
-from penstock.v1 import broker_pb2
+from penstock.errors import ServiceUnavailableError
+from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.timestamps import timestamp
 from services.broker.fleet import worker_registry
-from services.broker.fleet.worker_registry import KEPT_S, PEER_TIMEOUT_S, Peers
+from services.broker.fleet.worker_registry import KEPT_S, PEER_TIMEOUT_S, WRITTEN_AT_ONCE, Peers
 from services.broker.records.run_clock import RunClock
 from services.broker.records.store import Delta
 from services.broker.storage.memory_store import MemoryStore
@@ -22,7 +26,7 @@ async def test_peers_with_ever_new_names_do_not_pile_up() -> None:
     other = Peers(RUN, store=store, clock=RunClock(clock))
     for number in range(20):
         hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id=f"gen-{number}")
-        await peers.see_generator(hello, broker_pb2.GeneratorBeat(num_running=1, tokens_per_second=5.0))
+        peers.see_generator(hello, broker_pb2.GeneratorBeat(num_running=1, tokens_per_second=5.0))
         await peers.see_worker(f"worker-{number}")
         await peers.refresh()
         await other.refresh()
@@ -44,7 +48,7 @@ async def test_of_very_many_peers_those_that_are_gone_are_forgotten(monkeypatch:
     peers = Peers(RUN, store=store, clock=RunClock(clock))
     for number in range(4):
         hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id=f"gen-{number}")
-        await peers.see_generator(hello, broker_pb2.GeneratorBeat())
+        peers.see_generator(hello, broker_pb2.GeneratorBeat())
     clock.advance(2 * PEER_TIMEOUT_S)
     await peers.refresh()
     assert len(await store.peers(RUN)) == 4
@@ -52,3 +56,50 @@ async def test_of_very_many_peers_those_that_are_gone_are_forgotten(monkeypatch:
     clock.advance(2.0)
     await peers.refresh()
     assert list(await store.peers(RUN)) == ["w:worker"]
+
+
+class FailingStore(MemoryStore):
+    """Counts writes of peers, and fails while it is away."""
+
+    is_away = False
+    num_writes = 0
+
+    async def put_peers(
+        self, run_id: str, views: Mapping[str, bytes], busy_spans: Mapping[str, Sequence[bytes]]
+    ) -> None:
+        if self.is_away:
+            raise ServiceUnavailableError("the store is away")
+        self.num_writes += 1
+        await super().put_peers(run_id, views, busy_spans)
+
+
+async def test_heartbeats_of_many_generators_are_written_together_and_survive_an_outage() -> None:
+    store, clock = FailingStore(), ManualClock()
+    await store.commit(RUN, None, Delta(run=b""))
+    peers = Peers(RUN, store=store, clock=RunClock(clock))
+
+    def beat(version: int) -> None:
+        span = types_pb2.TimeSpan(start_time=timestamp(clock.now_s() - 1), end_time=timestamp(clock.now_s()))
+        for number in range(2 * WRITTEN_AT_ONCE):
+            hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id=f"gen-{number}")
+            peers.see_generator(hello, broker_pb2.GeneratorBeat(policy_version=version, busy_spans=[span]))
+
+    beat(1)
+    await peers.refresh()
+    assert store.num_writes == 2
+    clock.advance(2.0)
+    beat(2)
+    store.is_away = True
+    with pytest.raises(ServiceUnavailableError):
+        await peers.refresh()
+    clock.advance(2.0)
+    beat(3)
+    store.is_away = False
+    await peers.refresh()
+    assert store.num_writes == 4
+    views, _workers = await Peers(RUN, store=store, clock=RunClock(clock)).views(0.0)
+    assert len(views) == 2 * WRITTEN_AT_ONCE
+    assert all(view.beat.policy_version == 3 and len(view.busy_spans) == 3 for view in views)
+    clock.advance(2.0)
+    await peers.refresh()
+    assert store.num_writes == 4, "nothing changed"

@@ -12,6 +12,7 @@ from penstock.clock import ManualClock
 from penstock.errors import ServiceUnavailableError
 from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
+from services.broker.operations.renewal import Heard
 from services.broker.records.run_clock import Reading
 from services.broker.runtime.heartbeats import GeneratorNote
 from services.broker.runtime.run_replica import RunReplica
@@ -129,7 +130,7 @@ async def test_a_broker_serves_a_run_from_its_first_stream_on_whatever_it_has_to
     store = TickStore()
     replica = await opened(store)
     replica.heartbeats.note(
-        GeneratorNote(holder_id="gen-1", lease_ids=["x"], tokens_per_second=None, on_silent=_note_silent)
+        GeneratorNote(heard=Heard(holder_id="gen-1", lease_ids=frozenset(("x",)), heard_s=0.0), on_silent=_note_silent)
     )
     replica.heartbeats.next_turn()
     with listening(replica, 1):

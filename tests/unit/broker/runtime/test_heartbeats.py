@@ -13,6 +13,7 @@ from penstock.errors import ServiceUnavailableError
 from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
 from services.broker.operations import leasing, submission
+from services.broker.operations.renewal import Heard
 from services.broker.records.store import Delta, Mark
 from services.broker.runtime import heartbeats
 from services.broker.runtime.heartbeats import GeneratorNote
@@ -80,11 +81,8 @@ class Broker:
         return lease_ids
 
     def beat(self, generator_id: str, *lease_ids: str) -> None:
-        self.replica.heartbeats.note(
-            GeneratorNote(
-                holder_id=generator_id, lease_ids=lease_ids, tokens_per_second=None, on_silent=self._note_silent
-            )
-        )
+        heard = Heard(holder_id=generator_id, lease_ids=frozenset(lease_ids), heard_s=self.replica.clock.now_s())
+        self.replica.heartbeats.note(GeneratorNote(heard=heard, on_silent=self._note_silent))
 
     def _note_silent(self, silent: Sequence[str], _limit: SilenceLimit) -> None:
         self.silent += silent

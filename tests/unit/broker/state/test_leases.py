@@ -22,6 +22,7 @@ from tests.unit.broker.builders import (
     make_ready,
     open_state,
     put,
+    renew,
     submit,
     suffix,
 )
@@ -110,7 +111,7 @@ def test_a_renewed_lease_lives_on() -> None:
     state = open_state()
     submit(state, "a")
     grants = lease(state, 2)
-    leasing.renew(state, "gen-1", [grants[0].lease_id], 20.0)
+    renew(state, [grants[0].lease_id], 20.0)
     assert leasing.expire(state, 40.0) == 1
     assert state.groups["a"].samples[0].state == broker_pb2.SAMPLE_STATE_LEASED
     assert state.groups["a"].samples[1].state == broker_pb2.SAMPLE_STATE_QUEUED
@@ -123,7 +124,7 @@ def test_a_lease_that_is_renewed_but_brings_no_token_ends() -> None:
     num_expired = 0
     for offset, now_s in enumerate(range(10, 710, 10)):
         put(state, going_on, [5], offset=offset, now_s=float(now_s))
-        leasing.renew(state, "gen-1", [hanging.lease_id, going_on.lease_id], float(now_s))
+        renew(state, [hanging.lease_id, going_on.lease_id], float(now_s))
         num_expired += leasing.expire(state, float(now_s))
         assert num_expired == 0 or now_s > 600
     assert num_expired == 1
@@ -138,9 +139,9 @@ def test_a_lease_of_long_completions_on_a_slow_generator_lives_on_without_a_toke
     grants = lease(state, 2)
     ids = [grant.lease_id for grant in grants]
     for now_s in range(10, 4920, 10):
-        assert leasing.renew(state, "gen-1", ids, float(now_s), tokens_per_second=20.0) == [], now_s
+        assert renew(state, ids, float(now_s), speed=20.0) == [], now_s
     assert leasing.expire(state, 4915.0) == 0
-    assert leasing.renew(state, "gen-1", ids, 4920.0, tokens_per_second=20.0) == ids
+    assert renew(state, ids, 4930.0, speed=20.0) == ids
     assert str(state.limits.token_silence("gen-1", 20.0)) == (
         "4915 s (3 x 32768 tokens at 20 tokens/s of gen-1; limits.token_silence (trainer.max_lease_silence_s) sets "
         "another)"
@@ -151,8 +152,8 @@ def test_how_long_a_lease_lives_without_a_token_can_be_set() -> None:
     state = open_state(token_silence=duration(45))
     submit(state, "a")
     [grant] = lease(state, 1)
-    assert leasing.renew(state, "gen-1", [grant.lease_id], 40.0, tokens_per_second=1.0) == []
-    assert leasing.renew(state, "gen-1", [grant.lease_id], 48.0, tokens_per_second=1.0) == [grant.lease_id]
+    assert renew(state, [grant.lease_id], 40.0, speed=1.0) == []
+    assert renew(state, [grant.lease_id], 56.0, speed=1.0) == [grant.lease_id]
     with pytest.raises(InvalidFieldError, match=r"limits.token_silence: 700000"):
         open_state(token_silence=duration(700_000))
 
@@ -161,7 +162,7 @@ def test_only_the_holder_renews_a_lease() -> None:
     state = open_state()
     submit(state, "a")
     grants = lease(state, 1)
-    leasing.renew(state, "gen-2", [grants[0].lease_id], 20.0)
+    renew(state, [grants[0].lease_id], 20.0, holder="gen-2")
     assert leasing.expire(state, 40.0) == 1
 
 
