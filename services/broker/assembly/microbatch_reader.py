@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from itertools import islice
 
 from penstock.errors import InvalidFieldError
 from penstock.network.rpc import MAX_MESSAGE_BYTES
@@ -38,15 +39,20 @@ def frames_at_hand(
 
     Takes no time of the store's, so that it may be done before it is known whether the groups are delivered.
     """
-    frames, num_bytes = Frames(policy_version), 0
+    records = [record for members in microbatches for record in members]
+    if not (hello.accepts_packed_groups and all(record.HasField("put") for record in records)):
+        return []
+    parts = [slice_of(record) for record in records]
+    sizes = [part.size_bytes for part in parts]
+    if max(sizes, default=0) > MAX_WHOLE_BYTES or sum(sizes) > MAX_READ_AHEAD_BYTES:
+        return []
+    # All are found before the first is copied into a message.
+    found = [packed for part in parts if (packed := replica.payloads.at_hand(part)) is not None]
+    if len(found) < len(parts):
+        return []
+    frames, payloads = Frames(policy_version), iter(found)
     for members in microbatches:
-        for record in members:
-            if not (hello.accepts_packed_groups and record.HasField("put")):
-                return []
-            part = slice_of(record)
-            packed, num_bytes = replica.payloads.at_hand(part), num_bytes + part.size_bytes
-            if packed is None or part.size_bytes > MAX_WHOLE_BYTES or num_bytes > MAX_READ_AHEAD_BYTES:
-                return []
+        for packed in islice(payloads, len(members)):
             frames.add_packed(packed)
         frames.close()
     return frames.take()

@@ -14,7 +14,9 @@ from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
 from services.broker.records.store import PayloadSlice, Store
 
-MAX_CACHED_BYTES = 64 * 1024 * 1024
+MAX_CACHED_BYTES = 128 * 1024 * 1024
+"""What waits at most by default (`max_queued_groups`), if a step has 32 MiB. With more waiting, what is delivered next
+is pushed out first, and little is found here."""
 MAX_CACHED_PROMPTS = 1024
 MAX_CACHED_PROMPT_BYTES = 32 * 1024 * 1024
 """A prompt may have a megabyte."""

@@ -6,6 +6,8 @@ import pytest
 
 from penstock.clock import SystemClock
 from penstock.v1 import broker_pb2
+from services.broker.assembly import microbatch_reader
+from services.broker.assembly.microbatch_frames import Frames
 from services.broker.assembly.microbatch_reader import forget_delivered, frames_at_hand, load_frames
 from services.broker.records_pb2 import GroupRecord, PutColumns
 from services.broker.runtime.run_replica import RunReplica
@@ -67,3 +69,15 @@ async def test_groups_that_were_submitted_are_loaded() -> None:
     puts = Puts()
     puts.microbatches.append([GroupRecord(group_id="c")])
     assert puts.at_hand() == []
+
+
+async def test_nothing_is_copied_of_more_than_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    puts, joined = Puts(), []
+    monkeypatch.setattr(Frames, "close", lambda _frames: joined.append(1))
+    size_bytes = sum(sum(record.put.group_bytes) for members in puts.microbatches for record in members)
+    monkeypatch.setattr(microbatch_reader, "MAX_READ_AHEAD_BYTES", size_bytes - 1)
+    assert puts.at_hand() == []
+    assert joined == []
+    monkeypatch.setattr(microbatch_reader, "MAX_READ_AHEAD_BYTES", size_bytes)
+    puts.at_hand()
+    assert joined
