@@ -7,12 +7,12 @@ generators, and its record is written once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
-from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.records_pb2 import SampleRecord
 from services.broker.rules.limits import Limits
 from services.broker.state.run_state import RunState
 
@@ -57,49 +57,52 @@ def renew(
     if not lease_ids:
         return []
     life_s, silence_s = state.limits.generation_lease_s, heard.silence(state.limits).value_s
-    silent: list[str] = []
-    due: dict[str, list[int]] = {}
+    by_group: dict[str, list[tuple[int, str]]] = {}
     for lease_id in lease_ids:
         sample_id = held.get(lease_id)
-        if sample_id is None:
-            continue
-        group_id, index = sample_id
-        sample = state.groups[group_id].samples[index]
-        if now_s - _token_s(sample, unbroken_since_s) > silence_s:
-            silent.append(lease_id)
-        elif sample.lease_expire_s - now_s < life_s / 2:
-            due.setdefault(group_id, []).append(index)
-            continue
-        dues.note(heard.holder_id, lease_id, sample.lease_expire_s - life_s / 2)
-    for group_id, indices in due.items():
-        state.grow(group_id)
-        group = state.groups[group_id]
-        for index in indices:
-            _renew(state, group.samples[index], now_s)
-        if others:
-            _renew_others(state, group, others, now_s, unbroken_since_s)
+        if sample_id is not None:
+            by_group.setdefault(sample_id[0], []).append((sample_id[1], lease_id))
+    silent: list[str] = []
+    due_s: dict[str, float] = {}
+    for group_id, named in by_group.items():
+        samples = state.groups[group_id].samples
+        num_due = 0
+        for index, lease_id in named:
+            sample = samples[index]
+            expire_s = sample.lease_expire_s
+            if now_s - _token_s(sample, unbroken_since_s) > silence_s:
+                silent.append(lease_id)
+            elif expire_s - now_s < life_s / 2:
+                if not num_due:
+                    state.grow(group_id)
+                num_due += 1
+                sample.lease_expire_s = expire_s = now_s + life_s
+            due_s[lease_id] = expire_s - life_s / 2
+        if others and 0 < num_due < len(samples):
+            _renew_others(state, samples, others, now_s, unbroken_since_s)
+    dues.note(heard.holder_id, due_s)
     return silent
 
 
-def _renew(state: RunState, sample: SampleRecord, from_s: float) -> None:
-    life_s = state.limits.generation_lease_s
-    sample.lease_expire_s = from_s + life_s
-    state.generation_dues.note(sample.generator_id, sample.lease_id, from_s + life_s / 2)
-
-
 def _renew_others(
-    state: RunState, group: GroupRecord, others: Mapping[str, Heard], now_s: float, unbroken_since_s: float
+    state: RunState,
+    samples: Iterable[SampleRecord],
+    others: Mapping[str, Heard],
+    now_s: float,
+    unbroken_since_s: float,
 ) -> None:
     """Renew a group's leases as of when they were last named, if that is later than they were renewed."""
-    for sample in group.samples:
+    life_s = state.limits.generation_lease_s
+    for sample in samples:
         heard = others.get(sample.generator_id)
-        if heard is None or sample.state != _LEASED or sample.lease_id not in heard.lease_ids:
+        if heard is None or sample.state != _LEASED:
             continue
-        from_s = min(heard.heard_s, now_s)
-        if from_s + state.limits.generation_lease_s <= sample.lease_expire_s:
+        lease_id, expire_s = sample.lease_id, min(heard.heard_s, now_s) + life_s
+        if expire_s <= sample.lease_expire_s or lease_id not in heard.lease_ids:
             continue
         if now_s - _token_s(sample, unbroken_since_s) <= heard.silence(state.limits).value_s:
-            _renew(state, sample, from_s)
+            sample.lease_expire_s = expire_s
+            state.generation_dues.note(heard.holder_id, {lease_id: expire_s - life_s / 2})
 
 
 def _token_s(sample: SampleRecord, unbroken_since_s: float) -> float:

@@ -7,7 +7,7 @@ make that later; a lease whose renewal is undone is looked at again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 FEW = 64
@@ -50,8 +50,8 @@ class LeaseDues:
         holder.next_s = min(holder.due_s.values(), default=math.inf)
         return unknown.union(named.intersection(past))
 
-    def note(self, holder_id: str, lease_id: str, due_s: float) -> None:
-        """A lease was looked at or renewed, and is not due before this."""
+    def note(self, holder_id: str, due_s: Mapping[str, float]) -> None:
+        """Leases of a holder were looked at or renewed, and are not due before this."""
         holder = self._holders.setdefault(holder_id, _Holder())
-        holder.due_s[lease_id] = due_s
-        holder.next_s = min(holder.next_s, due_s)
+        holder.due_s.update(due_s)
+        holder.next_s = min(holder.next_s, min(due_s.values(), default=math.inf))

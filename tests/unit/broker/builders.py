@@ -79,9 +79,9 @@ def lease(state: RunState, count: int, version: int = 0, *, now_s: float = 2.0, 
 def renew(
     state: RunState, lease_ids: Iterable[str], now_s: float, *, holder: str = "gen-1", speed: float | None = None
 ) -> list[str]:
-    """A generator's heartbeat; returns the leases that are left to expire."""
+    """A generator's heartbeat; returns the leases that are left to expire, sorted."""
     heard = Heard(holder_id=holder, lease_ids=frozenset(lease_ids), heard_s=now_s, tokens_per_second=speed)
-    return renewal.renew(state, heard, now_s)
+    return sorted(renewal.renew(state, heard, now_s))
 
 
 def as_lease(grant: Grant) -> broker_pb2.Lease:

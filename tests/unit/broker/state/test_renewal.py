@@ -122,7 +122,7 @@ def _play(rng: random.Random) -> None:
 def test_leases_and_holders_that_are_gone_are_forgotten() -> None:
     dues = LeaseDues()
     for number in range(10 * FEW):
-        dues.note(f"gen-{number}", "a", 1.0)
+        dues.note(f"gen-{number}", {"a": 1.0})
         dues.forget_others(["gen-0"])
     named = frozenset("a")
     known = [name for name in range(10 * FEW) if not dues.take_due(f"gen-{name}", named, 0.0)]
