@@ -27,7 +27,7 @@ from penstock.v1 import broker_pb2 as penstock_dot_v1_dot_broker__pb2
 from penstock.v1 import types_pb2 as penstock_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/shards.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/access.proto\x1a\x18penstock/v1/broker.proto\x1a\x17penstock/v1/types.proto\"v\n\x13\x41\x63\x63\x65ptChunksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_shard\x18\x02 \x01(\r\x12\x11\n\tsender_id\x18\x03 \x01(\t\x12\'\n\x06\x63hunks\x18\x04 \x03(\x0b\x32\x17.penstock.v1.TokenChunk\"X\n\x14\x41\x63\x63\x65ptChunksResponse\x12\'\n\x06\x65rrors\x18\x01 \x03(\x0b\x32\x17.penstock.v1.ChunkError\x12\x17\n\x0frepeated_chunks\x18\x02 \x03(\r\"C\n\nEndedLease\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"a\n\x11SealLeasesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_shard\x18\x02 \x01(\r\x12\'\n\x06leases\x18\x03 \x03(\x0b\x32\x17.penstock.v1.EndedLease\"#\n\x12SealLeasesResponse\x12\r\n\x05tails\x18\x01 \x03(\x0c\"A\n\x0cSampleReport\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x0c\n\x04tail\x18\x02 \x01(\x0c\"e\n\x12ReportTailsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_shard\x18\x02 \x01(\r\x12*\n\x07reports\x18\x03 \x03(\x0b\x32\x19.penstock.v1.SampleReport\"\x15\n\x13ReportTailsResponse2\x99\x02\n\x0cShardService\x12Z\n\x0c\x41\x63\x63\x65ptChunks\x12 .penstock.v1.AcceptChunksRequest\x1a!.penstock.v1.AcceptChunksResponse\"\x05\xe2\xab\x19\x01\x07\x12T\n\nSealLeases\x12\x1e.penstock.v1.SealLeasesRequest\x1a\x1f.penstock.v1.SealLeasesResponse\"\x05\xe2\xab\x19\x01\x07\x12W\n\x0bReportTails\x12\x1f.penstock.v1.ReportTailsRequest\x1a .penstock.v1.ReportTailsResponse\"\x05\xe2\xab\x19\x01\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/shards.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/access.proto\x1a\x18penstock/v1/broker.proto\x1a\x17penstock/v1/types.proto\"v\n\x13\x41\x63\x63\x65ptChunksRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_shard\x18\x02 \x01(\r\x12\x11\n\tsender_id\x18\x03 \x01(\t\x12\'\n\x06\x63hunks\x18\x04 \x03(\x0b\x32\x17.penstock.v1.TokenChunk\"X\n\x14\x41\x63\x63\x65ptChunksResponse\x12\'\n\x06\x65rrors\x18\x01 \x03(\x0b\x32\x17.penstock.v1.ChunkError\x12\x17\n\x0frepeated_chunks\x18\x02 \x03(\r\"C\n\nEndedLease\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"a\n\x11SealLeasesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_shard\x18\x02 \x01(\r\x12\'\n\x06leases\x18\x03 \x03(\x0b\x32\x17.penstock.v1.EndedLease\"#\n\x12SealLeasesResponse\x12\r\n\x05tails\x18\x01 \x03(\x0c\"V\n\x0cSampleReport\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x0c\n\x04tail\x18\x02 \x01(\x0c\x12\x13\n\x0btoken_shard\x18\x03 \x01(\r\"e\n\x12ReportTailsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0btoken_shard\x18\x02 \x01(\r\x12*\n\x07reports\x18\x03 \x03(\x0b\x32\x19.penstock.v1.SampleReport\"\x15\n\x13ReportTailsResponse2\x99\x02\n\x0cShardService\x12Z\n\x0c\x41\x63\x63\x65ptChunks\x12 .penstock.v1.AcceptChunksRequest\x1a!.penstock.v1.AcceptChunksResponse\"\x05\xe2\xab\x19\x01\x07\x12T\n\nSealLeases\x12\x1e.penstock.v1.SealLeasesRequest\x1a\x1f.penstock.v1.SealLeasesResponse\"\x05\xe2\xab\x19\x01\x07\x12W\n\x0bReportTails\x12\x1f.penstock.v1.ReportTailsRequest\x1a .penstock.v1.ReportTailsResponse\"\x05\xe2\xab\x19\x01\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,11 +51,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEALLEASESRESPONSE']._serialized_start=496
   _globals['_SEALLEASESRESPONSE']._serialized_end=531
   _globals['_SAMPLEREPORT']._serialized_start=533
-  _globals['_SAMPLEREPORT']._serialized_end=598
-  _globals['_REPORTTAILSREQUEST']._serialized_start=600
-  _globals['_REPORTTAILSREQUEST']._serialized_end=701
-  _globals['_REPORTTAILSRESPONSE']._serialized_start=703
-  _globals['_REPORTTAILSRESPONSE']._serialized_end=724
-  _globals['_SHARDSERVICE']._serialized_start=727
-  _globals['_SHARDSERVICE']._serialized_end=1008
+  _globals['_SAMPLEREPORT']._serialized_end=619
+  _globals['_REPORTTAILSREQUEST']._serialized_start=621
+  _globals['_REPORTTAILSREQUEST']._serialized_end=722
+  _globals['_REPORTTAILSRESPONSE']._serialized_start=724
+  _globals['_REPORTTAILSRESPONSE']._serialized_end=745
+  _globals['_SHARDSERVICE']._serialized_start=748
+  _globals['_SHARDSERVICE']._serialized_end=1029
 # @@protoc_insertion_point(module_scope)

@@ -181,8 +181,11 @@ class SampleReport(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     TAIL_FIELD_NUMBER: _builtins.int
+    TOKEN_SHARD_FIELD_NUMBER: _builtins.int
     tail: _builtins.bytes
     """A SampleTail of the broker's own records."""
+    token_shard: _builtins.int
+    """The shard that has it, if the request is of several; 0 for the one that the request names."""
     @_builtins.property
     def key(self) -> _types_pb2.SampleKey:
         """Which sample."""
@@ -192,10 +195,11 @@ class SampleReport(_message.Message):
         *,
         key: _types_pb2.SampleKey | None = ...,
         tail: _builtins.bytes = ...,
+        token_shard: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tail", b"tail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tail", b"tail", "token_shard", b"token_shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -213,7 +217,7 @@ class ReportTailsRequest(_message.Message):
     run_id: _builtins.str
     """Which run."""
     token_shard: _builtins.int
-    """The shard that reports, from 1."""
+    """The shard that reports, from 1; of several, one of them."""
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleReport]:
         """At most 4,096."""

@@ -91,17 +91,19 @@ def read_tails(tails: Sequence[bytes], num_samples: int) -> list[SampleTail]:
 def report_message(report: TailReport) -> shards_pb2.SampleReport:
     """What a shard has of a sample."""
     key = _key(report.group_id, report.sample_index, report.tail.attempt)
-    return shards_pb2.SampleReport(key=key, tail=report.tail.SerializeToString())
+    return shards_pb2.SampleReport(key=key, tail=report.tail.SerializeToString(), token_shard=report.token_shard)
 
 
 def read_report(report: shards_pb2.SampleReport) -> TailReport:
     """The same. Raises InvalidFieldError."""
     _check_key(report.key)
+    shard = report.token_shard
+    require(shard <= MAX_TOKEN_SHARDS, "reports.token_shard", shard, f"0 to {MAX_TOKEN_SHARDS}")
     try:
         tail = SampleTail.FromString(report.tail)
     except DecodeError as error:
         raise InvalidFieldError(f"tail: {len(report.tail)} bytes that are none: {error}", field="tail") from error
-    return TailReport(group_id=report.key.group_id, sample_index=report.key.sample_index, tail=tail)
+    return TailReport(group_id=report.key.group_id, sample_index=report.key.sample_index, tail=tail, token_shard=shard)
 
 
 def _key(group_id: str, sample_index: int, attempt: int) -> types_pb2.SampleKey:

@@ -23,15 +23,16 @@ _ENDS = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH)
 
 
 def take_reports(state: RunState, shard: int, reports: Sequence[TailReport], now_s: float) -> None:
-    """Take what a shard says of samples; repeated reports change nothing."""
+    """Take what a shard says of samples, or several shards do; repeated reports change nothing."""
     by_group: dict[str, list[TailReport]] = {}
     for report in reports:
         by_group.setdefault(report.group_id, []).append(report)
     for group_id, members in by_group.items():
         group = state.groups.get(group_id)
-        if group is None or group.token_shard != shard:
+        if group is None or not group.token_shard:
             continue
-        current = [report for report in members if _is_current(group, report)]
+        own = [report for report in members if group.token_shard == (report.token_shard or shard)]
+        current = [report for report in own if _is_current(group, report)]
         if any(_ends_lease(group, report) for report in current):
             with state.edit(group_id):
                 for report in current:

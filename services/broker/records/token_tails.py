@@ -30,6 +30,8 @@ class TailReport:
     group_id: str
     sample_index: int
     tail: SampleTail
+    token_shard: int = 0
+    """Which shard; 0 for the one that the call names."""
 
     @property
     def sample(self) -> SampleId:

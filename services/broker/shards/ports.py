@@ -36,7 +36,7 @@ class Core(Protocol):
     async def report(self, run_id: str, shard: int, reports: Sequence[TailReport]) -> None:
         """Tell what samples have now; one that ended (`finish_reason`) is committed when this returns.
 
-        What the core knows better by now is ignored. Every call may be repeated. Raises ServiceUnavailableError if the
-        core, or its store, cannot be reached, and UnknownRunError.
+        Reports of other shards than `shard` name theirs. What the core knows better by now is ignored. Every call may
+        be repeated. Raises ServiceUnavailableError if the core, or its store, cannot be reached, and UnknownRunError.
         """
         ...

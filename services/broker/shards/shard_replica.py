@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from typing import TypeVar
 
 import structlog
@@ -66,7 +65,7 @@ class ShardReplica(Replica[ShardState]):
         self._runs = runs
         self._ends = EndReports(self._tell_ends)
         self._noting: set[asyncio.Task[None]] = set()
-        self._looked_s = self._progress_s = self._cleaned_s = self._absent_s = -math.inf
+        self._looked_s = self._cleaned_s = self._absent_s = -math.inf
         """When what is done now and then was done, and when there was no document."""
         self._overdue: set[SampleId] | None = None
         """Ends that the run had yet to confirm at the last look; None before the first, when all are overdue."""
@@ -188,12 +187,27 @@ class ShardReplica(Replica[ShardState]):
         if now_s - self._looked_s >= REPORT_AGAIN_AFTER_S:
             self._looked_s = now_s
             await self._tell_overdue(self.copy.ended)
-        if now_s - self._progress_s >= facts.progress_every_s:
-            self._progress_s = now_s
-            await self._tell_progress()
         if now_s - self._cleaned_s >= CLEAN_EVERY_S:
             self._cleaned_s = now_s
             await self._clean()
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether there is any `progress`."""
+        return self.copy is not None and bool(self.copy.grown)
+
+    async def progress(self) -> list[TailReport]:
+        """What the shard has of samples that grew since this was called."""
+        if self.copy is None:
+            return []
+        grown, reports = list(self.copy.grown), list[TailReport]()
+        self.copy.grown.clear()
+        for start in range(0, len(grown), REPORTS_AT_ONCE):
+            some = grown[start : start + REPORTS_AT_ONCE]
+            # Through a transaction: the copy may have tokens that are not stored.
+            tell = partial(tails.progress, samples=some, shard=self.shard)
+            reports += await self.transact(tell, must_verify=False)
+        return reports
 
     def observe(self, metrics: ShardMetrics) -> None:
         """Count in the metrics what happened since the last time."""
@@ -214,15 +228,6 @@ class ShardReplica(Replica[ShardState]):
         self._overdue = set(ended)
         if overdue:
             await self._ends.tell(await self.transact(partial(tails.unreported, samples=overdue), must_verify=False))
-
-    async def _tell_progress(self) -> None:
-        while self.copy is not None and self.copy.grown:
-            samples = list(islice(self.copy.grown, REPORTS_AT_ONCE))
-            self.copy.grown.difference_update(samples)
-            # Through a transaction: the copy may have tokens that are not stored.
-            reports = await self.transact(partial(tails.progress, samples=samples), must_verify=False)
-            if reports:
-                await self._core.report(self.core_id, self.shard, reports)
 
     async def _clean(self) -> None:
         group_ids = [] if self.copy is None else self.copy.group_ids

@@ -57,17 +57,17 @@ def unreported(state: ShardState, samples: Collection[SampleId]) -> list[TailRep
     return _reports(state, state.ended.intersection(samples))
 
 
-def progress(state: ShardState, samples: Iterable[SampleId]) -> list[TailReport]:
-    """What these samples have, without those that ended."""
-    return [report for report in _reports(state, samples) if not report.tail.is_sealed]
+def progress(state: ShardState, samples: Iterable[SampleId], *, shard: int) -> list[TailReport]:
+    """What these samples have, without those that ended; for a call with reports of other shards, too."""
+    return [report for report in _reports(state, samples, shard) if not report.tail.is_sealed]
 
 
-def _reports(state: ShardState, samples: Iterable[SampleId]) -> list[TailReport]:
+def _reports(state: ShardState, samples: Iterable[SampleId], shard: int = 0) -> list[TailReport]:
     reports: list[TailReport] = []
     for group_id, index in samples:
         tail = state.tail((group_id, index))
         if tail is not None:
-            reports.append(TailReport(group_id=group_id, sample_index=index, tail=copied(tail)))
+            reports.append(TailReport(group_id=group_id, sample_index=index, tail=copied(tail), token_shard=shard))
     return reports
 
 

@@ -43,6 +43,8 @@ class ShardedRun:
         """Whether the core cannot be reached."""
         self.reports: list[TailReport] = []
         """Every report that arrived."""
+        self.num_calls = 0
+        """Calls by which they arrived."""
         self._num_shards = num_shards
         self._processes: list[ShardRegistry] = []
         self.registry = CollectorRegistry()
@@ -88,6 +90,7 @@ class ShardedRun:
         if self.is_away:
             raise ServiceUnavailableError("the core is away")
         self.reports += reports
+        self.num_calls += 1
         await self.core.transact(lambda state: token_ends.take_reports(state, shard, reports, 5.0))
 
     async def lease(self, count: int = 1, generator_id: str = GENERATOR) -> list[broker_pb2.Lease]:

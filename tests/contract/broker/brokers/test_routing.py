@@ -69,7 +69,7 @@ async def test_seals_and_reports_go_to_their_owners() -> None:
         shard = shard_of(brokers, there)
         tails = await here.shards.seal(RUN, shard, samples)
         assert [(tail.lease_id, tail.num_tokens) for tail in tails] == [("l0", 0), ("l1", 1), ("l2", 2)]
-        report = TailReport(group_id="g", sample_index=1, tail=SampleTail(lease_id="l", num_tokens=5))
+        report = TailReport(group_id="g", sample_index=1, tail=SampleTail(lease_id="l", num_tokens=5), token_shard=7)
         await here.core.report(RUN, shard, [report])
         assert there.local.calls == [("seal", shard, samples), ("report", shard, [report])]
         assert here.local.calls == []
@@ -212,6 +212,7 @@ async def test_nonsense_is_refused_by_name() -> None:
     async with members(MemoryStore(), 1) as [broker], rpc.open_channel(broker.membership.name) as channel:
         stub = shards_pb2_grpc.ShardServiceStub(channel)
         bad = shards_pb2.SampleReport(key=types_pb2.SampleKey(group_id="g"), tail=b"\xff")
+        far = shards_pb2.SampleReport(key=types_pb2.SampleKey(group_id="g"), token_shard=1025)
         for method, request, message in (
             (stub.SealLeases, sealing(shard=0), "token_shard: 0"),
             (stub.SealLeases, sealing(shard=1025), "token_shard: 1025"),
@@ -223,6 +224,11 @@ async def test_nonsense_is_refused_by_name() -> None:
                 stub.ReportTails,
                 shards_pb2.ReportTailsRequest(run_id=RUN, token_shard=1, reports=[bad]),
                 "tail: 1 bytes",
+            ),
+            (
+                stub.ReportTails,
+                shards_pb2.ReportTailsRequest(run_id=RUN, token_shard=1, reports=[far]),
+                "reports.token_shard: 1025",
             ),
         ):
             with pytest.raises(InvalidFieldError, match=message):

@@ -188,6 +188,18 @@ async def test_the_run_hears_now_and_then_how_far_samples_are() -> None:
     assert len(run.reports) == 3
 
 
+async def test_what_all_shards_of_a_process_have_is_told_by_one_call() -> None:
+    run = await sharded("a", "b", "c")
+    process = run.process()
+    leases = {name: (await run.lease(generator_id=name))[0] for name in ("gen-1", "gen-2", "gen-3")}
+    assert len({lease.token_shard for lease in leases.values()}) > 1
+    for number, (name, lease) in enumerate(leases.items(), 1):
+        await put(process, lease, range(number), holder=name)
+    await process.look()
+    assert [run.sample((name, 0)).num_tokens for name in ("a", "b", "c")] == [1, 2, 3]
+    assert run.num_calls == 1
+
+
 @pytest.mark.parametrize(("silence_s", "due_s"), [(2, 0.5), (600, MAX_PROGRESS_EVERY_S)])
 async def test_the_run_hears_of_tokens_long_before_it_takes_their_generator_for_silent(
     silence_s: int, due_s: float
