@@ -21,6 +21,8 @@ from penstock.wire.codec import int32_bytes
 GROUP_SIZE = 8
 NUM_PROMPT_TOKENS = 256
 MAX_TOKENS = 32_768
+LEASE_S = 15
+"""The trainer's default."""
 PROMPTS_PER_CALL = 500
 _GENERATORS, _TRAINER = "benchmarks.scale.generators", "benchmarks.scale.trainer"
 
@@ -220,13 +222,15 @@ def _groups_per_step(num_groups: int) -> int:
 
 
 def _limits(load: Load) -> broker_pb2.RunLimits:
-    return broker_pb2.RunLimits(
+    limits = broker_pb2.RunLimits(
         groups_per_step=_groups_per_step(load.num_groups),
         group_size=GROUP_SIZE,
         max_staleness=1,
         max_queued_groups=load.num_groups,
         max_completion_tokens=MAX_TOKENS,
     )
+    limits.generation_lease.FromSeconds(LEASE_S)
+    return limits
 
 
 async def _submit(client: BrokerClient, run_id: str, num_groups: int) -> None:

@@ -36,7 +36,7 @@ def test_a_lease_is_renewed_before_half_of_it_is_over_and_not_at_every_heartbeat
         renew(state, [grant.lease_id], float(now_s))
         if state.is_changed:
             changed.append(now_s)
-            assert state.only_grew, "nobody waits for it"
+            assert state.only_grew, "no stream waits for it"
             state.settle()
         assert sample_of(state, grant.lease_id).lease_expire_s - now_s >= LIFE_S / 2
     assert changed == [12, 24, 36, 48]
