@@ -25,7 +25,7 @@ from benchmarks.ranker.made_set import make_set
 from penstock.clock import SystemClock
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.forecaster import LengthForecaster
-from services.scheduler.lengths.learner import Learner
+from services.scheduler.lengths.length_model import Learner
 from services.scheduler.lengths.metrics import LengthMetrics
 from services.scheduler.lengths.prompt_features import PromptView
 from services.scheduler.lengths.quality import measure

@@ -13,7 +13,7 @@ from penstock.network.rpc import Server, run_until_stopped, service_of
 from penstock.security import Security
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.scheduler.lengths.forecaster import LengthForecaster
-from services.scheduler.lengths.learner import Learner
+from services.scheduler.lengths.length_model import Learner
 from services.scheduler.lengths.metrics import LengthMetrics
 from services.scheduler.lengths.pairs_file import read_pairs
 from services.scheduler.lengths.ridge import RidgeLearner

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.v1 import scheduler_pb2 as pb
-from services.scheduler.lengths.learner import Arrays
+from services.scheduler.lengths.length_model import Arrays
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompt_features import PromptLengths
 from services.scheduler.lengths.quality import INTERVAL_SHARE

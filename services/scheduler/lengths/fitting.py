@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.conformal import ErrorShape, ForecastErrors
-from services.scheduler.lengths.learner import FitFailedError, Learner, LengthModel
+from services.scheduler.lengths.length_model import FitFailedError, Learner, LengthModel
 from services.scheduler.lengths.prompt_features import PromptLengths, PromptView
 from services.scheduler.lengths.quality import measure
 from services.scheduler.lengths.ridge import BASELINE

@@ -18,7 +18,7 @@ from penstock.clock import Clock
 from penstock.errors import UnknownRunError, require
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.fitting import Fit, fit_lengths
-from services.scheduler.lengths.learner import FitFailedError, Learner
+from services.scheduler.lengths.length_model import FitFailedError, Learner
 from services.scheduler.lengths.metrics import LengthMetrics
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.pairs_file import MAX_LENGTH_TOKENS, Row

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config import ConfigError
-from services.scheduler.lengths.learner import log_tokens
+from services.scheduler.lengths.length_model import log_tokens
 from services.scheduler.lengths.prompt_features import PromptView, make_prompt
 
 MAX_ROWS = 16_384

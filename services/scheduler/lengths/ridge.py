@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.scheduler.lengths.learner import Arrays, LengthModel
+from services.scheduler.lengths.length_model import Arrays, LengthModel
 from services.scheduler.lengths.ngrams import NUM_BUCKETS, Floats, Ngrams, ngrams
 from services.scheduler.lengths.prompt_features import PromptView
 

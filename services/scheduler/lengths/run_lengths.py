@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths.fitting import MIN_PROMPTS, Fit
-from services.scheduler.lengths.learner import log_tokens
+from services.scheduler.lengths.length_model import log_tokens
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompt_features import PromptLengths, PromptView
 from services.scheduler.lengths.quality import measure

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from services.scheduler.lengths.learner import FitFailedError, LengthModel
+from services.scheduler.lengths.length_model import FitFailedError, LengthModel
 from services.scheduler.lengths.ngrams import Floats
 from services.scheduler.lengths.prompt_features import PromptView
 

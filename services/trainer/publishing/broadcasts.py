@@ -7,7 +7,7 @@
 Promises:
 
 - The broadcast waits at most `gather_s` for a receiver and `stall_s` for a piece; a receiver that did not come is not
-  waited for again (`membership`).
+  waited for again (`broadcast_membership`).
 - A broadcast that breaks off costs its members only time: they fetch the missing parts, and the next one forms a new
   group. So receivers join, leave and die without manual work.
 - One broadcast at a time; each content once. Sending happens in a thread: neither the trainer's steps nor its server
@@ -41,7 +41,7 @@ from penstock.errors import NotOfferedError, ServiceUnavailableError, UnknownVer
 from penstock.process.tasks import end
 from penstock.transfer.chunks import chunk_bytes_for
 from penstock.v1 import weights_pb2
-from services.trainer.publishing.membership import BroadcastMembership
+from services.trainer.publishing.broadcast_membership import BroadcastMembership
 
 MAX_MEMBERS = 1000
 MAX_CONTENTS_REMEMBERED = 256

@@ -21,7 +21,7 @@ from services.trainer.algorithms.terms.overlong import overlong_penalties
 from services.trainer.batches.packing import Trajectory, full_enough
 from services.trainer.batches.training_sample import TrainingSample, trajectory_of
 from services.trainer.model.backend import Quantity
-from services.trainer.step.scoring import PriorLogprobs, Scores, Scoring
+from services.trainer.step.prior_passes import PriorLogprobs, Scores, Scoring
 from services.trainer.step.step_settings import StepSettings
 
 DISCOUNT = 1.0

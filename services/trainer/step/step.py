@@ -44,8 +44,8 @@ from services.trainer.model.backend import (
 )
 from services.trainer.step.advantages import AdvantageEstimator, TrainableSample
 from services.trainer.step.passes import LossItem, Passes, split, trajectories_of
+from services.trainer.step.prior_passes import PriorLogprobs, Scoring
 from services.trainer.step.sample_filter import SampleFilter, SkippedSample
-from services.trainer.step.scoring import PriorLogprobs, Scoring
 from services.trainer.step.step_report import StepCounts, StepReport
 from services.trainer.step.step_settings import StepSettings
 

@@ -19,7 +19,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.config import LengthsConfig
 from services.scheduler.lengths import transformer
 from services.scheduler.lengths.forecaster import LengthForecaster
-from services.scheduler.lengths.learner import FitFailedError
+from services.scheduler.lengths.length_model import FitFailedError
 from services.scheduler.lengths.prompt_features import PromptView, make_prompt
 from services.scheduler.lengths.quality import spearman
 from services.scheduler.lengths.transformer import TransformerLearner

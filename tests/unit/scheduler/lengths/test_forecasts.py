@@ -12,7 +12,7 @@ from penstock.errors import InvalidFieldError, UnknownRunError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.lengths import forecaster as forecaster_module
 from services.scheduler.lengths.forecaster import LengthForecaster
-from services.scheduler.lengths.learner import FitFailedError
+from services.scheduler.lengths.length_model import FitFailedError
 from services.scheduler.lengths.metrics import LengthMetrics
 from services.scheduler.lengths.quality import recall_of_longest
 from services.scheduler.lengths.ridge import RidgeLearner

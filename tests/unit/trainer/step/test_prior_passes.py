@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.step.scoring import Scoring
+from services.trainer.step.prior_passes import Scoring
 from tests.unit.trainer.builders import RecordingBackend, build_trajectory
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from services.trainer.publishing.membership import FIRST_LEFT_OUT_S, LEFT, MAX_LEFT_OUT_S, OK, BroadcastMembership
+from services.trainer.publishing.broadcast_membership import (
+    FIRST_LEFT_OUT_S,
+    LEFT,
+    MAX_LEFT_OUT_S,
+    OK,
+    BroadcastMembership,
+)
 
 
 def watched_by(*receiver_ids: str) -> BroadcastMembership:
