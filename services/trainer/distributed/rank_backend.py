@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
@@ -40,6 +39,7 @@ from services.trainer.model.learner import Learner
 from services.trainer.model.model_loading import ModelSettings, load_trained
 from services.trainer.model.precision import compute_dtype, computing_in
 from services.trainer.model.ranks import Ranks
+from services.trainer.model.token_logprobs import TokenLogprobs
 from services.trainer.model.tokenizer_files import copy_tokenizer
 from services.trainer.model_state.dcp import write_resume
 from services.trainer.model_state.optimizer_state import TrainingState
@@ -79,13 +79,15 @@ class RankBackend:
         self._ranks = ranks or Ranks()
         self._device = self._ranks.device(model.device)
         self._dtype = compute_dtype(model.dtype, path=model.path, device=self._device)
-        self._trained = load_trained(model, self._device)
-        for network in self._trained.networks:
-            self._ranks.shard(network)
+        self._trained = load_trained(model, self._device, self._ranks)
         if self._ranks.rank > 0:
             # The same seed gave all processes the same initial weights; from here on, each draws its own numbers.
             torch.manual_seed(seed + self._ranks.rank)
         self._model = self._trained.network
+        self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
+        self._token_logprobs = TokenLogprobs(
+            *self._trained.networks, inputs=packed_inputs(self._idle_pack, self._device)
+        )
         named = self._model.named_parameters()
         parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._learner = Learner(parameters, optimizer, ranks=self._ranks)
@@ -99,7 +101,6 @@ class RankBackend:
             rank=self._ranks.rank,
         )
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
 
     @property
     def adapter(self) -> AdapterInfo | None:
@@ -258,16 +259,15 @@ class RankBackend:
             return self._logprobs(model, pack)
 
     def _logprobs(self, model: Any, pack: Pack) -> Tensor:
-        """Log-probs of the loss tokens, float32[N]; logits exist for those positions only."""
+        """Log-probs of the loss tokens, float32[N]."""
         with computing_in(self._dtype, self._device):
-            logits_1nv = model(
-                **packed_inputs(pack, self._device), logits_to_keep=self._tensor(pack.logit_positions)
-            ).logits
-        logits_nv = logits_1nv[0].float()
-        if pack.temperatures is not None:
-            logits_nv = logits_nv / self._tensor(pack.temperatures)[:, None]
-        # cross_entropy is log-softmax and gather in one kernel; only the sign differs.
-        return -cross_entropy(logits_nv, self._tensor(pack.target_ids), reduction="none")
+            return self._token_logprobs.of(
+                model,
+                packed_inputs(pack, self._device),
+                positions_n=self._tensor(pack.logit_positions),
+                targets_n=self._tensor(pack.target_ids),
+                temperatures_n=None if pack.temperatures is None else self._tensor(pack.temperatures),
+            )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from services.trainer.algorithms.ppo import value_losses
 from services.trainer.batches.packing import Pack
 from services.trainer.config import OptimizerConfig
-from services.trainer.model.attention import PACKED_ATTENTION, packed_inputs
+from services.trainer.model.attention import packed_inputs
 from services.trainer.model.backend import NonFiniteLossError
 from services.trainer.model.learner import Learner
 from services.trainer.model.precision import MASTER, computing_in
 from services.trainer.model.ranks import Ranks
+from services.trainer.model.weight_loading import load_weights
 
 
 class Critic:
@@ -51,17 +53,12 @@ class Critic:
         learning_rate: float,
         optimizer: OptimizerConfig,
     ) -> None:
-        # Loaded like the policy: the bare network's own loader would report the head as unexpected.
-        self._network: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=MASTER, attn_implementation=PACKED_ATTENTION, local_files_only=True
-        ).base_model
-        self._network.eval().to(device)
+        self._network: Any = load_weights(path, dtype=MASTER, device=device, ranks=ranks, sharded=_parts).base_model
         self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
         self._ranks = ranks
-        for module in (self._network, self._head):
-            ranks.shard(module)
+        ranks.shard(self._head)
         parameters: dict[str, Tensor] = {
             f"{module}.{name}": parameter
             for module, holder in (("network", self._network), ("head", self._head))
@@ -120,3 +117,8 @@ class Critic:
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _parts(model: PreTrainedModel) -> Iterable[nn.Module]:
+    """Of a policy: what a critic keeps, and apart from it the head, which is dropped."""
+    return model.base_model, model.get_output_embeddings()

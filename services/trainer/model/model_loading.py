@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from services.trainer.config import LoraSection
-from services.trainer.model.attention import PACKED_ATTENTION
-from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.packing_check import check_packing
 from services.trainer.model.precision import MASTER, compute_dtype
+from services.trainer.model.ranks import Ranks
 from services.trainer.model.trained_model import TrainedModel, checkpoint_layers
+from services.trainer.model.weight_loading import load_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,36 +41,39 @@ class ModelSettings:
     """Keep only each layer's input for the backward pass, and recompute the rest."""
 
 
-def load_trained(settings: ModelSettings, device: torch.device) -> TrainedModel:
-    """The model to train, on its device, with the reference beside it if one is kept.
+def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) -> TrainedModel:
+    """The model to train, on its device, with the reference beside it if one is kept; sharded over the processes.
 
     Raises:
-        UnsupportedModelError: packed rows would not train it on its own function.
+        UnsupportedModelError: packed rows would not train it on its own function, or its weights do not fit it.
         OSError: the directory does not hold a model.
     """
     # Trained weights and their reference are held in full precision; a base below an adapter is not.
     own = compute_dtype(settings.dtype, path=settings.path, device=device)
-    model = _load_model(settings, device, dtype=MASTER if settings.lora is None else own)
-    check_packing(model, settings.path)
-    if settings.gradient_checkpointing:
-        checkpoint_layers(model)
-    if settings.lora is None:
-        reference = _load_model(settings, device, dtype=MASTER) if settings.keep_reference else None
-        return TrainedModel(model, reference=reference, published_dtype=own)
+    if settings.lora is not None:
+        return _load_adapted(settings, device, ranks, dtype=own)
+    model = load_weights(settings.path, dtype=MASTER, device=device, ranks=ranks)
+    _prepare(model, settings, ranks)
+    reference = None
+    if settings.keep_reference:
+        reference = load_weights(settings.path, dtype=MASTER, device=device, ranks=ranks)
+    return TrainedModel(model, reference=reference, published_dtype=own)
+
+
+def _load_adapted(settings: ModelSettings, device: torch.device, ranks: Ranks, *, dtype: torch.dtype) -> TrainedModel:
     # Imported here: importing PEFT takes a second, and most runs have no adapter.
     from services.trainer.model.lora import LoraModel
 
-    return LoraModel(model, path=settings.path, config=settings.lora)
+    assert settings.lora is not None
+    # An adapter is added to layers that are whole, so every process loads all of the base before it keeps its part.
+    model = load_weights(settings.path, dtype=dtype, device=device, ranks=ranks, sharded=lambda _: ())
+    _prepare(model, settings, ranks)
+    adapted = LoraModel(model, path=settings.path, config=settings.lora)
+    ranks.shard(adapted.network)
+    return adapted
 
 
-def _load_model(settings: ModelSettings, device: torch.device, *, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            settings.path, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
-        )
-    except ValueError as error:
-        raise UnsupportedModelError(f"{settings.path}: {error}") from error
-    except KeyError as error:
-        # From a table of attention functions in the model's own code.
-        raise UnsupportedModelError(f"{settings.path}: its attention cannot be replaced by {error}") from error
-    return model.eval().to(device)
+def _prepare(model: PreTrainedModel, settings: ModelSettings, ranks: Ranks) -> None:
+    check_packing(model, settings.path, ranks)
+    if settings.gradient_checkpointing:
+        checkpoint_layers(model)

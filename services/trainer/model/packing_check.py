@@ -11,7 +11,7 @@ Three questions, whose answers do not depend on how well the model is trained:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from services.trainer.batches.packing import Pack, Trajectory, join
 from services.trainer.model.attention import PACKED_ATTENTION, PackedAttentionError, packed_inputs
 from services.trainer.model.backend import UnsupportedModelError
+from services.trainer.model.ranks import Ranks
 
 SAMPLE_TOKENS = 32
 SHORT_WINDOW = 8
@@ -36,30 +37,50 @@ _MOVING_ROTARY = frozenset(("dynamic", "longrope"))
 _SEED = 7
 
 
-def check_packing(model: PreTrainedModel, path: Path) -> None:
-    """Refuses a model if packed rows would train another function than its own.
+def check_packing(model: PreTrainedModel, path: Path, ranks: Ranks) -> None:
+    """Refuses a model if packed rows would train another function than its own; in all processes alike.
 
     Args:
         model: With `PACKED_ATTENTION`, in evaluation mode, on its device; it is left as it was.
         path: Its folder, for the message.
+        ranks: The processes, each of which may hold a part of it.
 
     Raises:
         UnsupportedModelError: It is such a model; the message says why.
     """
     name = f"{path}: {model.config.model_type}"
     _check_rotary(model, name)
+    with _short_windows(model):
+        for check in (_check_own_attention, _check_neighbours):
+            problem = _problem(check, model, name)
+            # Agreed on before the next passes, which need all processes.
+            if not ranks.agree(problem is None):
+                raise problem or UnsupportedModelError(f"{name}: another process refuses it")
+
+
+def _problem(
+    check: Callable[[PreTrainedModel, str], None], model: PreTrainedModel, name: str
+) -> UnsupportedModelError | None:
     try:
-        with _short_windows(model):
-            _check_own_attention(model, name)
-            _check_neighbours(model, name)
+        check(model, name)
+    except UnsupportedModelError as error:
+        return error
     except PackedAttentionError as error:
-        raise UnsupportedModelError(f"{name} cannot be trained on packed rows: {error}") from error
+        return _refusal(f"{name} cannot be trained on packed rows: {error}", error)
     # A model with its own code for masks or attention fails in many ways on that of others.
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise UnsupportedModelError(
+        return _refusal(
             f"{name} cannot be trained on packed rows: its attention is not transformers' common one "
-            f"({type(error).__name__}: {error})"
-        ) from error
+            f"({type(error).__name__}: {error})",
+            error,
+        )
+    return None
+
+
+def _refusal(message: str, cause: Exception) -> UnsupportedModelError:
+    refusal = UnsupportedModelError(message)
+    refusal.__cause__ = cause
+    return refusal
 
 
 def _check_rotary(model: PreTrainedModel, name: str) -> None:

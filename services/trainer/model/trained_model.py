@@ -49,7 +49,7 @@ class TrainedModel:
 
     @property
     def networks(self) -> tuple[Any, ...]:
-        """All modules that hold weights, each called on its own."""
+        """The modules that compute log-probs, each called on its own."""
         return (self.network,) if self._reference is None else (self.network, self._reference)
 
     def state_tensors(self) -> dict[str, Tensor]:

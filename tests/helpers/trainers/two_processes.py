@@ -16,7 +16,7 @@ from services.trainer.distributed.coordinator import lead
 from services.trainer.distributed.sharded_backend import ShardedBackend
 from services.trainer.model.backend import Backend, Quantity
 from services.trainer.run.policy_loading import local_backend
-from services.trainer.step.scoring import Scoring
+from services.trainer.step.prior_passes import Scoring
 
 DAPO: Mapping[str, object] = {"name": "dapo"}
 

@@ -15,6 +15,8 @@ from services.trainer.config import LoraSection
 from services.trainer.model.attention import packed_inputs, register_packed_attention
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.model_loading import ModelSettings, load_trained
+from services.trainer.model.ranks import Ranks
+from services.trainer.model.token_logprobs import TokenLogprobs
 from tests.helpers.models.model_families import FAMILIES, VOCAB_SIZE, save_tiny
 
 CPU = torch.device("cpu")
@@ -49,7 +51,7 @@ def _registered():
 
 
 def load(directory: Path, **changes):
-    return load_trained(ModelSettings(path=directory, dtype="float32", device="cpu", **changes), CPU).network
+    return load_trained(ModelSettings(path=directory, dtype="float32", device="cpu", **changes), CPU, Ranks()).network
 
 
 def samples() -> list[Trajectory]:
@@ -66,9 +68,15 @@ def samples() -> list[Trajectory]:
 
 
 def packed_logprobs(model) -> torch.Tensor:
+    """As the trainer computes them, eight positions at a time."""
     pack = join(samples(), [0, 1, 2])
-    logits = model(**packed_inputs(pack, CPU)).logits[0][torch.from_numpy(pack.logit_positions)]
-    return logits.log_softmax(-1).gather(1, torch.from_numpy(pack.target_ids)[:, None])[:, 0]
+    inputs = packed_inputs(pack, CPU)
+    return TokenLogprobs(model, inputs=inputs, logits_bytes=8 * 4 * VOCAB_SIZE).of(
+        model,
+        inputs,
+        positions_n=torch.from_numpy(pack.logit_positions),
+        targets_n=torch.from_numpy(pack.target_ids),
+    )
 
 
 def own_logprobs(model) -> torch.Tensor:
@@ -147,7 +155,7 @@ def test_weights_in_sixteen_bits_below_an_adapter_pass_too(tmp_path, family):
     settings = ModelSettings(
         path=tmp_path, dtype="bfloat16", device="cpu", lora=LoraSection(target_modules=("q_proj", "v_proj"))
     )
-    load_trained(settings, CPU)
+    load_trained(settings, CPU, Ranks())
 
 
 def test_the_document_tells_of_every_family_what_becomes_of_it():
