@@ -30,6 +30,8 @@ SUITES = {
     "scheduler.results": "the papers' comparisons, for docs/results.md",
     "scheduler.validation": "the simulators next to real services",
     "trainer.convergence": "learning from samples of a stated age",
+    "trainer.logits": "memory and time of the log-probs of long samples",
+    "trainer.memory": "memory of each process of a trainer",
     "trainer.throughput": "the trainer's step next to a bare PyTorch loop",
     "weights": "publishing, fetching and installing weights",
     "weights.broadcast": "a gloo broadcast of weights next to HTTP",

@@ -30,6 +30,7 @@ from penstock.network.rpc import call, open_channel
 from penstock.v1 import broker_pb2, generator_pb2, generator_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_array
 from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.state.other_records import is_group
 from services.broker.storage.redis.redis_store import RedisStore
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
@@ -272,5 +273,6 @@ async def _records(store: RedisStore, run_id: str) -> dict[int, SampleRecord]:
     snapshot = await store.load(run_id, None)
     if snapshot is None:
         raise RuntimeError(f"run {run_id} is gone")
-    groups = (GroupRecord.FromString(record) for record in snapshot.groups.values() if record is not None)
+    records = {name: record for name, record in snapshot.groups.items() if record is not None and is_group(name)}
+    groups = map(GroupRecord.FromString, records.values())
     return {int(group.group_id.removeprefix("s")): group.samples[0] for group in groups}

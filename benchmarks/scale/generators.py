@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.broker.worker import Ready
-from penstock.clients.leases import BEAT_INTERVAL_S, LeaseSession
+from penstock.clients.leases import LeaseSession
 from penstock.clients.sample_stream import SampleStream
 from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.network.connection import Connection
@@ -40,9 +40,9 @@ class Generator:
         self.is_draining = True
         """It takes work only once the measured phase begins."""
         self.num_refused = 0
-        self.longest_gap_s = 0.0
-        """Longest time between two of its heartbeats, when they were written."""
-        self._beat_s: float | None = None
+        self.sent_late_s = 0.0
+        """How long after it was due one of its heartbeats was written, at most."""
+        self._due_s: float | None = None
         common: dict[str, Any] = {"run_id": run_id, "generator_id": f"gen-{number:05}"}
         hello = broker_pb2.GeneratorHello(**common, engine="benchmark", max_context_tokens=MAX_CONTEXT_TOKENS)
         hello.profile.max_concurrent_samples = num_slots
@@ -86,9 +86,9 @@ class Generator:
     def beat(self) -> broker_pb2.GeneratorBeat:
         """See `LeaseHandler`."""
         at_s = time.monotonic()
-        if self._beat_s is not None:
-            self.longest_gap_s = max(self.longest_gap_s, at_s - self._beat_s)
-        self._beat_s = at_s
+        if self._due_s is not None:
+            self.sent_late_s = max(self.sent_late_s, at_s - self._due_s)
+        self._due_s = at_s + self.leases.beat_interval_s
         return broker_pb2.GeneratorBeat(
             active_lease_ids=list(self.streams), num_running=len(self.streams), is_draining=self.is_draining
         )
@@ -202,11 +202,11 @@ async def finish(ready: Ready, *, over_s: float) -> dict[str, Any]:
 async def leave(ready: Ready) -> dict[str, Any]:
     """Disconnect all; says how late their own heartbeats were, before the broker had anything to do with it."""
     await ready()
-    gap_s = max((generator.longest_gap_s for generator in _fleet), default=0.0)
+    late_s = max((generator.sent_late_s for generator in _fleet), default=0.0)
     for generator in _fleet:
         await generator.close()
     _fleet.clear()
-    return {"heartbeat_sent_late_max_s": max(0.0, gap_s - BEAT_INTERVAL_S)}
+    return {"heartbeat_sent_late_max_s": late_s}
 
 
 async def _until(condition: Callable[[], bool], what: str) -> None:

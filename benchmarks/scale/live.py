@@ -10,13 +10,13 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.broker.processes import CpuMeter
 from benchmarks.command import Progress
 from benchmarks.scale import meters
 from benchmarks.scale.emulated_run import EmulatedRun, Load, Phase, Scene, Served, emulated_run
-from penstock.clients.leases import BEAT_INTERVAL_S
 
 RUN = "scale"
 
@@ -39,18 +39,20 @@ async def measure(
     empty = await _idle_share(broker, idle_s)
     progress(f"fleet: connecting {load.num_generators} generators")
     async with emulated_run(stage, [broker], workers, load, run_id=RUN) as run:
-        bare = (await run.idle(idle_s)).brokers_share
+        bare = await _heartbeats(run, broker, idle_s)
         progress(f"fleet: leasing {load.num_samples} samples")
         leasing = await run.lease(over_s=leases_over_s)
         before = await meters.Metrics.read(broker.metrics_port)
-        windows = await _windows(run, chunk_tokens, num_repetitions, idle_s, progress)
+        windows = await _windows(run, broker, chunk_tokens, num_repetitions, idle_s, progress)
         after = await meters.Metrics.read(broker.metrics_port)
         broker_mb = meters.resident_mb(broker.process.pid)
         progress(f"fleet: ending, scoring and training {load.num_groups} groups")
         finishing = await run.finish(trainer, over_s=leases_over_s)
         sent_late_s = await run.leave()
         last = await meters.Metrics.read(broker.metrics_port)
-    idle = statistics.median(each.brokers_share for each in windows.idle)
+    idle = statistics.median(each.phase.brokers_share for each in windows.idle)
+    bare_us = bare.us_per_heartbeat(empty)
+    idle_us = statistics.median(each.us_per_heartbeat(empty) for each in windows.idle)
     return {
         "num_generators": load.num_generators,
         "samples_each": load.samples_each,
@@ -60,19 +62,47 @@ async def measure(
         "us_per_group_delivered": _us(finishing, idle, load.num_groups),
         "delivering_s": finishing.took_s,
         "idle_core_percent": 100 * idle,
+        "heartbeats_per_second": statistics.median(each.per_second for each in windows.idle),
         "empty_core_percent": 100 * empty,
-        "us_per_heartbeat": 1e6 * max(0.0, bare - empty) * BEAT_INTERVAL_S / load.num_generators,
-        "us_per_lease_kept": 1e6 * max(0.0, idle - bare) * BEAT_INTERVAL_S / load.num_samples,
+        "us_per_heartbeat": bare_us,
+        "us_per_lease_kept": max(0.0, idle_us - bare_us) / load.samples_each,
         **windows.costs(),
         "loop_lag_ms": {
             "p50": 1e3 * meters.quantile([before], [after], meters.STALLS, 0.5),
             "p99": 1e3 * meters.quantile([before], [after], meters.STALLS, 0.99),
             "max": 1e3 * after.total(meters.LONGEST_STALL),
         },
-        "heartbeat_late_max_s": max(0.0, last.total(meters.LONGEST_GAP) - BEAT_INTERVAL_S),
+        "heartbeat_late_max_s": last.total(meters.LONGEST_DELAY),
         "heartbeat_sent_late_max_s": sent_late_s,
         "broker_mb": broker_mb,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Idle:
+    """A window with nothing but heartbeats."""
+
+    phase: Phase
+    num_heartbeats: float
+
+    @property
+    def per_second(self) -> float:
+        """How many came: fewer where a busy broker asks for that."""
+        return self.num_heartbeats / self.phase.took_s
+
+    def us_per_heartbeat(self, empty: float) -> float:
+        """CPU time of each, beyond the share of a core that a broker without a run uses."""
+        used_us = 1e6 * max(0.0, self.phase.brokers_share - empty)
+        return used_us / self.per_second if self.per_second else 0.0
+
+
+async def _heartbeats(run: EmulatedRun, broker: Served, seconds: float) -> _Idle:
+    """Let so much time pass."""
+    before = await meters.Metrics.read(broker.metrics_port)
+    phase = await run.idle(seconds)
+    after = await meters.Metrics.read(broker.metrics_port)
+    count = f"{meters.GAPS}_count"
+    return _Idle(phase=phase, num_heartbeats=after.total(count) - before.total(count))
 
 
 async def _idle_share(broker: Served, seconds: float) -> float:
@@ -87,7 +117,7 @@ class _Windows:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self.idle: list[Phase] = []
+        self.idle: list[_Idle] = []
         self._costs: dict[int, list[dict[str, float]]] = {}
 
     def add(self, idle: Phase, num_tokens: int, phase: Phase, redis: tuple[float, float, float]) -> None:
@@ -121,18 +151,23 @@ class _Windows:
 
 
 async def _windows(
-    run: EmulatedRun, chunk_tokens: Sequence[int], num_repetitions: int, idle_s: float, progress: Progress
+    run: EmulatedRun,
+    broker: Served,
+    chunk_tokens: Sequence[int],
+    num_repetitions: int,
+    idle_s: float,
+    progress: Progress,
 ) -> _Windows:
     windows, url = _Windows(run.load), run.stage.redis_url
     for repetition in range(num_repetitions):
         for num_tokens in chunk_tokens:
             progress(f"fleet: chunks of {num_tokens} tokens, {repetition + 1} of {num_repetitions}")
-            idle = await run.idle(idle_s)
+            idle = await _heartbeats(run, broker, idle_s)
             windows.idle.append(idle)
             before = await meters.RedisCounts.read(url)
             phase = await run.stream(num_tokens)
             after = await meters.RedisCounts.read(url)
-            windows.add(idle, num_tokens, phase, after.since(before))
+            windows.add(idle.phase, num_tokens, phase, after.since(before))
     return windows
 
 

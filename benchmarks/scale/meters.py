@@ -18,7 +18,8 @@ from services.broker.storage.redis.keys import RunKeys
 
 STALLS = "penstock_broker_loop_stall_seconds"
 LONGEST_STALL = "penstock_broker_loop_longest_stall_s"
-LONGEST_GAP = "penstock_broker_heartbeat_longest_gap_s"
+GAPS = "penstock_broker_heartbeat_gap_seconds"
+LONGEST_DELAY = "penstock_broker_heartbeat_longest_delay_s"
 CONFLICTS = "penstock_broker_commit_conflicts"
 SHARD_CONFLICTS = "penstock_broker_shard_commit_conflicts_total"
 READ_TIMEOUT_S = 30.0

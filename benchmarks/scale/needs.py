@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from penstock.clients.leases import BEAT_INTERVAL_S
+from penstock.heartbeat_interval import BEAT_INTERVAL_S, LONGEST_ASKED_S
 from penstock.v1 import types_pb2
 from penstock.wire.codec import encode_versions, float32_bytes, int32_bytes
-from services.broker.rules.flush_interval import DEFAULT_LONGEST_S, SHORTEST_S
+from services.broker.rules.flush_pacing import DEFAULT_LONGEST_S, SHORTEST_S
+from services.broker.rules.heartbeat_pacing import LEASE_SHARE
 
 GPUS = (64, 256, 1_024, 8_192)
 GROUP_SIZE = 8
+LEASE_S = 15.0
+"""The trainer's default."""
+LONGEST_BEAT_S = min(LONGEST_ASKED_S, LEASE_SHARE * LEASE_S)
 BYTES_PER_TOKEN = 8
 """A token id and a log-prob, as the trainer gets them."""
 
@@ -68,16 +72,16 @@ class Rates:
     """Leases that heartbeats name."""
 
     @classmethod
-    def of(cls, num_gpus: int, assumed: Assumptions, *, flush_s: float) -> Rates:
-        """Of that many GPUs, each with a generator of its own, at this flush interval."""
+    def of(cls, num_gpus: int, assumed: Assumptions, *, flush_s: float, beat_s: float) -> Rates:
+        """Of that many GPUs, each with a generator of its own, at these intervals."""
         tokens = num_gpus * assumed.tokens_per_gpu_s
         return cls(
             tokens=tokens,
             chunks=min(tokens, num_gpus * assumed.samples_per_gpu / flush_s),
             requests=num_gpus / flush_s,
             samples=tokens / assumed.mean_tokens,
-            beats=num_gpus / BEAT_INTERVAL_S,
-            kept=num_gpus * assumed.samples_per_gpu / BEAT_INTERVAL_S,
+            beats=num_gpus / beat_s,
+            kept=num_gpus * assumed.samples_per_gpu / beat_s,
         )
 
     def shard_cores(self, costs: Costs) -> float:
@@ -102,16 +106,17 @@ class Rates:
 
 
 def needs(num_gpus: int, assumed: Assumptions, costs: Costs) -> dict[str, Any]:
-    """Of one fleet: at the default flush interval, and `eased` at the longest that a busy broker asks for."""
-    rates = Rates.of(num_gpus, assumed, flush_s=assumed.flush_s)
-    eased = Rates.of(num_gpus, assumed, flush_s=assumed.longest_flush_s)
-    run_cores = rates.run_cores(costs)
+    """Of one fleet: at the default intervals, and `eased` at the longest that a busy broker asks for."""
+    rates = Rates.of(num_gpus, assumed, flush_s=assumed.flush_s, beat_s=BEAT_INTERVAL_S)
+    eased = Rates.of(num_gpus, assumed, flush_s=assumed.longest_flush_s, beat_s=LONGEST_BEAT_S)
+    run_cores, run_cores_eased = rates.run_cores(costs), eased.run_cores(costs)
     return {
         "tokens_per_second": rates.tokens,
         "broker_cores": _cores(rates, assumed, costs),
         "broker_cores_eased": _cores(eased, assumed, costs),
         "run_owner_cores": run_cores,
-        "run_owner_keeps_up": run_cores <= 1.0,
+        "run_owner_cores_eased": run_cores_eased,
+        "run_owner_keeps_up": run_cores_eased <= 1.0,
         "redis_nodes": math.ceil(max(1.0, rates.redis_cores(costs) / assumed.most_used)),
         "redis_nodes_eased": math.ceil(max(1.0, eased.redis_cores(costs) / assumed.most_used)),
         "mb_per_s": rates.bytes_per_second(costs) / 1e6,
@@ -123,7 +128,8 @@ def all_needs(gpus: tuple[int, ...], assumed: Assumptions, costs: Costs) -> dict
     """Of every fleet, and what is assumed."""
     return {
         "needs": {str(number): needs(number, assumed, costs) for number in gpus},
-        "assumptions": asdict(assumed) | {"group_size": GROUP_SIZE, "beat_interval_s": BEAT_INTERVAL_S},
+        "assumptions": asdict(assumed)
+        | {"group_size": GROUP_SIZE, "beat_s": BEAT_INTERVAL_S, "longest_beat_s": LONGEST_BEAT_S},
         "costs": asdict(costs),
     }
 

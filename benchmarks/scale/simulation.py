@@ -1,8 +1,8 @@
 """Plays a fleet larger than any machine here against brokers, as queues on a virtual clock, by measured costs.
 
 Each broker is one core that takes its work in the order of arrival. Token requests go to the owners of the token
-shards, evenly; leases, heartbeats and groups all go to one of them, the owner of the run's own record. The flush
-interval is decided by the brokers' own rule (`FlushInterval`). Tokens, samples' ends and costs are means.
+shards, evenly; leases, heartbeats and groups all go to one of them, the owner of the run's own record. The intervals
+are decided by the brokers' own rules (`FlushInterval`, `HeartbeatInterval`). Tokens, samples' ends and costs are means.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.scale.needs import GROUP_SIZE, Assumptions, Costs
-from penstock.clients.leases import BEAT_INTERVAL_S
+from benchmarks.scale.needs import GROUP_SIZE, LEASE_S, Assumptions, Costs
 from penstock.clients.tokens import MAX_UNACKNOWLEDGED
-from services.broker.rules.flush_interval import UPDATE_EVERY_S, FlushInterval
+from penstock.heartbeat_interval import BEAT_INTERVAL_S
+from services.broker.rules.flush_pacing import UPDATE_EVERY_S, FlushInterval
+from services.broker.rules.heartbeat_pacing import HeartbeatInterval
 
 LATE_S = 1.0
 """A broker whose queue is longer at the end does not keep up."""
@@ -28,6 +29,7 @@ class _Broker:
     """One core and its queue."""
 
     flush: FlushInterval
+    beats: HeartbeatInterval = field(default_factory=HeartbeatInterval)
     free_s: float = 0.0
     """When it is done with all that has arrived."""
     work_s: float = 0.0
@@ -44,9 +46,10 @@ class _Broker:
         return self.free_s
 
     def update(self, at_s: float) -> None:
-        """Let the flush interval follow the share of time in which it had work, since the last update."""
+        """Let the intervals follow the share of time in which it had work, since the last update."""
         done_s = self.work_s - max(0.0, self.free_s - at_s)
         self.flush.update((done_s - self.updated_s) / UPDATE_EVERY_S)
+        self.beats.update(self.flush.load, UPDATE_EVERY_S)
         self.updated_s = done_s
 
 
@@ -101,7 +104,8 @@ def _play(fleet: Fleet, assumed: Assumptions, costs: Costs, *, owner: int, rng: 
             next_s = max(at_s + interval_s, done_s - (MAX_UNACKNOWLEDGED - 1) * interval_s)
         elif kind == _BEAT:
             broker.take(kind, at_s, beat_s)
-            next_s = at_s + BEAT_INTERVAL_S
+            broker.beats.note_beat()
+            next_s = at_s + (broker.beats.asked_s(LEASE_S) or BEAT_INTERVAL_S)
         elif kind == _SAMPLE:
             broker.take(kind, at_s, sample_cost_s)
             next_s = at_s + rng.expovariate(1 / sample_s)
@@ -128,6 +132,7 @@ def _report(broker: _Broker, seconds: float) -> dict[str, Any]:
     return {
         "load": broker.work_s / seconds,
         "flush_interval_s": max(0.2, broker.flush.asked_s),
+        "heartbeat_interval_s": broker.beats.asked_s(LEASE_S) or BEAT_INTERVAL_S,
         "queue_s": max(0.0, broker.free_s - seconds),
         "waits_ms": waits,
     }

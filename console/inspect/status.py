@@ -23,9 +23,9 @@ from console.inspect.find_run import Target, ask, find_run, get_trainer
 from console.launch.supervisor import ProcessState
 from console.view.forecast_quality import Document, fetch_lengths, length_lines
 from console.view.formats import duration, plain_console, plain_table
+from penstock import flush_interval, heartbeat_interval
 from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
-from penstock.flush_interval import asked_s
 from penstock.security import Security
 from penstock.security.checks.inspection import printable
 from penstock.v1 import broker_pb2, trainer_pb2
@@ -185,8 +185,11 @@ def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
     if run.dispatch_state:
         yield f"dispatch: {run.dispatch_state}"
     if run.HasField("flush_interval"):
-        seconds = asked_s(run.flush_interval)
+        seconds = flush_interval.asked_s(run.flush_interval)
         yield f"the broker is busy: generators send tokens every {seconds:.1f} s, in larger chunks"
+    if run.HasField("heartbeat_interval"):
+        seconds = heartbeat_interval.asked_s(run.heartbeat_interval)
+        yield f"the broker is busy: generators send heartbeats every {seconds:.1f} s, and report free slots later"
     yield f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}"
     yield from (f"warning of {worker_id}: {text}" for worker_id, text in sorted(run.reward_warnings.items()))
     for view in run.generators:
@@ -251,7 +254,8 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "balanced": run.audit.balanced,
         "max_staleness_seen": run.audit.max_staleness_seen,
         "dispatch": run.dispatch_state,
-        "flush_interval_s": asked_s(run.flush_interval) or None,
+        "flush_interval_s": flush_interval.asked_s(run.flush_interval) or None,
+        "heartbeat_interval_s": heartbeat_interval.asked_s(run.heartbeat_interval) or None,
         "reward_worker_ids": list(run.reward_worker_ids),
         "reward_warnings": dict(run.reward_warnings),
         "generators": [_generator_document(view) for view in run.generators],

@@ -3,7 +3,8 @@
 Promises:
 
 - The broker never has more leases outstanding here than there are free slots: credits count per stream and only grow.
-- A heartbeat leaves at once when something changes (at most one every MIN_BEAT_GAP_S), at least every BEAT_INTERVAL_S.
+- A heartbeat leaves at once when something changes (at most one every MIN_BEAT_GAP_S), at least every BEAT_INTERVAL_S:
+  less often, of either kind, while a broker that falls behind asks for that, within bounds (`heartbeat_interval`).
 - After a lost stream it reconnects with back-off under the same generator id. Heartbeats keep naming the leases in
   progress, so none is given to another generator while this one still decodes it.
 - A stream on which nothing arrives for MAX_SILENCE_S (the broker sends at least every 5 s) is reopened.
@@ -12,21 +13,19 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Protocol
 
 from penstock.clients.sharding.core_connection import CoreConnection
 from penstock.clients.streams import PERMANENT_ERRORS, Reconnecting
 from penstock.errors import PenstockError, RunClosedError, ServiceUnavailableError, UnknownRunError
+from penstock.heartbeat_interval import BEAT_INTERVAL_S, asked_s, least_gap_s
 from penstock.network.connection import Connection
 from penstock.process.logger import get_logger
 from penstock.process.tasks import set_within
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
 
-BEAT_INTERVAL_S = 2.0
-MIN_BEAT_GAP_S = 0.05
-"""Free slots are reported in batches: a heartbeat per finished sample would cost the broker more than the sample."""
 MAX_SILENCE_S = 15.0
 MAX_WARNING_CHARACTERS = 1024
 
@@ -78,17 +77,24 @@ class LeaseSession:
         self._patience: asyncio.Timeout | None = None
         """Of the current stream."""
         self._hello = hello
-        self._hello.may_move = True
+        self._hello.may_move = self._hello.accepts_lease_batches = True
         self._handler = handler
         self._peer = peer
         self._changed = asyncio.Event()
         self._num_received = 0
         self._credit_total = 0
+        self._asked_s = 0.0
+        """The heartbeat interval that the broker of the current stream asks for; 0 if it asks for none."""
         self._stream = Reconnecting(peer)
         self.outage = self._stream.outage
         """Whether the broker is away; an unknown or closed run does not count."""
         self.waiting_reason = f"connecting to {peer}"
         """Why there is no work, from the broker's last message; for display."""
+
+    @property
+    def beat_interval_s(self) -> float:
+        """How long it waits now, while nothing changes, until it sends the next heartbeat."""
+        return self._asked_s or BEAT_INTERVAL_S
 
     def notify(self) -> None:
         """Report that a field of the heartbeat has changed."""
@@ -103,6 +109,7 @@ class LeaseSession:
 
     async def _follow(self) -> None:
         self._num_received = self._credit_total = 0
+        self._asked_s = 0.0
         is_away = self._core.is_away
         call = broker_pb2_grpc.BrokerServiceStub(self._core.channel).StreamLeases()
         try:
@@ -137,8 +144,10 @@ class LeaseSession:
         while True:
             self._changed.clear()
             yield broker_pb2.StreamLeasesRequest(beat=self._beat())
-            await asyncio.sleep(MIN_BEAT_GAP_S)
-            await set_within(self._changed, BEAT_INTERVAL_S - MIN_BEAT_GAP_S)
+            interval_s = self.beat_interval_s
+            gap_s = least_gap_s(interval_s)
+            await asyncio.sleep(gap_s)
+            await set_within(self._changed, interval_s - gap_s)
 
     def _beat(self) -> broker_pb2.GeneratorBeat:
         beat = self._handler.beat()
@@ -148,19 +157,26 @@ class LeaseSession:
 
     def _take(self, response: broker_pb2.StreamLeasesResponse) -> None:
         match response.WhichOneof("frame"):
+            case "leases":
+                self._take_leases(response.leases.leases)
             case "lease":
-                self._num_received += 1
-                self._handler.lease(response.lease)
+                self._take_leases([response.lease])
             case "revocation":
                 self._handler.revoke(response.revocation)
             case "idle":
                 self.waiting_reason = response.idle.reason
+                self._asked_s = asked_s(response.idle.heartbeat_interval)
             case "owner":
                 self._handler.owned_by(response.owner)
             case "core":
                 self._core.follow(response.core)
             case unknown:
                 _log.warning("message of an unknown kind", peer=self._peer, frame=unknown)
+
+    def _take_leases(self, leases: Iterable[broker_pb2.Lease]) -> None:
+        for lease in leases:
+            self._num_received += 1
+            self._handler.lease(lease)
 
     def _note_closed(self, reason: str) -> None:
         if self._stream.is_up or not self.waiting_reason.startswith("run closed"):

@@ -33,6 +33,9 @@ from penstock.process.time_limits import TimeLimit
 PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 """Errors that end a client which outlives its run; after any other error a new stream may succeed."""
 
+MOST_PATIENCE = 4
+"""So many times its limit of silence a client waits at most for the first response of a stream."""
+
 _log = get_logger()
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -57,6 +60,8 @@ class Reconnecting:
         self.num_connects = 0
         """Streams that have carried a response."""
         self._most_s = most_s
+        self._patience = 1
+        """So many times the limit of silence it waits for the first response of the next stream."""
 
     async def run(self, follow: Callable[[], Awaitable[None]], on_end: Callable[[PenstockError | None], None]) -> None:
         """Follow streams until cancelled.
@@ -86,16 +91,16 @@ class Reconnecting:
         Args:
             call: Its type takes no parameters at run time.
             handle: Takes one response.
-            max_silence_s: The call is given up after this long without a response.
+            max_silence_s: The call is given up after this long without a response; see `_patience_s` for the first.
 
         Raises:
             PenstockError: The server's error; ServiceUnavailableError if it went silent.
         """
         cancellation = Cancellation()
         try:
-            while (response := await read(call, peer=self.peer, max_silence_s=max_silence_s)) is not grpc.aio.EOF:
+            while (response := await self._read(call, max_silence_s)) is not grpc.aio.EOF:
                 self.num_connects += not self.is_up
-                self.is_up = True
+                self.is_up, self._patience = True, 1
                 self.outage.answered()
                 handle(response)
                 # Possibly megabytes: not kept while the next one is awaited.
@@ -107,6 +112,24 @@ class Reconnecting:
             raise await explained(error, peer=self.peer) from error
         finally:
             call.cancel()
+
+    async def _read(self, call: Any, max_silence_s: float | None) -> Any:
+        try:
+            return await read(call, peer=self.peer, max_silence_s=self._patience_s(max_silence_s))
+        except ServiceUnavailableError:
+            if not self.is_up:
+                self._patience = min(2 * self._patience, MOST_PATIENCE)
+            raise
+
+    def _patience_s(self, max_silence_s: float | None) -> float | None:
+        """How long to wait for the next response: for the first one longer, after streams that were given up without.
+
+        New streams at a busy server wait in line. If all left it as soon as a thousand can, it would come to streams
+        that were given up, and never to those that took their places.
+        """
+        if max_silence_s is None or self.is_up:
+            return max_silence_s
+        return max_silence_s * self._patience
 
     async def converse(
         self,

@@ -651,6 +651,7 @@ class GeneratorHello(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     LISTENS_IN_PLAIN_TEXT_FIELD_NUMBER: _builtins.int
     MAY_MOVE_FIELD_NUMBER: _builtins.int
+    ACCEPTS_LEASE_BATCHES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     generator_id: _builtins.str
@@ -667,6 +668,8 @@ class GeneratorHello(_message.Message):
     """Whether other machines reach a listener of its process in plain text, for status."""
     may_move: _builtins.bool
     """Whether it moves this stream to another broker when asked to (CoreOwner)."""
+    accepts_lease_batches: _builtins.bool
+    """Whether it takes several leases in one message (LeaseBatch)."""
     @_builtins.property
     def profile(self) -> Global___GeneratorProfile:
         """How fast it is, where it knows."""
@@ -683,10 +686,11 @@ class GeneratorHello(_message.Message):
         profile: Global___GeneratorProfile | None = ...,
         listens_in_plain_text: _builtins.bool = ...,
         may_move: _builtins.bool = ...,
+        accepts_lease_batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_lease_batches", b"accepts_lease_batches", "endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -905,16 +909,25 @@ class LeaseIdle(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why nothing is handed out, in words: "admission: version 3 allows 1280 samples, all are out"."""
+    @_builtins.property
+    def heartbeat_interval(self) -> _duration_pb2.Duration:
+        """How often the generator is asked to send heartbeats while nothing changes, where that is less often than every 2 s: the
+        broker falls behind. It holds until the next such frame or the end of the stream. At most 4.5 s; unset while every 2 s
+        will do.
+        """
+
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        heartbeat_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval", b"heartbeat_interval", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -931,9 +944,10 @@ class StreamLeasesResponse(_message.Message):
     IDLE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     CORE_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> Global___Lease:
-        """Work."""
+        """Work; to generators that do not accept batches."""
 
     @_builtins.property
     def revocation(self) -> Global___LeaseRevocation:
@@ -953,6 +967,10 @@ class StreamLeasesResponse(_message.Message):
     def core(self) -> Global___CoreOwner:
         """Where this stream is better opened again, if the hello said may_move; it gets no leases here for some seconds."""
 
+    @_builtins.property
+    def leases(self) -> Global___LeaseBatch:
+        """Work, if the hello said accepts_lease_batches."""
+
     def __init__(
         self,
         *,
@@ -961,16 +979,41 @@ class StreamLeasesResponse(_message.Message):
         idle: Global___LeaseIdle | None = ...,
         owner: Global___RunOwner | None = ...,
         core: Global___CoreOwner | None = ...,
+        leases: Global___LeaseBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["core", b"core", "frame", b"frame", "idle", b"idle", "lease", b"lease", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["core", b"core", "frame", b"frame", "idle", b"idle", "lease", b"lease", "leases", b"leases", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["core", b"core", "frame", b"frame", "idle", b"idle", "lease", b"lease", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["core", b"core", "frame", b"frame", "idle", b"idle", "lease", b"lease", "leases", b"leases", "owner", b"owner", "revocation", b"revocation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["lease", "revocation", "idle", "owner", "core"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["lease", "revocation", "idle", "owner", "core", "leases"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
 Global___StreamLeasesResponse: _TypeAlias = StreamLeasesResponse  # noqa: Y015
+
+@_typing.final
+class LeaseBatch(_message.Message):
+    """Leases that were granted together: about 1 MiB at most, or one larger lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
+        """In the order in which they were granted."""
+
+    def __init__(
+        self,
+        *,
+        leases: _abc.Iterable[Global___Lease] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseBatch: _TypeAlias = LeaseBatch  # noqa: Y015
 
 @_typing.final
 class CoreOwner(_message.Message):
@@ -2261,6 +2304,7 @@ class GetRunResponse(_message.Message):
     NOW_TIME_FIELD_NUMBER: _builtins.int
     REWARD_WARNINGS_FIELD_NUMBER: _builtins.int
     FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     policy_version: _builtins.int
@@ -2315,6 +2359,10 @@ class GetRunResponse(_message.Message):
     def flush_interval(self) -> _duration_pb2.Duration:
         """What the answering broker asks of generators because it falls behind; see StreamTokensResponse. Unset if nothing."""
 
+    @_builtins.property
+    def heartbeat_interval(self) -> _duration_pb2.Duration:
+        """The same of heartbeats; see LeaseIdle."""
+
     def __init__(
         self,
         *,
@@ -2333,10 +2381,11 @@ class GetRunResponse(_message.Message):
         now_time: _timestamp_pb2.Timestamp | None = ...,
         reward_warnings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         flush_interval: _duration_pb2.Duration | None = ...,
+        heartbeat_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "flush_interval", b"flush_interval", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "flush_interval", b"flush_interval", "heartbeat_interval", b"heartbeat_interval", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "flush_interval", b"flush_interval", "generators", b"generators", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_warnings", b"reward_warnings", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "flush_interval", b"flush_interval", "generators", b"generators", "heartbeat_interval", b"heartbeat_interval", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_warnings", b"reward_warnings", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2387,7 +2436,9 @@ class RunSummary(_message.Message):
     payload_gone: _builtins.str
     """Why its records and payload are gone, or going: "expired" or "deleted"; empty while they are kept."""
     num_records: _builtins.int
-    """Groups, batches of groups and tallies of steps of which the store keeps a record, each with its payload."""
+    """Groups and batches of groups of which the store keeps a record, each with its payload; tallies of steps; and
+    generators whose leases were renewed.
+    """
     submitted: _builtins.int
     """Training samples submitted."""
     trained: _builtins.int

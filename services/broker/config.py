@@ -11,7 +11,7 @@ from penstock.config import MeasuredConfig
 from penstock.flush_interval import LONGEST_ASKED_S
 from penstock.security.plain_text import is_local
 from penstock.targets import checked_address
-from services.broker.rules.flush_interval import DEFAULT_LONGEST_S
+from services.broker.rules.flush_pacing import DEFAULT_LONGEST_S
 from services.broker.storage.stores import store_kind
 
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")

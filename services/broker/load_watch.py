@@ -1,14 +1,16 @@
-"""Measures how busy the process's event loop is, and lets the flush interval that it asks for follow."""
+"""Measures how busy the process's event loop is, and lets what it asks of generators follow."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from penstock.clock import Clock
-from services.broker.rules.flush_interval import UPDATE_EVERY_S, FlushInterval
+from services.broker.rules.flush_pacing import UPDATE_EVERY_S, FlushInterval
+from services.broker.rules.heartbeat_pacing import HeartbeatInterval
 from services.broker.runtime.metrics import BrokerMetrics
 
 _SCHEDULING = Path("/proc/thread-self/schedstat")
@@ -25,6 +27,7 @@ def thread_busy_s() -> float:
 
 async def watch_load(
     flush_interval: FlushInterval,
+    heartbeat_interval: HeartbeatInterval,
     metrics: BrokerMetrics,
     clock: Clock,
     *,
@@ -35,7 +38,10 @@ async def watch_load(
     while True:
         await asyncio.sleep(UPDATE_EVERY_S)
         now_s, busy_now_s = clock.monotonic_s(), busy_s()
-        flush_interval.update((busy_now_s - busy_before_s) / max(1e-3, now_s - before_s))
+        since_s = max(1e-3, now_s - before_s)
+        flush_interval.update((busy_now_s - busy_before_s) / since_s)
+        heartbeat_interval.update(flush_interval.load, since_s)
         before_s, busy_before_s = now_s, busy_now_s
         metrics.load.set(flush_interval.load)
         metrics.flush_interval.set(flush_interval.asked_s)
+        metrics.heartbeat_interval.set(heartbeat_interval.asked_s(math.inf))

@@ -66,7 +66,7 @@ class SampleRecord(_message.Message):
     lease_version: _builtins.int
     """The generator's policy version when the lease was granted."""
     lease_expire_s: _builtins.float
-    """When the generator's lease ends."""
+    """When the generator's lease ends, unless it was renewed; see RenewalRecord."""
     num_tokens: _builtins.int
     """Completion tokens accepted."""
     min_version: _builtins.int
@@ -188,6 +188,60 @@ class WorkerView(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerView: _TypeAlias = WorkerView  # noqa: Y015
+
+@_typing.final
+class RenewalRecord(_message.Message):
+    """The last renewal of a generator's leases. Those granted until then last for limits.generation_lease from then on, but
+    for the ones in other_ends_s; those granted since last until SampleRecord.lease_expire_s.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OtherEndsSEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RENEWED_S_FIELD_NUMBER: _builtins.int
+    OTHER_ENDS_S_FIELD_NUMBER: _builtins.int
+    OLDEST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    renewed_s: _builtins.float
+    """When the heartbeat was read."""
+    oldest_token_s: _builtins.float
+    """Under each of its leases a token came, or the lease began, at this time or later."""
+    @_builtins.property
+    def other_ends_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """When leases end that it did not renew, by lease id: it did not name them, or no token came under them for too long."""
+
+    def __init__(
+        self,
+        *,
+        renewed_s: _builtins.float = ...,
+        other_ends_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        oldest_token_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_token_s", b"oldest_token_s", "other_ends_s", b"other_ends_s", "renewed_s", b"renewed_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenewalRecord: _TypeAlias = RenewalRecord  # noqa: Y015
 
 @_typing.final
 class RewindRecord(_message.Message):

@@ -18,7 +18,7 @@ from services.broker.config import BrokerConfig
 from services.broker.load_watch import watch_load
 from services.broker.loop_watch import watch_loop
 from services.broker.records.store import Store
-from services.broker.rules.flush_interval import FlushInterval
+from services.broker.rules.flush_pacing import FlushInterval
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
@@ -126,7 +126,7 @@ async def serve(config: BrokerConfig) -> None:
                 *brokers.loops,
                 run_registry.length_reporter.run,
                 lambda: watch_loop(run_registry.metrics, clock),
-                lambda: watch_load(flush_interval, run_registry.metrics, clock),
+                lambda: watch_load(flush_interval, run_registry.heartbeat_interval, run_registry.metrics, clock),
                 Retention(run_registry, keep_s=config.closed_run_retention_s).run,
             ],
             on_started=lambda: _log.info("broker serves", listen=config.listen),

@@ -216,6 +216,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             for view in generators:
                 view.num_leases = len(state.generation_leases.get(view.hello.generator_id, ()))
             run = state.run
+            beat_s = self._run_registry.heartbeat_interval.asked_s(state.limits.generation_lease_s)
             return broker_pb2.GetRunResponse(
                 run_id=run.run_id,
                 limits=run.limits,
@@ -232,6 +233,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 dispatch_state=replica.dispatcher.describe(state, self._run_registry.forecaster.state),
                 now_time=timestamp(replica.clock.now_s()),
                 flush_interval=duration(asked_s) if asked_s else None,
+                heartbeat_interval=duration(beat_s) if beat_s else None,
             )
 
         return await replica.transact(operation)

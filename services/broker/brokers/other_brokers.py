@@ -9,7 +9,7 @@ from penstock.network import rpc
 from penstock.network.connection import Connection
 from penstock.security import Security
 from penstock.v1 import shards_pb2, shards_pb2_grpc
-from services.broker.brokers import messages
+from services.broker.brokers import shard_messages
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations.chunk_rules import Accepted
 from services.broker.records.token_tails import SealRequest, TailReport
@@ -29,29 +29,29 @@ class OtherBroker(Connection):
     async def accept(self, run_id: str, shard: int, generator_id: str, chunks: Sequence[ChunkFacts]) -> Accepted:
         """See `TokenShards.accept`."""
         request = shards_pb2.AcceptChunksRequest(
-            run_id=run_id, token_shard=shard, sender_id=generator_id, chunks=map(messages.chunk_message, chunks)
+            run_id=run_id, token_shard=shard, sender_id=generator_id, chunks=map(shard_messages.chunk_message, chunks)
         )
         response = await rpc.call(self._stub.AcceptChunks, request, peer=self.peer, timeout_s=CALL_TIMEOUT_S)
-        return messages.read_accepted(response, chunks)
+        return shard_messages.read_accepted(response, chunks)
 
     async def seal(self, run_id: str, shard: int, samples: Sequence[SealRequest]) -> list[SampleTail]:
         """See `TokenShards.seal`."""
         tails: list[bytes] = []
-        for start in range(0, len(samples), messages.MAX_SAMPLES):
-            part = samples[start : start + messages.MAX_SAMPLES]
+        for start in range(0, len(samples), shard_messages.MAX_SAMPLES):
+            part = samples[start : start + shard_messages.MAX_SAMPLES]
             request = shards_pb2.SealLeasesRequest(
-                run_id=run_id, token_shard=shard, leases=map(messages.lease_message, part)
+                run_id=run_id, token_shard=shard, leases=map(shard_messages.lease_message, part)
             )
             response = await rpc.call(self._stub.SealLeases, request, peer=self.peer, timeout_s=CALL_TIMEOUT_S)
             tails += response.tails
-        return messages.read_tails(tails, len(samples))
+        return shard_messages.read_tails(tails, len(samples))
 
     async def report(self, run_id: str, shard: int, reports: Sequence[TailReport]) -> None:
         """See `Core.report`."""
-        for start in range(0, len(reports), messages.MAX_SAMPLES):
-            part = reports[start : start + messages.MAX_SAMPLES]
+        for start in range(0, len(reports), shard_messages.MAX_SAMPLES):
+            part = reports[start : start + shard_messages.MAX_SAMPLES]
             request = shards_pb2.ReportTailsRequest(
-                run_id=run_id, token_shard=shard, reports=map(messages.report_message, part)
+                run_id=run_id, token_shard=shard, reports=map(shard_messages.report_message, part)
             )
             await rpc.call(self._stub.ReportTails, request, peer=self.peer, timeout_s=CALL_TIMEOUT_S)
 

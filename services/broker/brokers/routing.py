@@ -36,7 +36,7 @@ from services.broker.operations.chunk_rules import Accepted
 from services.broker.records.roll import SILENT_S, Broker
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import SampleTail
-from services.broker.shards.ports import Core, TokenShards
+from services.broker.shards.shard_interfaces import Core, TokenShards
 
 LOOK_EVERY_S = 0.25
 """Interval at which a call under way looks whether its part has moved."""

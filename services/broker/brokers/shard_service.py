@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 
 from penstock.v1 import shards_pb2, shards_pb2_grpc
-from services.broker.brokers import messages
+from services.broker.brokers import shard_messages
 from services.broker.ingest.token_chunk import read_chunks
-from services.broker.shards.ports import Core, TokenShards
+from services.broker.shards.shard_interfaces import Core, TokenShards
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,17 +29,17 @@ class ShardService(shards_pb2_grpc.ShardServiceServicer):
         self, request: shards_pb2.AcceptChunksRequest, context: _Context
     ) -> shards_pb2.AcceptChunksResponse:
         """Store chunks that were passed on."""
-        messages.check_call(request)
+        shard_messages.check_call(request)
         chunks = read_chunks(request.chunks)
         accepted = await self._shards.accept(request.run_id, request.token_shard, request.sender_id, chunks)
-        return messages.accepted_response(accepted, chunks)
+        return shard_messages.accepted_response(accepted, chunks)
 
     async def SealLeases(
         self, request: shards_pb2.SealLeasesRequest, context: _Context
     ) -> shards_pb2.SealLeasesResponse:
         """Seal leases of a shard."""
-        messages.check_call(request)
-        samples = [messages.read_lease(lease) for lease in request.leases]
+        shard_messages.check_call(request)
+        samples = [shard_messages.read_lease(lease) for lease in request.leases]
         tails = await self._shards.seal(request.run_id, request.token_shard, samples)
         return shards_pb2.SealLeasesResponse(tails=[tail.SerializeToString() for tail in tails])
 
@@ -47,7 +47,7 @@ class ShardService(shards_pb2_grpc.ShardServiceServicer):
         self, request: shards_pb2.ReportTailsRequest, context: _Context
     ) -> shards_pb2.ReportTailsResponse:
         """Tell a core what a shard has."""
-        messages.check_call(request)
-        reports = [messages.read_report(report) for report in request.reports]
+        shard_messages.check_call(request)
+        reports = [shard_messages.read_report(report) for report in request.reports]
         await self._core.report(request.run_id, request.token_shard, reports)
         return shards_pb2.ReportTailsResponse()

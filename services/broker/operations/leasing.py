@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.length_histogram import remaining_tokens
 from services.broker.dispatch.situation import Work
-from services.broker.operations import drops
+from services.broker.operations import drops, renewal
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.admission import AdmissionRule, Verdict, judge_evaluation
@@ -216,6 +216,7 @@ def lease_sample(
     sample.num_leases += 1
     sample.lease_id = f"{group.sequence}.{index}.{sample.attempt}_{sample.num_leases}.{make_suffix()}"
     sample.generator_id = generator.generator_id
+    now_s = renewal.after_last(state, generator.generator_id, now_s)
     sample.lease_version = generator.policy_version
     sample.lease_s, sample.lease_expire_s = now_s, now_s + state.limits.generation_lease_s
     sample.first_lease_s = sample.first_lease_s or now_s
@@ -253,9 +254,9 @@ def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> i
         return 0
 
     def end_s(sample: SampleId) -> float:
-        return state.groups[sample[0]].samples[sample[1]].lease_expire_s
+        return state.lease_end_s(state.groups[sample[0]].samples[sample[1]])
 
-    state.generation_dues.forget_others(state.generation_leases.keys())
+    renewal.forget_gone(state, now_s)
     late = state.generation_ends.ended(state.generation_leases, end_s, now_s)
     for group_id, indices in late.items():
         with state.edit(group_id) as group:

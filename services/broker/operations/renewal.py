@@ -1,22 +1,25 @@
 """Renews the leases that generators' heartbeats name. Pure operations on a RunState.
 
-A lease is renewed when half of its duration is over. Whenever the record of a group is written for that, the leases
-of its other samples are renewed with it, as of the heartbeats that named them: a group's samples are often at several
-generators, and its record is written once for all of them.
+A generator's leases are renewed together, by one small record (`RenewalRecord`), when one that its heartbeat names has
+lost more than RENEWED_AFTER of its duration. In between, a heartbeat costs hardly more for many leases than for one.
+`RunState.lease_end_s` says when a lease ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
 from dataclasses import dataclass
 
 from penstock.stall_limits import SilenceLimit
-from penstock.v1 import broker_pb2
-from services.broker.records_pb2 import SampleRecord
+from services.broker.records_pb2 import RenewalRecord
 from services.broker.rules.limits import Limits
 from services.broker.state.run_state import RunState
 
-_LEASED = broker_pb2.SAMPLE_STATE_LEASED
+RENEWED_AFTER = 0.25
+"""Part of a lease. So much, and the time between two heartbeats, is what a heartbeat may not be late by: a busy broker
+reads them late, and leases of the generators that it then hears must not have ended."""
+MAX_FORGOTTEN = 256
+"""Renewals removed at once; the next time goes on from there."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,73 +41,57 @@ class Heard:
         return self._silence
 
 
-def renew(
-    state: RunState,
-    heard: Heard,
-    now_s: float,
-    *,
-    unbroken_since_s: float = 0.0,
-    others: Mapping[str, Heard] | None = None,
-) -> list[str]:
-    """Renew the leases that a generator still works on; one with more than half of its duration left is not rewritten.
+def renew(state: RunState, heard: Heard, now_s: float, *, unbroken_since_s: float = 0.0) -> list[str]:
+    """Renew the leases that a generator still works on, from when the heartbeat that names them was read.
 
-    A lease without a new token for too long (`Limits.token_silence`) is left to expire: the next generator continues
-    from the stored tokens. Silence counts from `unbroken_since_s` at the earliest, see `run_clock`. `others` are
-    generators whose leases may be renewed with it, by id. Returns leases that are left to expire, of those looked at.
+    Those that it holds and does not name end when they would have. So does a lease without a new token for too long
+    (`Limits.token_silence`): the next generator continues from the stored tokens. Silence counts from
+    `unbroken_since_s` at the earliest, see `run_clock`. Returns leases that are left to expire, of those looked at.
     """
-    held, dues = state.generation_leases.get(heard.holder_id, {}), state.generation_dues
-    lease_ids = dues.take_due(heard.holder_id, heard.lease_ids, now_s) if held else ()
-    if not lease_ids:
+    life_s, heard_s = state.limits.generation_lease_s, min(heard.heard_s, now_s)
+    held, due_s = state.generation_leases.get(heard.holder_id, {}), heard_s + (1 - RENEWED_AFTER) * life_s
+    if state.generation_ends.none_before_s(heard.holder_id) >= due_s or held.keys().isdisjoint(heard.lease_ids):
         return []
-    life_s, silence_s = state.limits.generation_lease_s, heard.silence(state.limits).value_s
-    by_group: dict[str, list[tuple[int, str]]] = {}
-    for lease_id in lease_ids:
-        sample_id = held.get(lease_id)
-        if sample_id is not None:
-            by_group.setdefault(sample_id[0], []).append((sample_id[1], lease_id))
-    silent: list[str] = []
-    due_s: dict[str, float] = {}
-    for group_id, named in by_group.items():
-        samples = state.groups[group_id].samples
-        num_due = 0
-        for index, lease_id in named:
-            sample = samples[index]
-            expire_s = sample.lease_expire_s
-            if now_s - _token_s(sample, unbroken_since_s) > silence_s:
+    last = state.renewals.get(heard.holder_id, RenewalRecord())
+    silence_s = heard.silence(state.limits).value_s
+    is_due = 0.0 < last.renewed_s < due_s - life_s and now_s - max(last.oldest_token_s, unbroken_since_s) <= silence_s
+    # Then none of them is silent, and those that are named are renewed without looking at each.
+    looked = held.keys() - heard.lease_ids if is_due else held.keys()
+    # A heartbeat may be stored after a later one that another process read: nothing ends earlier for it.
+    renewed_s = max(heard_s, last.renewed_s)
+    oldest_token_s = last.oldest_token_s if is_due else renewed_s
+    ends_s, other_ends_s, silent = list[float](), dict[str, float](), list[str]()
+    for lease_id in looked:
+        group_id, index = held[lease_id]
+        sample = state.groups[group_id].samples[index]
+        end_s, token_s = state.lease_end_s(sample), max(sample.lease_s, sample.last_chunk_s)
+        ends_s.append(end_s)
+        oldest_token_s = min(oldest_token_s, token_s)
+        if lease_id in heard.lease_ids:
+            if now_s - max(token_s, unbroken_since_s) > silence_s:
                 silent.append(lease_id)
-            elif expire_s - now_s < life_s / 2:
-                if not num_due:
-                    state.grow(group_id)
-                num_due += 1
-                sample.lease_expire_s = expire_s = now_s + life_s
-            due_s[lease_id] = expire_s - life_s / 2
-        if others and 0 < num_due < len(samples):
-            _renew_others(state, samples, others, now_s, unbroken_since_s)
-    dues.note(heard.holder_id, due_s)
+            else:
+                is_due = is_due or end_s < due_s
+                end_s = max(end_s, heard_s + life_s)
+        if sample.lease_s <= renewed_s and end_s < max(sample.lease_expire_s, renewed_s + life_s):
+            other_ends_s[lease_id] = end_s
+    if is_due:
+        renewal = RenewalRecord(renewed_s=renewed_s, other_ends_s=other_ends_s, oldest_token_s=oldest_token_s)
+        state.set_renewal(heard.holder_id, renewal)
+        ends_s = [renewed_s + life_s, *other_ends_s.values()]
+    state.generation_ends.note(heard.holder_id, min(ends_s))
     return silent
 
 
-def _renew_others(
-    state: RunState,
-    samples: Iterable[SampleRecord],
-    others: Mapping[str, Heard],
-    now_s: float,
-    unbroken_since_s: float,
-) -> None:
-    """Renew a group's leases as of when they were last named, if that is later than they were renewed."""
-    life_s = state.limits.generation_lease_s
-    for sample in samples:
-        heard = others.get(sample.generator_id)
-        if heard is None or sample.state != _LEASED:
-            continue
-        lease_id, expire_s = sample.lease_id, min(heard.heard_s, now_s) + life_s
-        if expire_s <= sample.lease_expire_s or lease_id not in heard.lease_ids:
-            continue
-        if now_s - _token_s(sample, unbroken_since_s) <= heard.silence(state.limits).value_s:
-            sample.lease_expire_s = expire_s
-            state.generation_dues.note(heard.holder_id, {lease_id: expire_s - life_s / 2})
+def after_last(state: RunState, holder_id: str, now_s: float) -> float:
+    """The present for a lease granted now: after the last renewal, which is not of it, though clocks may be uneven."""
+    last = state.renewals.get(holder_id)
+    return now_s if last is None else max(now_s, math.nextafter(last.renewed_s, math.inf))
 
 
-def _token_s(sample: SampleRecord, unbroken_since_s: float) -> float:
-    """When a leased sample's last token came, or its lease began, or the run's clock had its last gap."""
-    return max(sample.lease_s, sample.last_chunk_s, unbroken_since_s)
+def forget_gone(state: RunState, now_s: float) -> None:
+    """Remove the renewals of generators that hold no leases, unless they have held some lately and may again."""
+    gone = state.renewals.keys() - state.generation_leases.keys()
+    old_s = now_s - state.limits.generation_lease_s
+    for holder_id in [name for name in gone if state.renewals[name].renewed_s < old_s][:MAX_FORGOTTEN]:
+        state.set_renewal(holder_id, None)

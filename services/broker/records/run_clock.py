@@ -9,6 +9,8 @@ and neither does a step of the store's own clock:
   was unavailable or refused writes, machines slept) or the store's clock jumped ahead by as much, heartbeats could not
   arrive for an unknown time: ages start again at the end of the gap, and leases get their full duration from there.
 - Between two readings a broker continues by its monotonic clock, for MAX_GAP_S at most. Leases expire by readings only.
+- Between two advances the event loop of a process makes turns enough to read what had arrived by the first
+  (`run_registry`): one whose turns take long advances the clock late, which holds leases back as below.
 - It knows the brokers that *serve* the run, those with streams of it, each with the times of its last two advances.
   A process advances the clock only after it has stored the renewals that it had read at its advance before. So what
   reached a broker before its last advance but one counts already, and leases end by the oldest of these times
@@ -25,7 +27,7 @@ from penstock.clock import Clock
 from services.broker.rules.limits import Limits
 
 MAX_GAP_S = 5.0
-"""A third of the default lease: holders renew theirs before half of it is over, so a step this small ends none."""
+"""A third of the default lease: holders renew theirs when a quarter of it is over, so a step this small ends none."""
 MIN_GAP_S = 1.0
 """Brokers advance the clock four times a second; a busy one may be late."""
 BROKER_LIFE_S = 40.0

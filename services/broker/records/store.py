@@ -1,8 +1,9 @@
 """Defines the store of a run's records and payload, as the broker requires it.
 
-A run is a versioned document: one RunRecord, one GroupRecord per live or retained group, and payload beside them. A
-broker process works on a copy of the records and commits changes against the mark it last saw, so any number of
-processes may serve one run and every decision is taken by the same Python code whatever the store.
+A run is a versioned document: one RunRecord, one GroupRecord per live or retained group, a few small records besides
+(`state.other_records`), and payload beside them. A broker process works on a copy of the records and commits changes
+against the mark it last saw, so any number of processes may serve one run and every decision is taken by the same
+Python code whatever the store.
 """
 
 from __future__ import annotations

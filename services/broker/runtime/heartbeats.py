@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -38,11 +38,8 @@ class Note(ABC):
         """Who sent it."""
 
     @abstractmethod
-    def renew(self, state: RunState, clock: RunClock, heard: Mapping[str, Heard]) -> _OnStored:
-        """Renew the leases, inside an operation; returns what to do once that is stored.
-
-        `heard` has the last heartbeat of each generator whose stream is here.
-        """
+    def renew(self, state: RunState, clock: RunClock) -> _OnStored:
+        """Renew the leases, inside an operation; returns what to do once that is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,9 +55,9 @@ class GeneratorNote(Note):
         """See `Note`."""
         return self.heard.holder_id
 
-    def renew(self, state: RunState, clock: RunClock, heard: Mapping[str, Heard]) -> _OnStored:
+    def renew(self, state: RunState, clock: RunClock) -> _OnStored:
         """See `Note`."""
-        silent = renewal.renew(state, self.heard, clock.now_s(), unbroken_since_s=clock.unbroken_since_s, others=heard)
+        silent = renewal.renew(state, self.heard, clock.now_s(), unbroken_since_s=clock.unbroken_since_s)
         return partial(self.on_silent, silent, self.heard.silence(state.limits)) if silent else _nothing
 
 
@@ -76,7 +73,7 @@ class WorkerNote(Note):
         """See `Note`."""
         return self.worker_id
 
-    def renew(self, state: RunState, clock: RunClock, _heard: Mapping[str, Heard]) -> _OnStored:
+    def renew(self, state: RunState, clock: RunClock) -> _OnStored:
         """See `Note`."""
         scores.renew_scoring(state, self.worker_id, self.lease_ids, clock.now_s())
         return _nothing
@@ -110,17 +107,11 @@ class Heartbeats:
     def __init__(self, transact: _Transact, clock: RunClock) -> None:
         self._transact, self._clock = transact, clock
         self._waiting: dict[tuple[type[Note], str], _Waiting] = {}
-        self._heard: dict[str, Heard] = {}
-        """The last heartbeat of each generator whose stream is here."""
         self._writer: asyncio.Task[None] | None = None
         self._turn = 0
 
     def note(self, note: Note) -> None:
-        """Take a heartbeat."""
-        if isinstance(note, GeneratorNote):
-            self._heard[note.holder_id] = note.heard
-            if not note.heard.lease_ids:
-                return
+        """Take a heartbeat that names leases."""
         key = type(note), note.holder_id
         known = self._waiting.get(key)
         oldest_turn = self._turn if known is None else known.oldest_turn
@@ -133,11 +124,6 @@ class Heartbeats:
         """Whether anything that was noted is not stored."""
         return bool(self._waiting)
 
-    def leave(self, heard: Heard) -> None:
-        """A generator's stream ended, and this was its last heartbeat there."""
-        if self._heard.get(heard.holder_id) is heard:
-            del self._heard[heard.holder_id]
-
     def next_turn(self) -> bool:
         """Begin another turn: whether everything that was noted before the present one began is stored."""
         is_stored = all(waiting.oldest_turn == self._turn for waiting in self._waiting.values())
@@ -147,7 +133,7 @@ class Heartbeats:
     def renew(self, state: RunState) -> Renewed:
         """Renew, inside an operation, by all that waits; call `settle` once it is stored."""
         notes = [waiting.note for waiting in self._waiting.values()]
-        return [(note, note.renew(state, self._clock, self._heard)) for note in notes]
+        return [(note, note.renew(state, self._clock)) for note in notes]
 
     def settle(self, renewed: Renewed) -> None:
         """Forget what is stored now."""

@@ -80,11 +80,14 @@ class BrokerMetrics:
         self.longest_loop_stall = Gauge(
             "penstock_broker_loop_longest_stall_s", "Longest time the event loop was held", registry=registry
         )
-        self.load = Gauge(
-            "penstock_broker_load_ratio", "Load that the flush interval follows, 0 to 1", registry=registry
-        )
+        self.load = Gauge("penstock_broker_load_ratio", "Load that both intervals follow, 0 to 1", registry=registry)
         self.flush_interval = Gauge(
             "penstock_broker_flush_interval_s", "Flush interval asked of generators, 0 for their own", registry=registry
+        )
+        self.heartbeat_interval = Gauge(
+            "penstock_broker_heartbeat_interval_s",
+            "Heartbeat interval asked of generators with long leases, 0 for their own",
+            registry=registry,
         )
         self._heartbeat_gaps = Histogram(
             "penstock_broker_heartbeat_gap_seconds",
@@ -95,14 +98,22 @@ class BrokerMetrics:
         self._longest_heartbeat_gap = Gauge(
             "penstock_broker_heartbeat_longest_gap_s", "Longest of those times", registry=registry
         )
-        self._longest_heartbeat_gap_s = 0.0
+        self._longest_heartbeat_delay = Gauge(
+            "penstock_broker_heartbeat_longest_delay_s",
+            "Longest time by which one exceeded the interval that the generator was to keep",
+            registry=registry,
+        )
+        self._longest_heartbeat_gap_s = self._longest_heartbeat_delay_s = 0.0
 
-    def note_heartbeat_gap(self, gap_s: float) -> None:
-        """Count the time since a generator's last heartbeat; generators send one at least every 2 s."""
+    def note_heartbeat_gap(self, gap_s: float, interval_s: float) -> None:
+        """Count the time since a generator's last heartbeat; it was to send one at least every `interval_s`."""
         self._heartbeat_gaps.observe(gap_s)
         if gap_s > self._longest_heartbeat_gap_s:
             self._longest_heartbeat_gap_s = gap_s
             self._longest_heartbeat_gap.set(gap_s)
+        if gap_s - interval_s > self._longest_heartbeat_delay_s:
+            self._longest_heartbeat_delay_s = gap_s - interval_s
+            self._longest_heartbeat_delay.set(gap_s - interval_s)
 
     def observe(
         self, state: RunState, *, num_conflicts: int, waits: Sequence[broker_pb2.Wait] = (), now_s: float = 0.0

@@ -20,14 +20,15 @@ from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunEr
 from services.broker.operations import leasing, scores, token_ends
 from services.broker.records.store import Store
 from services.broker.records.token_tails import TailReport
-from services.broker.rules.flush_interval import FlushInterval
+from services.broker.rules.flush_pacing import FlushInterval
+from services.broker.rules.heartbeat_pacing import HeartbeatInterval
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.heartbeats import Renewed
 from services.broker.runtime.length_reports import LengthReporter
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_replica import RunReplica
-from services.broker.shards.ports import TokenShards
 from services.broker.shards.run_facts import FactsOfRuns
+from services.broker.shards.shard_interfaces import TokenShards
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_registry import ShardRegistry
 from services.broker.stalls import stall_report
@@ -35,6 +36,9 @@ from services.broker.state.run_state import RunState
 
 POLL_EVERY_S = 0.25
 """Also the delay until another broker process's change is noticed and until a lease expires."""
+TURNS_TO_READ = 8
+"""Turns of the event loop within which a frame that has reached the process is read, with as many to spare: gRPC ends
+its call in one, and the task that waits for the frame goes on in a later one."""
 OBSERVE_EVERY_S = 1.0
 """Interval of the queue and stall metrics, which look at every sample being decoded."""
 BOOKS_EVERY_S = 5.0
@@ -75,6 +79,7 @@ class RunRegistry:
         self.forecaster = forecaster
         self.length_reporter = length_reporter
         self.flush_interval = flush_interval or FlushInterval()
+        self.heartbeat_interval = HeartbeatInterval()
         """What generators are asked for."""
         self._broker = broker or secrets.token_hex(8)
         self._run_registry: WeakValueDictionary[str, RunReplica] = WeakValueDictionary()
@@ -163,6 +168,9 @@ class RunRegistry:
         while True:
             try:
                 await self.store.ping()
+                # Between two advances of a run's clock all is read that had arrived by the first (`run_clock`).
+                for _ in range(TURNS_TO_READ):
+                    await asyncio.sleep(0)
                 await self._care_for_each()
                 is_healthy = True
             except ServiceUnavailableError as error:

@@ -22,12 +22,12 @@ from services.broker.operations.lifecycle import create_run, reopen_run
 from services.broker.records.run_clock import MAX_GAP_S, Reading, RunClock, max_gap_s
 from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import SampleId, Store
-from services.broker.replicas.replica import Replica, Request
+from services.broker.replicas.document_replica import Replica, Request
 from services.broker.runtime.compactor import Compactor
 from services.broker.runtime.heartbeats import Heartbeats
 from services.broker.runtime.lease_rounds import LeaseRounds
-from services.broker.runtime.listeners import Listeners, Topic
 from services.broker.runtime.payload_cache import PayloadCache
+from services.broker.runtime.stream_listeners import Listeners, Topic
 from services.broker.shards.sealer import Sealer
 from services.broker.state.run_state import RunState
 

@@ -73,7 +73,7 @@ class FactsOfRuns:
                     return known
         return await self._read(run_id)
 
-    async def read_anew(self, run_id: str) -> RunFacts:
+    async def read_now(self, run_id: str) -> RunFacts:
         """The facts as of now, or later. Raises like `of`."""
         begun = self._readings.get(run_id)
         if begun is not None:

@@ -18,7 +18,7 @@ from penstock.errors import PenstockError
 from services.broker.operations import token_ends
 from services.broker.records.store import SampleId
 from services.broker.records.token_tails import SealRequest, TailReport
-from services.broker.shards.ports import TokenShards
+from services.broker.shards.shard_interfaces import TokenShards
 from services.broker.state.run_state import RunState
 
 MAX_SEALED = 1_024

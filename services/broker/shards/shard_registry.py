@@ -17,8 +17,8 @@ from services.broker.records.store import Store
 from services.broker.records.token_tails import SealRequest
 from services.broker.records_pb2 import SampleTail
 from services.broker.shards.end_reports import REPORTS_AT_ONCE
-from services.broker.shards.ports import Core
 from services.broker.shards.run_facts import FactsOfRuns
+from services.broker.shards.shard_interfaces import Core
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_replica import ShardReplica
 
@@ -51,8 +51,8 @@ class ShardRegistry:
         self.is_ours = is_ours
         self._metrics = metrics
         self._replicas: dict[tuple[str, int], ShardReplica] = {}
-        self._told_s: dict[str, float] = {}
-        """When each run was told how far its samples are."""
+        self._reported_s: dict[str, float] = {}
+        """When the progress of each run was last reported to its core."""
 
     def replica(self, run_id: str, shard: int) -> ShardReplica:
         """The replica of a shard that may or may not exist. Raises InvalidFieldError."""
@@ -97,34 +97,34 @@ class ShardRegistry:
     async def look(self) -> None:
         """Look after each shard once."""
         keys = list(self._replicas)
-        if len(self._told_s) > len(keys):
-            self._told_s.clear()
+        if len(self._reported_s) > len(keys):
+            self._reported_s.clear()
         for start in range(0, len(keys), SHARDS_AT_ONCE):
             await asyncio.gather(*(self._look_at(*key) for key in keys[start : start + SHARDS_AT_ONCE]))
-        await self._tell_progress()
+        await self._report_progress()
         if self._metrics is not None:
             self._metrics.shards.set(len(self._replicas))
 
-    async def _tell_progress(self) -> None:
-        """Tell each run, now and then, how far samples are: what all shards here have, by one call."""
+    async def _report_progress(self) -> None:
+        """Report to each core, now and then, how far its samples are: what all shards here have, by one call."""
         grown: dict[str, list[ShardReplica]] = {}
         for (run_id, shard), replica in self._replicas.items():
             if replica.has_grown and self.is_ours(run_id, shard):
                 grown.setdefault(run_id, []).append(replica)
-        await asyncio.gather(*(self._tell_progress_of(run_id, replicas) for run_id, replicas in grown.items()))
+        await asyncio.gather(*(self._report_progress_of(run_id, replicas) for run_id, replicas in grown.items()))
 
-    async def _tell_progress_of(self, run_id: str, replicas: Sequence[ShardReplica]) -> None:
+    async def _report_progress_of(self, run_id: str, replicas: Sequence[ShardReplica]) -> None:
         try:
             facts, now_s = await self._facts.of(run_id), replicas[0].clock.monotonic_s()
-            if now_s - self._told_s.get(run_id, -math.inf) < facts.progress_every_s:
+            if now_s - self._reported_s.get(run_id, -math.inf) < facts.progress_every_s:
                 return
-            self._told_s[run_id] = now_s
+            self._reported_s[run_id] = now_s
             reports = [report for replica in replicas for report in await replica.progress()]
             for start in range(0, len(reports), REPORTS_AT_ONCE):
                 part = reports[start : start + REPORTS_AT_ONCE]
                 await self.core.report(run_id, part[0].token_shard, part)
         except PenstockError as error:
-            _log.warning("a run not told how far samples are", run_id=run_id, error=str(error))
+            _log.warning("progress of a run not reported", run_id=run_id, error=str(error))
 
     async def _look_at(self, run_id: str, shard: int) -> None:
         replica = self._replicas.get((run_id, shard))

@@ -26,12 +26,12 @@ from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import ConflictError, SampleId, Store
 from services.broker.records.token_tails import SealRequest, TailReport
 from services.broker.records_pb2 import GroupRecord, SampleTail, ShardRecord
-from services.broker.replicas.replica import MAX_ATTEMPTS, Replica
+from services.broker.replicas.document_replica import MAX_ATTEMPTS, Replica
 from services.broker.shards import acceptance, tails
 from services.broker.shards.acceptance import Answer
 from services.broker.shards.end_reports import REPORTS_AT_ONCE, EndReports
-from services.broker.shards.ports import Core
 from services.broker.shards.run_facts import FactsOfRuns, RunFacts, check_open
+from services.broker.shards.shard_interfaces import Core
 from services.broker.shards.shard_metrics import ShardMetrics
 from services.broker.shards.shard_removal import remove_stale
 from services.broker.shards.shard_state import ShardState
@@ -124,7 +124,7 @@ class ShardReplica(Replica[ShardState]):
             try:
                 return await self.transact(operation)
             except UnknownRunError:
-                facts = await self._runs.read_anew(self.core_id)
+                facts = await self._runs.read_now(self.core_id)
                 record = ShardRecord(run_id=self.core_id, shard=self.shard, open_s=facts.open_s)
                 await self.transact(partial(_create, record=record), may_create=True)
         return await self.transact(operation)
@@ -141,7 +141,7 @@ class ShardReplica(Replica[ShardState]):
         if self.copy is not None and self.copy.shard.open_s != facts.open_s:
             # Either is of an earlier run, perhaps only in this process.
             await self._remove_stale()
-            facts = await self._runs.read_anew(self.core_id)
+            facts = await self._runs.read_now(self.core_id)
         return facts
 
     async def load(self) -> None:

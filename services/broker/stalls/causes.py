@@ -133,17 +133,18 @@ def _silent_generators(state: RunState, present: Present, now_s: float) -> list[
     for generator_id in sorted(silent, key=lambda name: heard_s.get(name, -math.inf))[:MAX_SILENT]:
         held = state.generation_leases[generator_id]
         samples = [(key, state.groups[key[0]].samples[key[1]]) for key in held.values()]
-        key, sample = min(samples, key=lambda item: item[1].lease_expire_s)
+        key, sample = min(samples, key=lambda item: state.lease_end_s(item[1]))
+        end_s = state.lease_end_s(sample)
         since_s = heard_s.get(generator_id, max(sample.last_chunk_s, sample.lease_s))
         if now_s - since_s < SILENT_AFTER_S:
             continue
         more = f" and {len(held) - 1} more are" if len(held) > 1 else " is"
         text = (
             f"{name_of(key)}{more} leased by {generator_id}, silent {_for(since_s, now_s)}, "
-            f"lease ends {_due(sample.lease_expire_s, now_s)}, then another continues from token {sample.num_tokens}"
+            f"lease ends {_due(end_s, now_s)}, then another continues from token {sample.num_tokens}"
         )
         waiter, owner = counted(len(held), "sample"), f"generator {generator_id}"
-        found.append(Cause(waiter=waiter, owner=owner, text=text, since_s=since_s, deadline_s=sample.lease_expire_s))
+        found.append(Cause(waiter=waiter, owner=owner, text=text, since_s=since_s, deadline_s=end_s))
     return sorted(found, key=lambda cause: cause.since_s)
 
 
@@ -209,10 +210,11 @@ def _decoding(state: RunState, purpose: int, now_s: float) -> Cause | None:
         words = f"is decoded by {sample.generator_id} {_for(sample.lease_s, now_s)}, {so_far}"
     else:
         words = f"is leased by {sample.generator_id} {_for(sample.lease_s, now_s)}, no token yet"
-    text = f"{name_of(key)} {words}, lease ends {_due(sample.lease_expire_s, now_s)} unless renewed"
+    end_s = state.lease_end_s(sample)
+    text = f"{name_of(key)} {words}, lease ends {_due(end_s, now_s)} unless renewed"
     owner = f"generator {sample.generator_id}"
     waiter = counted(held.count, "sample")
-    return Cause(waiter=waiter, owner=owner, text=text, since_s=heard_s, deadline_s=sample.lease_expire_s)
+    return Cause(waiter=waiter, owner=owner, text=text, since_s=heard_s, deadline_s=end_s)
 
 
 def _sealing(state: RunState, purpose: int) -> Cause | None:

@@ -1,7 +1,8 @@
 """Finds leases that have ended without looking at every lease every time. Pure.
 
 A holder's leases are looked at again when the first of them may have ended. Until then renewals and new leases only
-make that later; where changes are undone, which may make it earlier, everything is forgotten.
+make that later; where changes are undone, which may make it earlier, everything is forgotten. Holders that are gone are
+forgotten too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,14 @@ class LeaseEnds:
     def forget(self) -> None:
         """Look at every lease again: some may end earlier than they did."""
         self._first_s.clear()
+
+    def none_before_s(self, holder: str) -> float:
+        """None of a holder's leases ends before this, as far as is known."""
+        return self._first_s.get(holder, -math.inf)
+
+    def note(self, holder: str, first_s: float) -> None:
+        """All of a holder's leases were looked at, and end at this time or later."""
+        self._first_s[holder] = first_s
 
     def ended(
         self, leases: Mapping[str, Mapping[str, SampleId]], end_s: Callable[[SampleId], float], now_s: float

@@ -21,26 +21,25 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.length_histogram import LengthCounts
 from services.broker.dispatch.situation import Order, QueuedGroup, Rank
 from services.broker.records.store import Delta, SampleId, Snapshot
-from services.broker.records_pb2 import GroupRecord, RunRecord, SampleRecord, StepTally
+from services.broker.records_pb2 import GroupRecord, RenewalRecord, RunRecord, SampleRecord, StepTally
 from services.broker.rules.admission import AdmissionRule
 from services.broker.rules.limits import Limits
 from services.broker.rules.sample_policy import Policy
 from services.broker.state.batch_index import BatchIndex
 from services.broker.state.batches import cut_at, cuts_between, head_of, ids, num_groups, read_record
 from services.broker.state.group_records import GroupRecords
-from services.broker.state.lease_dues import LeaseDues
 from services.broker.state.lease_ends import LeaseEnds
 from services.broker.state.news import News
+from services.broker.state.other_records import OtherRecords, is_group, renewal_name, tally_name
 from services.broker.state.queue_entry import FinishedKey, Leases, QueueEntry, predicted_tokens, remove_leases
-from services.broker.state.tally_names import is_tally, tally_name, tally_version
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
 _SEALING = broker_pb2.SAMPLE_STATE_SEALING
 
-FORMAT = 3
+FORMAT = 4
 """Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`. 3: see
-`CompactSample`."""
+`CompactSample`. 4: see `RenewalRecord`."""
 SLICE_BYTES = 128 * 1024
 """Records applied at once while a run is loaded: about 10 ms if all are live."""
 
@@ -81,12 +80,14 @@ class RunState:
         self.generation_leases: Leases = {}
         self.scoring_leases: Leases = {}
         self.generation_ends, self.scoring_ends = LeaseEnds(), LeaseEnds()
-        self.generation_dues = LeaseDues()
         self.sealing: set[SampleId] = set()
         """Samples whose token shard has not said yet how many tokens they have."""
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
-        self.tallies: dict[int, StepTally] = {}
+        self._others = OtherRecords()
+        self.tallies = self._others.tallies
         """By step: the tally of its groups that no longer have a record."""
+        self.renewals = self._others.renewals
+        """By generator: the last renewal of its leases."""
         self._entries: dict[str, QueueEntry] = {}
         self._stored = {}
         self._news = News(is_all=True)
@@ -152,6 +153,14 @@ class RunState:
         news, self._news = self._news, News()
         return news
 
+    def lease_end_s(self, sample: SampleRecord) -> float:
+        """When the lease ends under which a generator holds a sample."""
+        renewal = self.renewals.get(sample.generator_id)
+        if renewal is None or sample.lease_s > renewal.renewed_s:
+            return sample.lease_expire_s
+        renewed_end_s = max(sample.lease_expire_s, renewal.renewed_s + self.limits.generation_lease_s)
+        return renewal.other_ends_s.get(sample.lease_id, renewed_end_s)
+
     def num_held(self, purpose: int) -> tuple[int, int]:
         """Groups of a purpose of which a generator holds a sample; and others of which one waits for its score."""
         entries = [entry for entry in self._entries.values() if entry.purpose == purpose]
@@ -189,7 +198,7 @@ class RunState:
                 self._index(group)
 
     def grow(self, group_id: str) -> None:
-        """Allow adding tokens and versions of the group's leased samples, and renewing these leases, but nothing else.
+        """Allow adding tokens and versions of the group's leased samples, but nothing else.
 
         Cheaper than `edit`, for the most frequent change: no queue is updated. Report a sample that gets an
         older version by `lower_version`.
@@ -225,6 +234,16 @@ class RunState:
             self.tallies.pop(version, None)
         else:
             self.tallies[version] = tally
+
+    def set_renewal(self, holder_id: str, renewal: RenewalRecord | None) -> None:
+        """Replace the renewal of a generator's leases, or remove it with None; no stream waits for that."""
+        name = renewal_name(holder_id)
+        self._undo.setdefault(name, self._serialized(name))
+        if renewal is None:
+            self.renewals.pop(holder_id, None)
+        else:
+            self.run.format = FORMAT
+            self.renewals[holder_id] = renewal
 
     def _noted(self, group_id: str) -> GroupRecord:
         """The group, before its record changes."""
@@ -268,7 +287,7 @@ class RunState:
 
     @property
     def only_grew(self) -> bool:
-        """Whether the delta only adds tokens to samples that are still under way, or renews their leases."""
+        """Whether the delta only adds tokens to samples that are still under way, or renews leases."""
         return not self._is_turned and self._run_kept == self._run_committed
 
     def keep(self) -> None:
@@ -295,10 +314,9 @@ class RunState:
 
     def _serialized(self, name: str) -> bytes | None:
         """The current record of this name; None if there is none."""
-        if not is_tally(name):
-            return self.groups.serialized(name) if name in self.groups else None
-        tally = self.tallies.get(tally_version(name))
-        return None if tally is None else tally.SerializeToString()
+        if not is_group(name):
+            return self._others.serialized(name)
+        return self.groups.serialized(name) if name in self.groups else None
 
     def settle(self) -> None:
         """Drop the undo data: the delta is stored."""
@@ -352,8 +370,6 @@ class RunState:
     def _restore(self, undo: Mapping[str, bytes | None], run: bytes) -> None:
         for name, record in undo.items():
             self._replace(name, record)
-            for sample in self.groups[name].samples if self.groups.is_open(name) else ():
-                self.generation_dues.forget(sample.generator_id, sample.lease_id)
         self.run = RunRecord.FromString(run)
         self._read_limits()
         self.generation_ends.forget()
@@ -370,17 +386,17 @@ class RunState:
             self.policy = Policy.from_proto(self.run.policy, self.limits)
 
     def _replace(self, name: str, data: bytes | None) -> None:
-        if is_tally(name):
-            self.tallies.pop(tally_version(name), None)
-        else:
-            self._take_out(name)
+        if not is_group(name):
+            self._others.replace(name, data)
+            return
+        self._take_out(name)
         if data is not None:
             self._read_in(name, data)
 
     def _read_in(self, name: str, data: bytes) -> None:
         """Add a stored record where there is none of its name."""
-        if is_tally(name):
-            self.tallies[tally_version(name)] = StepTally.FromString(data)
+        if not is_group(name):
+            self._others.replace(name, data)
             return
         head = head_of(data)
         if head.HasField("trained_version") and not head.HasField("put"):

@@ -13,8 +13,9 @@ from penstock.errors import InvalidFieldError
 from penstock.process.time_limits import Wake
 from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
+from penstock.wire.pieces import batched
 from penstock.wire.timestamps import timestamp
-from services.broker.assembly.messages import prefix_token_ids, sample_key
+from services.broker.assembly.messages import MAX_FRAME_BYTES, prefix_token_ids, sample_key
 from services.broker.brokers.membership import Membership
 from services.broker.fleet.deal_round import Seat
 from services.broker.fleet.work_stealing import Moves
@@ -27,7 +28,8 @@ from services.broker.runtime.heartbeats import GeneratorNote
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.state.run_state import RunState
 from services.broker.streams.core_hints import CoreHints
-from services.broker.streams.request_reader import Intake, wait_for_event
+from services.broker.streams.heartbeat_hints import HeartbeatHints
+from services.broker.streams.request_reader import Intake, signs_during, wait_for_event
 
 IDLE_EVERY_S = 1.0
 MAX_SILENCE_S = 3.0
@@ -64,11 +66,8 @@ class LeaseStream:
         self._hello = hello
         self._replica = run_registry.replica(hello.run_id)
         self._core = CoreHints(membership, self._replica, may_move=hello.may_move)
+        self._pace = HeartbeatHints(run_registry.heartbeat_interval, self._replica, run_registry.metrics)
         self._beat: broker_pb2.GeneratorBeat | None = None
-        self._beat_s: float | None = None
-        """When it was read."""
-        self._heard: Heard | None = None
-        """What it says of leases."""
         self._seat: Seat | None = None
         """None before the first heartbeat."""
         self._wake = Wake()
@@ -89,13 +88,15 @@ class LeaseStream:
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncIterator[_Response]:
         """All responses, until the run is closed or the client disconnects."""
-        await self._replica.transact(RunState.check_open)
-        await self._replica.peers.meet_generator(self._hello)
+        busy = _Response(idle=broker_pb2.LeaseIdle(reason="the broker is busy: the stream waits for its turn"))
+        async for sign in signs_during(self._open(), busy, every_s=MAX_SILENCE_S):
+            yield sign
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
         with self._replica.leasing(self._wake, self._hello.generator_id) as wake, self._leaving():
-            await self._replica.attend()
+            async for sign in signs_during(self._replica.attend(), busy, every_s=MAX_SILENCE_S):
+                yield sign
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._run_registry.check_serving()
@@ -111,11 +112,17 @@ class LeaseStream:
                     is_woken = await wait_for_event(wake, self._patience_s())
                     # Others' commits wake this stream too, many times a second: it must send signs of life all the
                     # same.
-                    if loop.time() - spoke_s >= (MAX_SILENCE_S if is_woken else IDLE_EVERY_S):
+                    silent_s = loop.time() - spoke_s
+                    if silent_s >= (MAX_SILENCE_S if is_woken else IDLE_EVERY_S) or self._pace.is_news:
                         spoke_s = loop.time()
-                        yield _Response(idle=broker_pb2.LeaseIdle(reason=self._reason))
+                        yield _Response(idle=self._pace.idle(self._reason))
                 intake.check()
         await self._replica.peers.leave(self._hello.generator_id)
+
+    async def _open(self) -> None:
+        """Bring the copy up to date, so that no lease that another broker granted seems lost."""
+        await self._replica.transact(RunState.check_open)
+        await self._replica.peers.meet_generator(self._hello)
 
     def _patience_s(self) -> float:
         """How long to wait for a change before asking again anyway."""
@@ -133,30 +140,24 @@ class LeaseStream:
         lease_ids = list(beat.active_lease_ids)
         check_beat(beat, lease_ids)
         beat.ClearField("active_lease_ids")
-        self._note_gap()
+        self._pace.note_beat()
         self._beat = beat
         self._reported = set(lease_ids)
-        self._renew(frozenset(lease_ids))
+        if lease_ids:
+            self._renew(frozenset(lease_ids))
         self._replica.peers.see_generator(self._hello, beat, num_held=len(lease_ids), num_free=self._credit)
         self._report(beat)
-
-    def _note_gap(self) -> None:
-        """Measure the time since the last heartbeat."""
-        at_s = self._replica.clock.monotonic_s()
-        if self._beat_s is not None:
-            self._run_registry.metrics.note_heartbeat_gap(at_s - self._beat_s)
-        self._beat_s = at_s
 
     def _renew(self, lease_ids: frozenset[str]) -> None:
         """Renew leases; logs once for each lease that is not renewed because no token arrived."""
         generator_id = self._hello.generator_id
-        self._heard = Heard(
+        heard = Heard(
             holder_id=generator_id,
             lease_ids=lease_ids,
             heard_s=self._replica.clock.now_s(),
             tokens_per_second=self._replica.peers.sample_speed(generator_id),
         )
-        self._replica.heartbeats.note(GeneratorNote(heard=self._heard, on_silent=self._note_silent))
+        self._replica.heartbeats.note(GeneratorNote(heard=heard, on_silent=self._note_silent))
 
     def _note_silent(self, silent: Sequence[str], limit: SilenceLimit) -> None:
         generator_id = self._hello.generator_id
@@ -187,14 +188,12 @@ class LeaseStream:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Gives up the seat at the end of the block, and what was heard."""
+        """Gives up the seat at the end of the block."""
         try:
             yield
         finally:
             if self._seat is not None:
                 self._replica.lease_rounds.leave(self._seat)
-            if self._heard is not None:
-                self._replica.heartbeats.leave(self._heard)
 
     def _core_news(self) -> list[_Response]:
         """Where the stream is to move, if anywhere; what was granted until then still goes out."""
@@ -240,10 +239,10 @@ class LeaseStream:
         self._replica.peers.note_free(seat.facts.generator_id, self._credit)
         self._sent.update(grant.lease_id for grant in grants)
         self._run_registry.metrics.leases.labels("generation").inc(len(grants))
-        frames = await self._encode(grants)
+        leases = await self._encode(grants)
         # Of groups that were dropped meanwhile nothing is sent, and no slot is taken.
-        self._num_sent -= len(grants) - len(frames)
-        return frames
+        self._num_sent -= len(grants) - len(leases)
+        return list(self._frames(leases))
 
     async def _lease(self, seat: Seat, now_s: float) -> None:
         """Have the queue dealt, to this generator among others."""
@@ -279,7 +278,14 @@ class LeaseStream:
         num_given = self._num_sent + self._num_asked + (len(self._seat.grants) if self._seat else 0)
         return min(MAX_ACTIVE_LEASES, max(0, self._beat.credit_total - num_given)) if self._beat else 0
 
-    async def _encode(self, grants: list[Grant]) -> list[_Response]:
+    def _frames(self, leases: list[broker_pb2.Lease]) -> Iterator[_Response]:
+        """Few messages: each costs more than a lease, and at a busy broker one after the other waits for its turn."""
+        if not self._hello.accepts_lease_batches:
+            return (_Response(lease=lease) for lease in leases)
+        batches = batched(leases, broker_pb2.Lease.ByteSize, MAX_FRAME_BYTES)
+        return (_Response(leases=broker_pb2.LeaseBatch(leases=batch)) for batch in batches)
+
+    async def _encode(self, grants: list[Grant]) -> list[broker_pb2.Lease]:
         if not grants:
             return []
         prompts = await self._replica.payloads.prompts([grant.sample[0] for grant in grants])
@@ -289,18 +295,16 @@ class LeaseStream:
         )
         prefixes = {grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)}
         return [
-            _Response(
-                lease=broker_pb2.Lease(
-                    lease_id=grant.lease_id,
-                    predicted_tokens=grant.predicted_tokens,
-                    key=sample_key(grant.sample, grant.attempt),
-                    prompt=prompts[grant.sample[0]],
-                    prefix_token_ids=prefixes.get(grant.sample, b""),
-                    min_policy_version=grant.min_policy_version,
-                    expire_time=timestamp(grant.expire_s),
-                    lease_duration=duration(grant.life_s),
-                    token_shard=grant.token_shard,
-                )
+            broker_pb2.Lease(
+                lease_id=grant.lease_id,
+                predicted_tokens=grant.predicted_tokens,
+                key=sample_key(grant.sample, grant.attempt),
+                prompt=prompts[grant.sample[0]],
+                prefix_token_ids=prefixes.get(grant.sample, b""),
+                min_policy_version=grant.min_policy_version,
+                expire_time=timestamp(grant.expire_s),
+                lease_duration=duration(grant.life_s),
+                token_shard=grant.token_shard,
             )
             for grant in grants
             if grant.sample[0] in prompts

@@ -6,8 +6,8 @@ An error in a request surfaces in the sending half at its next `check`, so that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 from penstock.errors import DeadlineError, InvalidFieldError
 from penstock.process.tasks import end
@@ -34,6 +34,19 @@ async def first_request(requests: AsyncIterator[_Request]) -> _Request:
 async def wait_for_event(event: Wake, timeout_s: float) -> bool:
     """Wait until `event` is set, then clear it; returns whether it was set in time."""
     return await event.take_within(timeout_s)
+
+
+async def signs_during(work: Coroutine[Any, Any, None], sign: _Answer, *, every_s: float) -> AsyncIterator[_Answer]:
+    """A sign of life now and then until `work` is done, whose error is raised; none if that is quick."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait((task,), timeout=every_s)
+            if not task.done():
+                yield sign
+        task.result()
+    finally:
+        await end(task)
 
 
 class Intake(Generic[_Request]):

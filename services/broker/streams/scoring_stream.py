@@ -25,10 +25,10 @@ from services.broker.operations import scores
 from services.broker.operations.scores import Receipts, ScoringGrant
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.heartbeats import WorkerNote
-from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_registry import RunRegistry
+from services.broker.runtime.stream_listeners import Topic
 from services.broker.state.run_state import RunState
-from services.broker.streams.request_reader import Intake, wait_for_event
+from services.broker.streams.request_reader import Intake, signs_during, wait_for_event
 
 IDLE_EVERY_S = 1.0
 MAX_SILENCE_S = 3.0
@@ -60,8 +60,8 @@ class ScoringStream:
 
     async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncIterator[_Response]:
         """All responses, until the run is closed or the client disconnects."""
-        await self._replica.transact(RunState.check_open)
-        await self._take(self._first)
+        async for sign in signs_during(self._open(), _Response(), every_s=MAX_SILENCE_S):
+            yield sign
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
@@ -85,6 +85,10 @@ class ScoringStream:
                         await self._replica.peers.see_worker(self._worker_id)
                         yield _Response()
                 intake.check()
+
+    async def _open(self) -> None:
+        await self._replica.transact(RunState.check_open)
+        await self._take(self._first)
 
     async def _on_request(self, request: broker_pb2.StreamScoringRequest) -> None:
         if request.HasField("hello"):

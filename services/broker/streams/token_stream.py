@@ -24,10 +24,10 @@ from services.broker.operations import append_tokens
 from services.broker.operations.chunk_rules import Accepted
 from services.broker.records.shard_ids import MAX_TOKEN_SHARDS
 from services.broker.rules.limits import duration
-from services.broker.runtime.listeners import Topic
 from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.runtime.stream_listeners import Topic
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import answered
 from services.broker.streams.shard_hints import ShardHints

@@ -26,9 +26,9 @@ from services.broker.ingest.validation import check_id
 from services.broker.operations import append_trajectories
 from services.broker.operations.append_trajectories import Put, PutOutcome
 from services.broker.runtime.invariant_metrics import InvariantMetrics
-from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.runtime.stream_listeners import Topic
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import answered
 from services.broker.streams.trajectory_parts import PutParts

@@ -1,4 +1,4 @@
-"""Streams that attach while the store is slow: the broker must not lose sight of the run they are about to work on."""
+"""Streams that attach while the store is slow: they hear of the broker, and it must not lose sight of their run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 
-from services.broker.records.store import Mark, Snapshot
+from services.broker.records.store import Delta, Mark, Snapshot
 from services.broker.runtime import run_registry
 from services.broker.storage.memory_store import MemoryStore
+from services.broker.streams import lease_stream, scoring_stream
 from tests.helpers.brokers.broker import Generator, RunningBroker, Trainer, Worker, prompt, serving
 from tests.helpers.waiting import until
 
@@ -34,6 +35,21 @@ class _GatedStore(MemoryStore):
 
     async def ping(self) -> None:
         self.num_pings += 1
+
+
+class _BusyStore(MemoryStore):
+    """Commits wait until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_waiting = 0
+
+    async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
+        self.num_waiting += 1
+        await self.gate.wait()
+        return await super().commit(run_id, expected, delta)
 
 
 async def _lease(channel: grpc.aio.Channel, work: Callable[[], Awaitable[None]]) -> None:
@@ -86,3 +102,24 @@ async def test_work_reaches_a_stream_that_attached_while_the_store_was_slow(
             await _advance(fast, role)
 
         await role(slow.channel, attach_then_make_work)
+
+
+@pytest.mark.parametrize("connect", [Generator.connect, Worker.connect])
+async def test_a_stream_hears_of_its_broker_before_the_commits_of_others_are_done(
+    connect: Callable[[grpc.aio.Channel], Generator | Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (lease_stream, scoring_stream):
+        monkeypatch.setattr(module, "MAX_SILENCE_S", 0.05)
+    store = _BusyStore()
+    async with serving(store) as broker:
+        await broker.open()
+        store.gate.clear()
+        store.num_waiting = 0
+        submitting = asyncio.create_task(broker.submit(prompt("a")))
+        await until(lambda: store.num_waiting > 0)
+        stream = connect(broker.channel).stream
+        for _ in range(2):
+            assert await stream.receive() is not grpc.aio.EOF
+        assert not submitting.done()
+        store.gate.set()
+        await submitting

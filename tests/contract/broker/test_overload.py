@@ -18,7 +18,7 @@ from penstock.process.tasks import end
 from penstock.v1 import broker_pb2
 from services.broker import load_watch
 from services.broker.records.store import Delta, Mark
-from services.broker.rules.flush_interval import SHORTEST_S
+from services.broker.rules.flush_pacing import SHORTEST_S
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RUN, RunningBroker, duration, prompt, serving
 from tests.helpers.waiting import until
@@ -119,7 +119,9 @@ async def test_it_asks_for_larger_chunks_and_carries_all_until_it_can_return(mon
         broker = await stack.enter_async_context(serving(store, registry=registry))
         core = broker.run_registry
         # Only the store is slow here: how much this process works depends on what runs beside it.
-        watching = load_watch.watch_load(core.flush_interval, core.metrics, core.clock, busy_s=lambda: 0.0)
+        watching = load_watch.watch_load(
+            core.flush_interval, core.heartbeat_interval, core.metrics, core.clock, busy_s=lambda: 0.0
+        )
         watch = asyncio.create_task(watching)
         stack.push_async_callback(end, watch)
         await broker.open(

@@ -11,7 +11,7 @@ from penstock.clock import SystemClock
 from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker.records.store import Delta, Mark, Snapshot, Store
-from services.broker.replicas import replica as replicas
+from services.broker.replicas import document_replica as replicas
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_state import RunState
 from services.broker.storage.redis.redis_store import RedisStore

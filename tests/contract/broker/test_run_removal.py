@@ -17,7 +17,7 @@ from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.runtime import removal
 from services.broker.runtime.retention import Retention
 from services.broker.server import make_run_registry
-from services.broker.state.tally_names import is_tally
+from services.broker.state.other_records import is_group
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis import delete_run
 from services.broker.storage.redis.keys import RUNS
@@ -112,7 +112,7 @@ async def test_a_run_of_format_1_is_deleted_with_its_payload(store: Store) -> No
     changed: dict[str, bytes | None] = {}
     for name, data in snapshot.groups.items():
         assert data is not None
-        if not is_tally(name) and (record := GroupRecord.FromString(data)).HasField("put"):
+        if is_group(name) and (record := GroupRecord.FromString(data)).HasField("put"):
             changed |= {name: None} | dict([as_format_1(record)])
     assert changed
     await store.commit(RUN, snapshot.mark, Delta(run=run.SerializeToString(), groups=changed))

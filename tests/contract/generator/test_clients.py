@@ -158,6 +158,39 @@ async def test_a_silent_broker_is_left_and_found_again(monkeypatch):
         await until(lambda: len(broker.hellos) >= 2)
 
 
+async def test_a_busy_broker_gets_fewer_heartbeats_until_it_asks_no_more(monkeypatch):
+    waits = []
+
+    async def no_change(_event, timeout_s):
+        waits.append(timeout_s)
+        await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(leases, "set_within", no_change)
+    broker, holder = ScriptedGenerationBroker(), Holder()
+    async with leasing(holder, broker) as session:
+        await until(lambda: waits == [pytest.approx(2.0 - 0.05)] * 2)
+        broker.heartbeat_interval = Duration(seconds=3)
+        await until(lambda: waits[-1] == pytest.approx(3.0 - 0.25))
+        for wild in (Duration(seconds=2**62), Duration(seconds=9, nanos=-(2**31))):
+            broker.heartbeat_interval = wild
+            await until(lambda: session.beat_interval_s == 4.5)
+        for nothing in (None, Duration(seconds=-(10**12)), Duration(seconds=1), Duration(seconds=3, nanos=-(2**31))):
+            broker.heartbeat_interval = Duration(seconds=3)
+            await until(lambda: session.beat_interval_s == 3.0)
+            broker.heartbeat_interval = nothing
+            await until(lambda: session.beat_interval_s == 2.0)
+
+
+async def test_what_a_broker_asked_for_ends_with_its_stream():
+    broker, holder = ScriptedGenerationBroker(), Holder()
+    broker.heartbeat_interval = Duration(seconds=4)
+    async with leasing(holder, broker) as session:
+        await until(lambda: session.beat_interval_s == 4.0)
+        broker.is_known = False
+        broker.break_lease_stream()
+        await until(lambda: session.beat_interval_s == 2.0)
+
+
 async def test_a_wrong_token_ends_the_session():
     broker = ScriptedGenerationBroker()
     async with (

@@ -102,7 +102,7 @@ def no_endless_wait(world: World, state: RunState, response: broker_pb2.GetRunRe
     for group in state.groups.values():
         for sample in group.samples:
             if sample.state == _LEASED:
-                left_s = _left_s(world, sample.lease_expire_s, world.limits.generation_lease_s)
+                left_s = _left_s(world, state.lease_end_s(sample), world.limits.generation_lease_s)
                 assert left_s <= world.limits.generation_lease_s + ROUNDING_S, f"{group.group_id}: {left_s} s"
             if sample.state == _SCORING:
                 left_s = _left_s(world, sample.scoring_expire_s, world.limits.scoring_lease_s)
@@ -132,7 +132,7 @@ def any_overdue(world: World, state: RunState) -> bool:
     """Whether a lease is past its end."""
     limits = world.limits
     return any(
-        (sample.state == _LEASED and _is_overdue(world, sample.lease_expire_s, limits.generation_lease_s))
+        (sample.state == _LEASED and _is_overdue(world, state.lease_end_s(sample), limits.generation_lease_s))
         or (sample.state == _SCORING and _is_overdue(world, sample.scoring_expire_s, limits.scoring_lease_s))
         for group in state.groups.values()
         for sample in group.samples

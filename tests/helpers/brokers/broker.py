@@ -150,6 +150,7 @@ class Generator:
         run_id: str = RUN,
         max_context_tokens: int = 128,
         profile: broker_pb2.GeneratorProfile | None = None,
+        accepts_lease_batches: bool = False,
     ) -> Generator:
         """Open both streams."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
@@ -159,6 +160,7 @@ class Generator:
             engine="test",
             max_context_tokens=max_context_tokens,
             profile=profile,
+            accepts_lease_batches=accepts_lease_batches,
         )
         stream = Duplex(stub.StreamLeases, broker_pb2.StreamLeasesRequest(hello=hello))
         return cls(stub, stream, Duplex(stub.StreamTokens), generator_id, run_id=run_id)

@@ -66,6 +66,8 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         """Reason and next_offset with which coming chunks are refused."""
         self.flush_interval: Duration | None = None
         """What generators are asked for."""
+        self.heartbeat_interval: Duration | None = None
+        """The same of heartbeats; said when it changes."""
         self.lease_breaks = 0
         self.owner: broker_pb2.RunOwner | None = None
         """Who trains the run; said where it is known, and when it changes."""
@@ -102,6 +104,7 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         assert first.WhichOneof("frame") == "hello"
         self.hellos.append(first.hello)
         told: broker_pb2.RunOwner | None = None
+        asked: Duration | None = None
         latest = broker_pb2.GeneratorBeat()
         breaks = self.lease_breaks
         num_sent = 0
@@ -123,6 +126,10 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
                 if self.owner != told:
                     told = self.owner
                     yield broker_pb2.StreamLeasesResponse(owner=told)
+                if self.heartbeat_interval != asked:
+                    asked = self.heartbeat_interval
+                    idle = broker_pb2.LeaseIdle(reason="nothing", heartbeat_interval=asked)
+                    yield broker_pb2.StreamLeasesResponse(idle=idle)
                 while not self._revocations.empty():
                     revocation = broker_pb2.LeaseRevocation(lease_id=self._revocations.get_nowait(), reason="test")
                     yield broker_pb2.StreamLeasesResponse(revocation=revocation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from pathlib import Path
 
@@ -13,26 +14,30 @@ from penstock.clock import ManualClock
 from penstock.process.tasks import end
 from services.broker import load_watch
 from services.broker.load_watch import thread_busy_s, watch_load
-from services.broker.rules.flush_interval import BUSY, UPDATE_EVERY_S, FlushInterval
+from services.broker.rules.flush_pacing import BUSY, UPDATE_EVERY_S, FlushInterval
+from services.broker.rules.heartbeat_pacing import FEW_PER_S, HeartbeatInterval
 from services.broker.runtime.metrics import BrokerMetrics
 from tests.helpers.waiting import until
 
 
 async def test_a_busy_loop_is_measured_and_what_it_asks_for_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, clock, interval = CollectorRegistry(), ManualClock(), FlushInterval()
+    registry, clock, interval, beats = CollectorRegistry(), ManualClock(), FlushInterval(), HeartbeatInterval()
     monkeypatch.setattr(load_watch, "UPDATE_EVERY_S", 0.0)
 
     def busy_s() -> float:
         # Each reading is half a second after the last.
+        for _ in range(round(FEW_PER_S)):
+            beats.note_beat()
         clock.advance(UPDATE_EVERY_S)
         return 0.95 * clock.monotonic_s()
 
-    watch = asyncio.create_task(watch_load(interval, BrokerMetrics(registry), clock, busy_s=busy_s))
+    watch = asyncio.create_task(watch_load(interval, beats, BrokerMetrics(registry), clock, busy_s=busy_s))
     await until(lambda: interval.asked_s > 1.0)
     await end(watch)
     assert BUSY < interval.load < 1.0
     assert registry.get_sample_value("penstock_broker_load_ratio") == interval.load
     assert registry.get_sample_value("penstock_broker_flush_interval_s") == interval.asked_s
+    assert registry.get_sample_value("penstock_broker_heartbeat_interval_s") == beats.asked_s(math.inf) > 2.0
 
 
 def test_work_of_this_thread_counts() -> None:

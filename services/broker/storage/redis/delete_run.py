@@ -11,7 +11,7 @@ from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import ConflictError, Mark
 from services.broker.records_pb2 import ShardGroup
 from services.broker.state.batches import head_of, read_record
-from services.broker.state.tally_names import is_tally
+from services.broker.state.other_records import is_group
 from services.broker.storage.redis.keys import RUNS, RunKeys
 from services.broker.storage.redis.load_run import scan
 from services.broker.storage.redis.redis_connection import RedisConnection, Script
@@ -76,7 +76,7 @@ class RedisPurge:
 def _keys(keys: RunKeys, name: str, record: bytes) -> list[str]:
     """The payload keys of a record; none if it cannot be read."""
     try:
-        if is_tally(name):
+        if not is_group(name):
             return []
         group = read_record(name, record, head_of(record))
         if group.HasField("put"):

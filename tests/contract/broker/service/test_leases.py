@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import int32_bytes
+from services.broker.assembly.messages import MAX_FRAME_BYTES
 from tests.helpers.brokers.broker import (
     RUN,
     Generator,
@@ -31,6 +33,28 @@ async def test_never_more_leases_than_credits(broker: RunningBroker) -> None:
     generator.beat(credits=2)
     await generator.leases(2)
     assert (await broker.audit()).in_flight_by_state["leased"] == 3
+
+
+async def test_leases_granted_together_come_in_one_message_to_who_accepts_that(broker: RunningBroker) -> None:
+    await broker.open()
+    await broker.submit(prompt("a"), prompt("b"))
+    generator = Generator.connect(broker.channel, accepts_lease_batches=True)
+    generator.beat(credits=3)
+    batch = await generator.stream.expect(lambda response: response.leases.leases)
+    assert [(lease.key.group_id, lease.key.sample_index) for lease in batch] == [("a", 0), ("a", 1), ("b", 0)]
+    generator.beat(credits=1)
+    (last,) = await generator.stream.expect(lambda response: response.leases.leases)
+    assert await generator.put(*(chunk(lease, [7], finish=STOP) for lease in (*batch, last))) == []
+
+
+async def test_large_leases_share_no_message(broker: RunningBroker) -> None:
+    await broker.open()
+    await broker.submit(prompt("a", token_ids=int32_bytes(range(MAX_FRAME_BYTES // 4 // 2))))
+    generator = Generator.connect(broker.channel, max_context_tokens=1 << 20, accepts_lease_batches=True)
+    generator.beat(credits=2)
+    for index in range(2):
+        (lease,) = await generator.stream.expect(lambda response: response.leases.leases)
+        assert lease.key.sample_index == index
 
 
 async def test_a_generator_that_gets_nothing_is_told_why(broker: RunningBroker) -> None:
@@ -62,6 +86,35 @@ async def test_the_time_between_heartbeats_is_measured_for_each_stream(broker: R
     assert longest_s is not None
     assert total_s is not None
     assert 0.0 < longest_s <= total_s
+
+
+async def test_a_busy_broker_asks_for_fewer_heartbeats_until_it_is_calm(broker: RunningBroker) -> None:
+    await broker.open(generation_lease=duration(12.0))
+    registry, interval = broker.run_registry.metrics.registry, broker.run_registry.heartbeat_interval
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=1)
+    assert not (await _idle(generator)).HasField("heartbeat_interval")
+    for _ in range(9):
+        interval.note_beat()
+        interval.update(1.0, 1e-3)
+    # A quarter of a lease, less than what is asked of generators with longer ones.
+    while (idle := await _idle(generator)).heartbeat_interval != duration(3.0):
+        assert not idle.HasField("heartbeat_interval")
+    assert "empty" in idle.reason
+    run = await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))
+    assert run.heartbeat_interval == duration(3.0)
+    generator.beat(credits=1)
+    for _ in range(99):
+        interval.update(0.0, 1.0)
+    while (await _idle(generator)).HasField("heartbeat_interval"):
+        pass
+    assert not (await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))).HasField("heartbeat_interval")
+    # None came later than it was to.
+    assert registry.get_sample_value("penstock_broker_heartbeat_longest_delay_s") == 0.0
+
+
+async def _idle(generator: Generator) -> broker_pb2.LeaseIdle:
+    return await generator.stream.expect(lambda response: response.idle if response.HasField("idle") else None)
 
 
 async def test_leases_expire_and_another_generator_goes_on_from_the_last_chunk(broker: RunningBroker) -> None:

@@ -161,7 +161,7 @@ class Broker:
                 heard_s=now_s,
                 tokens_per_second=self.peers.sample_speed(name),
             )
-            GeneratorNote(heard=heard, on_silent=lambda *_: None).renew(state, self.run_clock, {name: heard})()
+            GeneratorNote(heard=heard, on_silent=lambda *_: None).renew(state, self.run_clock)()
             state.settle()
         dispatcher.describe(state, "")
         present = self.peers.present()

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from itertools import pairwise
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,9 +18,9 @@ from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2
 from services.broker.records.run_clock import Reading
 from services.broker.runtime import run_registry as run_registry_module
-from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.runtime.stream_listeners import Topic
 from services.broker.server import make_run_registry
 from services.broker.shards import run_facts
 from services.broker.state.run_state import RunState
@@ -138,3 +139,39 @@ async def test_a_run_that_another_broker_looks_after_is_not_followed(monkeypatch
             await other.transact(_close)
             await until(end_of_run.is_set)
             assert replica.is_closed
+
+
+class TurnStore(TickStore):
+    """Notes the turn of the event loop in which the clock of run a is advanced."""
+
+    turn = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[int] = []
+
+    async def tick(self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+        if run_id == "a":
+            self.turns.append(self.turn)
+        return await super().tick(run_id, max_gap_s, broker=broker, is_leaving=is_leaving)
+
+    async def count_turns(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+async def test_what_had_arrived_by_one_advance_of_a_clock_is_read_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a turn of the event loop takes: they are counted."""
+    store, num_turns = TurnStore(), 100
+    # More than a round takes by itself.
+    monkeypatch.setattr(run_registry_module, "TURNS_TO_READ", num_turns)
+    async with caring(store, monkeypatch):
+        monkeypatch.setattr(run_registry_module, "POLL_EVERY_S", 0.0)
+        await store.until_ticks("a")
+        store.turns.clear()
+        counting = asyncio.create_task(store.count_turns())
+        await store.until_ticks("a")
+        await end(counting)
+    assert len(store.turns) >= 3
+    assert min(later - earlier for earlier, later in pairwise(store.turns)) >= num_turns

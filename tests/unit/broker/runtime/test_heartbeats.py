@@ -186,6 +186,33 @@ async def test_another_broker_ends_no_lease_whose_renewal_cannot_be_stored(
         assert other.held() == set()
 
 
+async def test_a_heartbeat_that_is_stored_after_a_later_one_of_another_broker_ends_nothing_earlier(
+    clock: ManualClock, store: GatedStore
+) -> None:
+    broker, other = Broker(clock, store, "a"), Broker(clock, GatedStore(clock), "b")
+    other.store._runs = store._runs
+    one, two = await broker.lease("gen-1", "gen-1")
+    await other.replica.transact(lambda state: None)
+    # The generator's stream moves, while the first broker's commit is under way.
+    clock.advance(2.5)
+    store.gate.clear()
+    heard_s = broker.replica.clock.now_s()
+    broker.beat("gen-1", one, two)
+    await until(lambda: store.num_waiting == 1)
+    clock.advance(0.5)
+    other.beat("gen-1", one)
+    await until(lambda: not other.replica.heartbeats.has_waiting)
+    store.gate.set()
+    await until(lambda: not broker.replica.heartbeats.has_waiting)
+    await other.replica.poll()
+    assert broker.replica.num_conflicts == 1
+    for replica in (broker.replica, other.replica):
+        assert replica.copy is not None
+        samples = replica.copy.groups["a"].samples
+        ends = {sample.lease_id: replica.copy.lease_end_s(sample) for sample in samples if sample.lease_id}
+        assert ends == {one: heard_s + 0.5 + LIFE_S, two: heard_s + LIFE_S}
+
+
 async def test_heartbeats_of_a_run_that_is_gone_are_forgotten(clock: ManualClock, store: GatedStore) -> None:
     broker = Broker(clock, store, "a")
     broker.beat("gen-1", "1.0.0_1.x")

@@ -15,7 +15,7 @@ from penstock.errors import ServiceUnavailableError
 from penstock.v1 import broker_pb2
 from services.broker.operations.lifecycle import reopen_run
 from services.broker.records.store import Delta, Mark, Snapshot
-from services.broker.replicas.replica import TRANSACTION_TIMEOUT_S
+from services.broker.replicas.document_replica import TRANSACTION_TIMEOUT_S
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.run_audit import audit
 from services.broker.state.run_state import RunState

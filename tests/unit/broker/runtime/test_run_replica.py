@@ -13,9 +13,9 @@ from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import append_tokens, submission
 from services.broker.records.store import Delta, Mark
-from services.broker.replicas import replica as replica_module
-from services.broker.runtime.listeners import Topic
+from services.broker.replicas import document_replica as replica_module
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.runtime.stream_listeners import Topic
 from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import chunk, limits, prompt

@@ -87,7 +87,7 @@ async def test_a_caller_that_knows_more_gets_nothing_older(
         assert (await early).is_closed == bool(before.get("is_closed"))
 
 
-async def test_what_is_read_anew_is_of_later_than_the_call() -> None:
+async def test_what_is_read_now_is_no_older_than_the_call() -> None:
     store = GatedStore()
     await store.put(policy_version=1)
     runs = FactsOfRuns(store, ManualClock().monotonic_s)
@@ -95,10 +95,10 @@ async def test_what_is_read_anew_is_of_later_than_the_call() -> None:
     early = asyncio.create_task(runs.of(RUN))
     await until(lambda: store.num_readings == 1)
     await store.put(policy_version=2)
-    anew = asyncio.create_task(runs.read_anew(RUN))
+    second = asyncio.create_task(runs.read_now(RUN))
     await asyncio.sleep(0)
     store.gate.set()
-    assert [(await task).policy_version for task in (early, anew)] == [1, 2]
+    assert [(await task).policy_version for task in (early, second)] == [1, 2]
 
 
 async def test_callers_that_wait_together_fail_together_and_the_next_one_reads_again() -> None:

@@ -34,6 +34,10 @@ def test_a_broker_that_falls_behind_is_named_with_what_it_asks_for() -> None:
     busy = picture_of(broker_pb2.GetRunResponse(run_id="r", flush_interval=Duration(nanos=675_000_000)))
     assert line in lines_of(busy)
     assert as_document(busy)["flush_interval_s"] == 0.675
+    line = "the broker is busy: generators send heartbeats every 4.5 s, and report free slots later"
+    busy = picture_of(broker_pb2.GetRunResponse(run_id="r", heartbeat_interval=Duration(seconds=9)))
+    assert line in lines_of(busy)
+    assert as_document(busy)["heartbeat_interval_s"] == 4.5
     calm = picture_of(broker_pb2.GetRunResponse(run_id="r"))
     assert not any("busy" in shown for shown in lines_of(calm))
-    assert as_document(calm)["flush_interval_s"] is None
+    assert as_document(calm)["flush_interval_s"] is as_document(calm)["heartbeat_interval_s"] is None

@@ -70,8 +70,15 @@ class FlushInterval:
             self._waiting = 0.0
         self._answers_s, self._num_answers = 0.0, 0
         self._load = (self._load + min(1.0, max(0.0, busy, self._waiting))) / 2
-        if self._load > BUSY:
-            self._interval_s *= RISE
-        elif self._load < CALM:
-            self._interval_s *= max(FALL, self._load / AIM)
-        self._interval_s = max(SHORTEST_S, min(self._interval_s, self._longest_s))
+        self._interval_s = followed(
+            self._interval_s, self._load, shortest_s=SHORTEST_S, longest_s=max(SHORTEST_S, self._longest_s)
+        )
+
+
+def followed(interval_s: float, load: float, *, shortest_s: float, longest_s: float) -> float:
+    """The interval after one update, within its bounds: longer under a high load, shorter under a low one."""
+    if load > BUSY:
+        interval_s *= RISE
+    elif load < CALM:
+        interval_s *= max(FALL, load / AIM)
+    return max(shortest_s, min(interval_s, longest_s))

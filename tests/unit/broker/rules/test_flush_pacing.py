@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from penstock.clock import ManualClock
 from penstock.flush_interval import LONGEST_ASKED_S, asked_s
 from services.broker.config import BrokerConfig
-from services.broker.rules.flush_interval import (
+from services.broker.rules.flush_pacing import (
     BUSY,
     CALM,
     DEFAULT_LONGEST_S,

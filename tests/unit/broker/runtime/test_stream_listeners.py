@@ -14,8 +14,8 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.broker.fleet.deal_round import Seat
 from services.broker.operations import append_tokens, drops, submission
 from services.broker.operations.leasing import GeneratorFacts
-from services.broker.runtime.listeners import Topic
 from services.broker.runtime.run_replica import RunReplica
+from services.broker.runtime.stream_listeners import Topic
 from services.broker.state.run_state import RunState
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import chunk, limits, prompt
