@@ -66,7 +66,9 @@ def _loaded(path: Path, *, dtype: torch.dtype, ranks: Ranks, sharded: Modules) -
         for module in sharded(model):
             ranks.shard(module)
 
-    options: dict[str, Any] = {"attn_implementation": PACKED_ATTENTION, "dtype": dtype, "local_files_only": True}
+    # Safetensors alone: files of PyTorch's own format are pickles.
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+    options |= {"attn_implementation": PACKED_ATTENTION, "dtype": dtype}
     try:
         empty = _empty_model(path) if ranks.num_ranks > 1 else None
         if empty is not None and _can_read_parts(empty, ranks.num_ranks):

@@ -186,6 +186,15 @@ def test_a_damaged_file_is_refused(tmp_path, num_ranks, spoil):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+def test_pickled_weights_are_not_read(tmp_path, num_ranks):
+    file = save_tiny("llama", tmp_path) / WEIGHTS
+    torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(OSError, match=f"{WEIGHTS}.*{tmp_path}"), one_of(0, num_ranks) as ranks:
+        load(tmp_path, ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_index_that_names_what_does_not_exist_is_an_error_that_names_it(tmp_path, num_ranks):
     AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path, max_shard_size="20KB")
     lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
