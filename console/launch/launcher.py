@@ -24,11 +24,12 @@ from console.config.derive import (
     trainer_config,
 )
 from console.config.run_folder import ProcessRecord, RunFolder
+from console.devices.run_devices import RunDevices
 from console.launch.cpu_pinning import Cores
 from console.launch.embedded_redis import redis_spec, redis_url
 from console.launch.ports import free_addresses
 from console.launch.service_group import ServiceProcesses
-from console.launch.supervisor import ProcessState, ServiceSpec, console_argv, service_environment
+from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceSpec, console_argv, service_environment
 from penstock.config import StrictModel
 from penstock.process.grace_periods import STOP_GRACE_S
 from penstock.security import Security
@@ -48,6 +49,7 @@ class Launcher:
         folder: RunFolder,
         *,
         security: Security,
+        devices: RunDevices | None = None,
         on_change: Callable[[ProcessRecord], None] = lambda record: None,
         on_wait: Callable[[str, str, float], None] = lambda name, problem, waited_s: None,
     ) -> None:
@@ -59,6 +61,7 @@ class Launcher:
         )
         self._on_change = on_change
         self._cores: Cores | None = None
+        self._devices = devices
 
     async def start(self) -> None:
         """Start everything, and wait for what StartRun needs: broker, scheduler, trainer. Raises ServiceFailedError.
@@ -66,6 +69,7 @@ class Launcher:
         Reward worker and generators load meanwhile; they find the run by themselves once it is open.
         """
         addresses, config = self.addresses, self._config
+        self._claim_gpus()
         num_generators = sum(endpoint.is_local for endpoint in addresses.generators)
         self._cores = Cores.of_run(config, num_generators=num_generators)
         if addresses.broker.is_local:
@@ -87,6 +91,10 @@ class Launcher:
             if name in self.services.names:
                 await self.services.wait_ready(name, timeout_s=MODEL_READY_S if name == "trainer" else SERVICE_READY_S)
 
+    def _claim_gpus(self) -> None:
+        if self._devices is not None and (problem := self._devices.claim()):
+            raise ServiceFailedError(problem)
+
     async def _start_redis(self) -> str:
         self.services.launch(redis_spec(self._folder, env=service_environment(os.environ, num_threads=1)))
         await self.services.wait_ready("redis", timeout_s=REDIS_READY_S)
@@ -99,6 +107,8 @@ class Launcher:
             await self.services.stop(group)
         if self._cores is not None:
             self._cores.release()
+        if self._devices is not None:
+            self._devices.claims.release()
 
     def _take_change(self, record: ProcessRecord) -> None:
         # Not earlier: while they load, all processes need every core.
@@ -114,7 +124,7 @@ class Launcher:
                 kind="node",
                 argv=console_argv("node", str(path)),
                 address="",
-                env=service_environment(os.environ, num_threads=1),
+                env=service_environment({**os.environ, **self._gpus_of(name)}, num_threads=1),
                 log_path=self._folder.log_of(name),
                 # A node serves nothing; its generators show whether it works.
                 is_ready=lambda: asyncio.sleep(0, result=True),
@@ -126,7 +136,17 @@ class Launcher:
         kind = name.partition("-")[0]
         threads = {"generator": self._config.generator.num_threads, "trainer": self._config.trainer.num_threads}
         num_threads = threads.get(kind, 1)
-        self.services.launch_service(kind, settings, name=name, target=endpoint.target, num_threads=num_threads)
+        self.services.launch_service(
+            kind,
+            settings,
+            name=name,
+            target=endpoint.target,
+            num_threads=num_threads,
+            environment=self._gpus_of(name),
+        )
+
+    def _gpus_of(self, name: str) -> dict[str, str]:
+        return {} if self._devices is None else self._devices.environment(name)
 
 
 def choose_addresses(config: RunConfig) -> Addresses:

