@@ -3,6 +3,8 @@
 Promises:
 
 - The broker never has more leases outstanding here than there are free slots: credits count per stream and only grow.
+- The first heartbeat of a stream is the only one until the broker's first message: others would wait in front of those
+  that name what it gets by then, and a busy broker reads them one by one.
 - A heartbeat leaves at once when something changes (at most one every MIN_BEAT_GAP_S), at least every BEAT_INTERVAL_S:
   less often, of either kind, while a broker that falls behind asks for that, within bounds (`heartbeat_interval`).
 - After a lost stream it reconnects with back-off under the same generator id. Heartbeats keep naming the leases in
@@ -80,7 +82,7 @@ class LeaseSession:
         self._hello.may_move = self._hello.accepts_lease_batches = True
         self._handler = handler
         self._peer = peer
-        self._changed = asyncio.Event()
+        self._changed, self._answered = asyncio.Event(), asyncio.Event()
         self._num_received = 0
         self._credit_total = 0
         self._asked_s = 0.0
@@ -110,6 +112,7 @@ class LeaseSession:
     async def _follow(self) -> None:
         self._num_received = self._credit_total = 0
         self._asked_s = 0.0
+        self._answered.clear()
         is_away = self._core.is_away
         call = broker_pb2_grpc.BrokerServiceStub(self._core.channel).StreamLeases()
         try:
@@ -144,6 +147,7 @@ class LeaseSession:
         while True:
             self._changed.clear()
             yield broker_pb2.StreamLeasesRequest(beat=self._beat())
+            await self._answered.wait()
             interval_s = self.beat_interval_s
             gap_s = least_gap_s(interval_s)
             await asyncio.sleep(gap_s)
@@ -156,6 +160,7 @@ class LeaseSession:
         return beat
 
     def _take(self, response: broker_pb2.StreamLeasesResponse) -> None:
+        self._answered.set()
         match response.WhichOneof("frame"):
             case "leases":
                 self._take_leases(response.leases.leases)

@@ -1,4 +1,4 @@
-"""Measures how busy the process's event loop is, and lets what it asks of generators follow."""
+"""Measures how busy the process's event loop is, and lets what it asks of generators, and says of itself, follow."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from penstock.clock import Clock
+from services.broker.records.run_clock import MOST_BEHIND_S
 from services.broker.rules.flush_pacing import UPDATE_EVERY_S, FlushInterval
 from services.broker.rules.heartbeat_pacing import HeartbeatInterval
+from services.broker.rules.saturation import Saturation
 from services.broker.runtime.metrics import BrokerMetrics
 
+_log = structlog.get_logger()
 _SCHEDULING = Path("/proc/thread-self/schedstat")
 
 
@@ -28,6 +33,7 @@ def thread_busy_s() -> float:
 async def watch_load(
     flush_interval: FlushInterval,
     heartbeat_interval: HeartbeatInterval,
+    saturation: Saturation,
     metrics: BrokerMetrics,
     clock: Clock,
     *,
@@ -39,9 +45,15 @@ async def watch_load(
         await asyncio.sleep(UPDATE_EVERY_S)
         now_s, busy_now_s = clock.monotonic_s(), busy_s()
         since_s = max(1e-3, now_s - before_s)
-        flush_interval.update((busy_now_s - busy_before_s) / since_s)
+        busy = (busy_now_s - busy_before_s) / since_s
+        was_behind = saturation.is_behind
+        saturation.update(busy, since_s)
+        if saturation.is_behind and not was_behind:
+            _log.warning("short of a core: no lease ends until there is time to spare", most_s=MOST_BEHIND_S)
+        flush_interval.update(busy)
         heartbeat_interval.update(flush_interval.load, since_s)
         before_s, busy_before_s = now_s, busy_now_s
         metrics.load.set(flush_interval.load)
+        metrics.is_behind.set(saturation.is_behind)
         metrics.flush_interval.set(flush_interval.asked_s)
         metrics.heartbeat_interval.set(heartbeat_interval.asked_s(math.inf))

@@ -15,6 +15,8 @@ and neither does a step of the store's own clock:
   A process advances the clock only after it has stored the renewals that it had read at its advance before. So what
   reached a broker before its last advance but one counts already, and leases end by the oldest of these times
   (`Reading.heard_s`): a broker that is held, stopped or cut off holds the end of leases back, at every broker.
+- One that is short of a core (`rules.saturation`) says by its advances that it lives, but not that it has heard
+  anybody: streams may wait in line. The end of leases waits for it, but MOST_BEHIND_S at most.
 - If one of them does not advance the clock for `max_gap_s`, that is a gap too: its holders could not be heard. After
   BROKER_LIFE_S it is taken for dead, and waited for no more.
 """
@@ -32,6 +34,9 @@ MIN_GAP_S = 1.0
 """Brokers advance the clock four times a second; a busy one may be late."""
 BROKER_LIFE_S = 40.0
 """Clients leave a broker that is silent for 30 s (`penstock.clients`); a few seconds later another one hears them."""
+MOST_BEHIND_S = 300.0
+"""What holders sent longer ago counts as heard by a saturated broker too: the end of leases waits no longer than that.
+A lease without a token ends after as long at the earliest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +62,23 @@ class StoredClock:
         self._at_s: float | None = None
         self._lead_s = self._since_s = 0.0
         self._brokers: dict[str, tuple[float, float]] = {}
-        """The run's time at the last advance of each, and at the one before."""
+        """The run's time at the last advance of each, and up to which it has heard its holders: at first its advance
+        before the last."""
 
     def read(self, machine_s: float, max_gap_s: float) -> Reading:
         """The clock when the store's machine shows `machine_s`."""
         lead_s, since_s = self._now(machine_s, max_gap_s)
         return self._reading(machine_s + lead_s, since_s)
 
-    def advance(self, machine_s: float, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+    def advance(
+        self,
+        machine_s: float,
+        max_gap_s: float,
+        *,
+        broker: str = "",
+        is_leaving: bool = False,
+        is_behind: bool = False,
+    ) -> Reading:
         """The same, and store it; see `Store.tick`."""
         self._lead_s, self._since_s = self._now(machine_s, max_gap_s)
         self._at_s = machine_s
@@ -77,8 +91,8 @@ class StoredClock:
         if is_leaving:
             self._brokers.pop(broker, None)
         elif broker:
-            before_s, _ = self._brokers.get(broker, (now_s, now_s))
-            self._brokers[broker] = now_s, before_s
+            last_s, before_s = self._brokers.get(broker, (now_s, now_s))
+            self._brokers[broker] = now_s, max(before_s, now_s - MOST_BEHIND_S) if is_behind else last_s
         return self._reading(now_s, self._since_s)
 
     def _reading(self, now_s: float, since_s: float) -> Reading:

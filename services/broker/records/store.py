@@ -165,11 +165,14 @@ class Store(Protocol):
         """Store a change on top of `expected` (None: the run must not exist). Raises ConflictError, RetiredError."""
         ...
 
-    async def tick(self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+    async def tick(
+        self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False, is_behind: bool = False
+    ) -> Reading:
         """Advance the run's clock, see `run_clock`; a longer time since this was last called is a gap.
 
         `broker` names the process, if it has stored every renewal that it had read when it last called this; with
-        `is_leaving` it has no stream of the run any more. If the run does not exist, the store's own time.
+        `is_leaving` it has no stream of the run any more, with `is_behind` it may not have heard its holders. If the
+        run does not exist, the store's own time.
         """
         ...
 

@@ -81,6 +81,11 @@ class BrokerMetrics:
             "penstock_broker_loop_longest_stall_s", "Longest time the event loop was held", registry=registry
         )
         self.load = Gauge("penstock_broker_load_ratio", "Load that both intervals follow, 0 to 1", registry=registry)
+        self.is_behind = Gauge(
+            "penstock_broker_is_behind",
+            "1 while it is short of a core, and leases wait for it",
+            registry=registry,
+        )
         self.flush_interval = Gauge(
             "penstock_broker_flush_interval_s", "Flush interval asked of generators, 0 for their own", registry=registry
         )

@@ -22,6 +22,7 @@ from services.broker.records.store import Store
 from services.broker.records.token_tails import TailReport
 from services.broker.rules.flush_pacing import FlushInterval
 from services.broker.rules.heartbeat_pacing import HeartbeatInterval
+from services.broker.rules.saturation import Saturation
 from services.broker.runtime.forecasts import Forecaster
 from services.broker.runtime.heartbeats import Renewed
 from services.broker.runtime.length_reports import LengthReporter
@@ -81,6 +82,7 @@ class RunRegistry:
         self.flush_interval = flush_interval or FlushInterval()
         self.heartbeat_interval = HeartbeatInterval()
         """What generators are asked for."""
+        self.saturation = Saturation()
         self._broker = broker or secrets.token_hex(8)
         self._run_registry: WeakValueDictionary[str, RunReplica] = WeakValueDictionary()
         self._used_lately: dict[str, RunReplica] = {}
@@ -115,7 +117,9 @@ class RunRegistry:
         """The replica of a run that may or may not exist."""
         replica = self._run_registry.get(run_id)
         if replica is None:
-            replica = RunReplica(run_id, store=self.store, clock=self.clock, broker=self._broker)
+            replica = RunReplica(
+                run_id, store=self.store, clock=self.clock, broker=self._broker, saturation=self.saturation
+            )
             self._run_registry[run_id] = replica
         self._used_lately[run_id] = replica
         return replica

@@ -23,6 +23,7 @@ from services.broker.records.run_clock import MAX_GAP_S, Reading, RunClock, max_
 from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import SampleId, Store
 from services.broker.replicas.document_replica import Replica, Request
+from services.broker.rules.saturation import Saturation
 from services.broker.runtime.compactor import Compactor
 from services.broker.runtime.heartbeats import Heartbeats
 from services.broker.runtime.lease_rounds import LeaseRounds
@@ -39,10 +40,14 @@ Follower = Callable[[RunState], Callable[[RunState], Any] | None]
 class RunReplica(Replica[RunState]):
     """See the module."""
 
-    def __init__(self, run_id: str, *, store: Store, clock: Clock, broker: str = "") -> None:
+    def __init__(
+        self, run_id: str, *, store: Store, clock: Clock, broker: str = "", saturation: Saturation | None = None
+    ) -> None:
         super().__init__(run_id, name=f"run {run_id!r}", make=RunState, store=store, clock=RunClock(clock))
         self._broker = broker
         """Name of the process among the brokers that serve the run (`run_clock`)."""
+        self._saturation = saturation or Saturation()
+        """Of the process."""
         self._is_serving = self._may_be_known = False
         """Whether the store knows that it serves the run, and whether it may know: an answer may have been lost."""
         self._advancing: asyncio.Task[None] | None = None
@@ -164,7 +169,9 @@ class RunReplica(Replica[RunState]):
 
         Callers at the same time share one advance, and its failure.
         """
-        await self._advance(is_serving=self.has_holders)
+        # Where streams may wait in line, those that are open are not all.
+        may_have_holders = self._is_serving and self._saturation.is_behind
+        await self._advance(is_serving=self.has_holders or may_have_holders)
 
     async def attend(self) -> None:
         """Serve the run from now on; a stream calls this, while it listens, before it hands out leases."""
@@ -193,7 +200,10 @@ class RunReplica(Replica[RunState]):
         self._is_serving = self._is_serving and is_serving
         self._may_be_known = self._may_be_known or is_counted
         broker = self._broker if is_leaving or is_counted else ""
-        self.clock.take(await self.store.tick(self.run_id, gap_s, broker=broker, is_leaving=is_leaving))
+        is_behind = self._saturation.is_behind
+        self.clock.take(
+            await self.store.tick(self.run_id, gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind)
+        )
         self._is_serving = self._may_be_known = is_serving
 
     async def poll(self) -> None:

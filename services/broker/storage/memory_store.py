@@ -80,9 +80,13 @@ class MemoryStore:
             raise LostMarkError(run_id)
         return Snapshot(mark=run.mark, is_full=False, run=run.run, groups=groups, clock=clock)
 
-    async def tick(self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+    async def tick(
+        self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False, is_behind: bool = False
+    ) -> Reading:
         """See `Store.tick`."""
-        return self._run(run_id).clock.advance(self._clock.now_s(), max_gap_s, broker=broker, is_leaving=is_leaving)
+        return self._run(run_id).clock.advance(
+            self._clock.now_s(), max_gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind
+        )
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """See `Store.commit`."""

@@ -120,7 +120,12 @@ async def test_it_asks_for_larger_chunks_and_carries_all_until_it_can_return(mon
         core = broker.run_registry
         # Only the store is slow here: how much this process works depends on what runs beside it.
         watching = load_watch.watch_load(
-            core.flush_interval, core.heartbeat_interval, core.metrics, core.clock, busy_s=lambda: 0.0
+            core.flush_interval,
+            core.heartbeat_interval,
+            core.saturation,
+            core.metrics,
+            core.clock,
+            busy_s=lambda: 0.0,
         )
         watch = asyncio.create_task(watching)
         stack.push_async_callback(end, watch)

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from services.broker.records.roll import Broker, StoredRoll
-from services.broker.records.run_clock import BROKER_LIFE_S
+from services.broker.records.run_clock import BROKER_LIFE_S, MOST_BEHIND_S, StoredClock
 from services.broker.records.store import (
     MAX_BUSY_SPANS,
     ConflictError,
@@ -435,6 +435,50 @@ async def test_a_broker_that_is_silent_for_long_is_not_waited_for(servers: Redis
             reading = await store.tick(RUN, 5.0)
             assert reading.unbroken_since_s == reading.now_s
             assert reading.heard_s == (dead.now_s if is_waited_for else reading.now_s)
+    finally:
+        await store.close()
+
+
+async def test_a_broker_that_is_behind_is_waited_for_and_not_without_end(store: Store) -> None:
+    await store.commit(RUN, None, Delta(run=b"run"))
+    await store.tick(RUN, 5.0, broker="a")
+    first = await store.tick(RUN, 5.0, broker="a")
+    behind = [await store.tick(RUN, 5.0, broker="a", is_behind=True) for _ in range(3)]
+    assert {reading.heard_s for reading in behind} == {first.heard_s}
+    # Others wait too, and a newcomer begins with the present.
+    other = await store.tick(RUN, 5.0, broker="b", is_behind=True)
+    assert other.heard_s == first.heard_s
+    after = await store.tick(RUN, 5.0, broker="a")
+    assert after.heard_s == behind[-1].now_s
+    assert after.unbroken_since_s == first.unbroken_since_s
+
+
+async def test_redis_keeps_the_clock_of_brokers_that_are_behind_as_the_reference_does(servers: RedisServers) -> None:
+    url, numbers, reference = servers.emptied("redis"), random.Random(7), StoredClock()
+    store = stepped_store(url)
+    start_s, passed_s, longest_s = time.time(), 0.0, 0.0
+    try:
+        await store.commit(RUN, None, Delta(run=b"run"))
+        with closing(redis.Redis.from_url(url)) as client:
+            for _ in range(300):
+                passed_s += numbers.choice([0.0, 0.3, 1.1, 1.1, 4.3])
+                client.set(OFFSET_KEY, round(passed_s * 1e6))
+                broker, is_behind = numbers.choice(["a", "a", "b"]), numbers.random() < 0.95
+                found = await store.tick(RUN, 5.05, broker=broker, is_behind=is_behind)
+                expected = reference.advance(start_s + passed_s, 5.05, broker=broker, is_behind=is_behind)
+                # Redis' own clock goes on meanwhile.
+                spent_s = time.time() - start_s
+                assert found.heard_s == pytest.approx(expected.heard_s, abs=spent_s + 0.1)
+                assert found.unbroken_since_s == pytest.approx(expected.unbroken_since_s, abs=spent_s + 0.1)
+                longest_s = max(longest_s, found.now_s - found.heard_s)
+        for broker in ("a", "b"):
+            await store.tick(RUN, 5.0, broker=broker, is_behind=True)
+        with closing(redis.Redis.from_url(url)) as client:
+            for _ in range(100):
+                passed_s += 4.0
+                client.set(OFFSET_KEY, round(passed_s * 1e6))
+                readings = [await store.tick(RUN, 5.0, broker=broker, is_behind=True) for broker in ("a", "b")]
+        assert readings[-1].now_s - readings[-1].heard_s == pytest.approx(MOST_BEHIND_S, abs=1.0)
     finally:
         await store.close()
 

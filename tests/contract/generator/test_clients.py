@@ -158,6 +158,23 @@ async def test_a_silent_broker_is_left_and_found_again(monkeypatch):
         await until(lambda: len(broker.hellos) >= 2)
 
 
+async def test_a_stream_that_waits_in_line_holds_one_heartbeat(monkeypatch):
+    """Others would be read before those that name what it gets, each for what it takes to read one."""
+    monkeypatch.setattr(leases, "BEAT_INTERVAL_S", 0.1)
+    broker, holder = ScriptedGenerationBroker(), Holder()
+    broker.is_served.clear()
+    async with leasing(holder, broker) as session:
+        await until(lambda: len(broker.beats) == 1)
+        for _ in range(5):
+            session.notify()
+            await asyncio.sleep(0.1)
+        assert len(broker.beats) == 1
+        broker.submit(prompt())
+        broker.is_served.set()
+        await until(lambda: len(broker.beats) > 3)
+        assert list(broker.beats[-1].active_lease_ids) == list(holder.leases) != []
+
+
 async def test_a_busy_broker_gets_fewer_heartbeats_until_it_asks_no_more(monkeypatch):
     waits = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.records.run_clock import BROKER_LIFE_S, MOST_BEHIND_S
 from services.broker.records.shard_ids import shard_id
 from services.broker.records.store import SampleId
 from services.broker.state import batches as records
@@ -108,6 +109,8 @@ def no_endless_wait(world: World, state: RunState, response: broker_pb2.GetRunRe
                 left_s = _left_s(world, sample.scoring_expire_s, world.limits.scoring_lease_s)
                 assert left_s <= world.limits.scoring_lease_s + ROUNDING_S, f"{group.group_id}: {left_s} s"
     assert not any_overdue(world, state)
+    clock = world.store_time.read()
+    assert clock.now_s - clock.heard_s <= MOST_BEHIND_S + BROKER_LIFE_S, clock
     assert response.waits
     for wait in response.waits:
         assert wait.waiter

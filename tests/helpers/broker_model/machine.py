@@ -426,6 +426,11 @@ class BrokerMachine(RuleBasedStateMachine):
     def step_a_brokers_clock(self, number: int, seconds: float) -> None:
         self.world.broker(number).clock.offset_s += seconds
 
+    @rule(number=brokers, is_starved=st.booleans())
+    def starve_a_broker(self, number: int, is_starved: bool) -> None:
+        """It has no time to spare, or has some again; leases wait for it."""
+        self.world.broker(number).run_registry.saturation.update(float(is_starved), 10.0)
+
     @rule(number=generators, steps=st.lists(jumps, min_size=1, max_size=3))
     def work_on_while_clocks_jump(self, number: int, steps: list[float]) -> None:
         """The wall clocks of brokers and store are stepped; who beats all the while keeps every lease."""
@@ -545,6 +550,8 @@ class BrokerMachine(RuleBasedStateMachine):
 
     async def _finish_everything(self) -> None:
         """No endless wait: with everybody at work, all that was begun ends."""
+        for broker in self.world.brokers:
+            broker.run_registry.saturation.update(0.0, 10.0)
         await self.trainer.take_over()
         await self.trainer.submit_again()
         wanted = set(self.trainer.memory.outstanding)

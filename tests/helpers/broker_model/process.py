@@ -165,10 +165,14 @@ class StoreHandle:
             snapshot = await self._backing.store.load(run_id, since)
         return None if snapshot is None else replace(snapshot, clock=self._time.read())
 
-    async def tick(self, _run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+    async def tick(
+        self, _run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False, is_behind: bool = False
+    ) -> Reading:
         """See `Store.tick`."""
         self._check()
-        return self._time.clock.advance(self._time.machine_s, max_gap_s, broker=broker, is_leaving=is_leaving)
+        return self._time.clock.advance(
+            self._time.machine_s, max_gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind
+        )
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """A commit, its failure if one is due: before it is stored, or after, when only the answer is lost."""

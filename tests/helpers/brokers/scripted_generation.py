@@ -59,6 +59,9 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         self.min_policy_version = 0
         self.is_known = True
         self.is_closed = False
+        self.is_served = asyncio.Event()
+        """Until it is set, lease streams are read, but nothing is sent."""
+        self.is_served.set()
         self.is_acknowledging = True
         self.num_stream_breaks = 0
         """So many token requests are stored without an answer, and the stream is broken after each."""
@@ -120,6 +123,8 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
 
         listener = asyncio.create_task(listen())
         try:
+            await self.is_served.wait()
+            yield broker_pb2.StreamLeasesResponse(idle=broker_pb2.LeaseIdle(reason="nothing yet"))
             while not self.is_closed:
                 if self.lease_breaks > breaks:
                     raise ServiceUnavailableError("draining")

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.wire.codec import Packed
 from services.broker.records.roll import Broker, Roll
-from services.broker.records.run_clock import BROKER_LIFE_S, Reading
+from services.broker.records.run_clock import BROKER_LIFE_S, MOST_BEHIND_S, Reading
 from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import (
     MARKS_KEPT,
@@ -83,9 +83,14 @@ class RedisStore:
         """See `Store.load`."""
         return await (self._load.everything(run_id) if since is None else self._load.changes(run_id, since))
 
-    async def tick(self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+    async def tick(
+        self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False, is_behind: bool = False
+    ) -> Reading:
         """See `Store.tick`."""
-        args: list[str | int] = [round(max_gap_s * 1e6), round(BROKER_LIFE_S * 1e6), broker, int(is_leaving)]
+        args: list[str | int] = [
+            *(round(max_gap_s * 1e6), round(BROKER_LIFE_S * 1e6), broker, int(is_leaving)),
+            round(MOST_BEHIND_S * 1e6) if is_behind else "",
+        ]
         reply = await self._redis.write(lambda redis: self._tick.run(redis, keys=[RunKeys(run_id).run], args=args))
         return reading_of(reply)
 

@@ -33,12 +33,14 @@ class TickStore(MemoryStore):
         self.num_ticks = 0
         self.is_away = False
 
-    async def tick(self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+    async def tick(
+        self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False, is_behind: bool = False
+    ) -> Reading:
         self.num_ticks += 1
         await self.gate.wait()
         if self.is_away:
             raise ServiceUnavailableError("the store is away")
-        return await super().tick(run_id, max_gap_s, broker=broker, is_leaving=is_leaving)
+        return await super().tick(run_id, max_gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind)
 
     def brokers(self) -> set[str]:
         """Those that serve the run."""

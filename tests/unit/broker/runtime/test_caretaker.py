@@ -38,9 +38,11 @@ class TickStore(MemoryStore):
         super().__init__()
         self.num_ticks: Counter[str] = Counter()
 
-    async def tick(self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+    async def tick(
+        self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False, is_behind: bool = False
+    ) -> Reading:
         self.num_ticks[run_id] += 1
-        return await super().tick(run_id, max_gap_s, broker=broker, is_leaving=is_leaving)
+        return await super().tick(run_id, max_gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind)
 
     async def until_ticks(self, *run_ids: str) -> None:
         """Wait until the clock of each of these runs was advanced some more."""
@@ -150,10 +152,12 @@ class TurnStore(TickStore):
         super().__init__()
         self.turns: list[int] = []
 
-    async def tick(self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False) -> Reading:
+    async def tick(
+        self, run_id: str, max_gap_s: float, *, broker: str = "", is_leaving: bool = False, is_behind: bool = False
+    ) -> Reading:
         if run_id == "a":
             self.turns.append(self.turn)
-        return await super().tick(run_id, max_gap_s, broker=broker, is_leaving=is_leaving)
+        return await super().tick(run_id, max_gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind)
 
     async def count_turns(self) -> None:
         while True:

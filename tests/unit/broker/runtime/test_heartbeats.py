@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,7 +15,9 @@ from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
 from services.broker.operations import leasing, submission
 from services.broker.operations.renewal import Heard
+from services.broker.records.run_clock import MOST_BEHIND_S
 from services.broker.records.store import Delta, Mark
+from services.broker.rules.saturation import AFTER_S, RECOVERY_S, Saturation
 from services.broker.runtime import heartbeats
 from services.broker.runtime.heartbeats import GeneratorNote
 from services.broker.runtime.metrics import BrokerMetrics
@@ -55,7 +58,8 @@ class Broker:
 
     def __init__(self, clock: ManualClock, store: GatedStore, broker: str) -> None:
         self.clock, self.store = clock, store
-        self.replica = RunReplica("run-1", store=store, clock=clock, broker=broker)
+        self.saturation = Saturation()
+        self.replica = RunReplica("run-1", store=store, clock=clock, broker=broker, saturation=self.saturation)
         self.metrics = BrokerMetrics(CollectorRegistry())
         self.silent: list[str] = []
 
@@ -184,6 +188,60 @@ async def test_another_broker_ends_no_lease_whose_renewal_cannot_be_stored(
         # Silent from now on, with every broker listening.
         await broker.pass_time(2 * LIFE_S, other)
         assert other.held() == set()
+
+
+@asynccontextmanager
+async def starved_and_other(
+    clock: ManualClock, store: GatedStore, *generator_ids: str
+) -> AsyncIterator[tuple[Broker, Broker, list[str]]]:
+    """A broker short of a core, another one, both of one run, and leases of these generators."""
+    starved, other = Broker(clock, store, "a"), Broker(clock, store, "b")
+    lease_ids = await starved.lease(*generator_ids)
+    await other.replica.transact(lambda state: None)
+    with starved.replica.listening(), other.replica.listening():
+        await starved.pass_time(1.0, other)
+        starved.saturation.update(1.0, AFTER_S)
+        yield starved, other, lease_ids
+
+
+async def test_no_broker_ends_leases_while_one_is_short_of_a_core(clock: ManualClock, store: GatedStore) -> None:
+    async with starved_and_other(clock, store, "gen-1", "gen-2") as (starved, other, [one, two]):
+        # Their streams wait in line, and nobody hears them.
+        await starved.pass_time(10 * LIFE_S, other)
+        assert starved.held() == other.held() == {one, two}
+        assert starved.replica.clock.unbroken_since_s < clock.now_s() - 10 * LIFE_S, "nor is there a gap"
+        # One of them is heard as soon as the broker has time to spare, and it is the other one that was gone.
+        starved.saturation.update(0.0, RECOVERY_S)
+        starved.beat("gen-1", one)
+        await starved.pass_time(1.0, other)
+        assert starved.held() == other.held() == {one}
+
+
+async def test_streams_that_all_broke_may_wait_in_line_too(clock: ManualClock, store: GatedStore) -> None:
+    starved = Broker(clock, store, "a")
+    [one] = await starved.lease("gen-1")
+    with starved.replica.listening():
+        await starved.pass_time(1.0)
+        starved.saturation.update(1.0, AFTER_S)
+    await starved.pass_time(10 * LIFE_S)
+    assert starved.held() == {one}
+    starved.saturation.update(0.0, RECOVERY_S)
+    await starved.pass_time(1.0)
+    assert not starved.held()
+
+
+async def test_leases_of_a_dead_generator_end_in_a_broker_that_stays_short_of_a_core(
+    clock: ManualClock, store: GatedStore
+) -> None:
+    async with starved_and_other(clock, store, "gen-1", "gen-2") as (starved, other, [one, two]):
+        heard_s = clock.now_s()
+        starved.beat("gen-1", one)
+        while clock.now_s() < heard_s + MOST_BEHIND_S + LIFE_S - 2.0:
+            await starved.pass_time(1.0, other)
+            starved.beat("gen-2", two)
+            assert one in starved.held()
+        await starved.pass_time(3.0, other)
+        assert starved.held() == other.held() == {two}
 
 
 async def test_a_heartbeat_that_is_stored_after_a_later_one_of_another_broker_ends_nothing_earlier(

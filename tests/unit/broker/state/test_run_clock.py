@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from penstock.clock import ManualClock
-from services.broker.records.run_clock import BROKER_LIFE_S, MAX_GAP_S, Reading, RunClock, StoredClock, max_gap_s
+from services.broker.records.run_clock import (
+    BROKER_LIFE_S,
+    MAX_GAP_S,
+    MOST_BEHIND_S,
+    Reading,
+    RunClock,
+    StoredClock,
+    max_gap_s,
+)
 from services.broker.rules.limits import Limits
 from tests.helpers.brokers.broker import duration, limits
 
@@ -87,8 +95,13 @@ class Run:
         self.clock = StoredClock()
         self.machine_s = START_S
 
+        self.behind: set[str] = set()
+        """Brokers that are."""
+
     def advance(self, broker: str = "", *, is_leaving: bool = False) -> Reading:
-        return self.clock.advance(self.machine_s, MAX_GAP_S, broker=broker, is_leaving=is_leaving)
+        return self.clock.advance(
+            self.machine_s, MAX_GAP_S, broker=broker, is_leaving=is_leaving, is_behind=broker in self.behind
+        )
 
     def pass_time(self, seconds: float, *brokers: str) -> Reading:
         """These brokers advance the clock, once a second."""
@@ -156,3 +169,25 @@ def test_a_broker_that_cannot_store_what_it_read_counts_as_held() -> None:
     for _ in range(10):
         reading = run.pass_time(1, "")
     assert (reading.heard_s, reading.unbroken_since_s) == (held_s - 1, reading.now_s)
+
+
+def test_a_broker_that_is_behind_lives_and_is_waited_for() -> None:
+    run = Run()
+    run.pass_time(2, "a", "b")
+    heard_s = run.machine_s - 1
+    run.behind.add("a")
+    held = run.pass_time(MOST_BEHIND_S - 1, "a", "b")
+    assert held == Reading(now_s=run.machine_s, unbroken_since_s=START_S + 1, heard_s=heard_s)
+    # It keeps up again: what arrived by its advance before this one was read.
+    run.behind.clear()
+    assert run.pass_time(1, "a", "b").heard_s == run.machine_s - 1
+
+
+def test_a_broker_that_is_behind_is_not_waited_for_without_end() -> None:
+    run = Run()
+    run.behind.add("a")
+    run.pass_time(10 * MOST_BEHIND_S, "a", "b")
+    assert run.clock.read(run.machine_s, MAX_GAP_S).heard_s == run.machine_s - MOST_BEHIND_S
+    # Nor one that died of it, which is as dead as any other.
+    run.pass_time(BROKER_LIFE_S, "b")
+    assert run.pass_time(1, "b").heard_s == run.machine_s - 1
