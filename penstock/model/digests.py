@@ -129,8 +129,13 @@ def safetensors_digests(path: Path) -> tuple[TensorInfo, ...]:
         MalformedWeightsError: The file is not safetensors, or its header does not fit its length.
         OSError: The file cannot be read.
     """
+    return digests_at(path, safetensors_places(path))
+
+
+def digests_at(path: Path, places: Iterable[TensorPlace]) -> tuple[TensorInfo, ...]:
+    """The digests of some tensors of a safetensors file, in the order of their places; raises OSError."""
     with _mapped(path) as view:
-        return tuple(_digest_places(path.name, view))
+        return tuple(_digest_at(view, place) for place in places)
 
 
 def verify_safetensors(path: Path, *, tensors: Sequence[TensorInfo], digest: str) -> None:
@@ -197,10 +202,9 @@ def _mapped(path: Path) -> Iterator[memoryview]:
         yield view
 
 
-def _digest_places(file_name: str, view: memoryview) -> Iterator[TensorInfo]:
-    for place in _read_places(file_name, view):
-        with view[place.begin : place.end] as data:
-            yield tensor_digest(name=place.name, dtype=place.dtype, shape=place.shape, data=data)
+def _digest_at(view: memoryview, place: TensorPlace) -> TensorInfo:
+    with view[place.begin : place.end] as data:
+        return tensor_digest(name=place.name, dtype=place.dtype, shape=place.shape, data=data)
 
 
 def _read_places(file_name: str, view: memoryview) -> tuple[TensorPlace, ...]:

@@ -12,6 +12,7 @@ Promises:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -69,12 +70,21 @@ def chunks_of(path: Path, *, chunk_bytes: int | None = None) -> list[weights_pb2
     Raises:
         OSError: The file cannot be read.
     """
-    size = chunk_bytes or chunk_bytes_for(path.stat().st_size)
-    chunks: list[weights_pb2.ChunkInfo] = []
-    offset = 0
+    return list(chunks_at(path, chunk_spans(path.stat().st_size, chunk_bytes)))
+
+
+def chunk_spans(size_bytes: int, chunk_bytes: int | None = None) -> list[tuple[int, int]]:
+    """Where the chunks of a content begin, and their sizes; see `chunks_of`."""
+    size = chunk_bytes or chunk_bytes_for(size_bytes)
+    return [(offset, min(size, size_bytes - offset)) for offset in range(0, size_bytes, size)]
+
+
+def chunks_at(path: Path, spans: Iterable[tuple[int, int]]) -> Iterator[weights_pb2.ChunkInfo]:
+    """The chunks of a file at those places; raises OSError if it cannot be read, or ends before."""
     with path.open("rb") as file:
-        while piece := file.read(size):
-            digest = blake3(piece).hexdigest()
-            chunks.append(weights_pb2.ChunkInfo(offset=offset, size_bytes=len(piece), blake3=digest))
-            offset += len(piece)
-    return chunks
+        for offset, size_bytes in spans:
+            file.seek(offset)
+            piece = file.read(size_bytes)
+            if len(piece) < size_bytes:
+                raise OSError(f"{path}: shorter than it was")
+            yield weights_pb2.ChunkInfo(offset=offset, size_bytes=size_bytes, blake3=blake3(piece).hexdigest())

@@ -15,14 +15,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from penstock.clock import Clock
 from penstock.process.tasks import uninterrupted
-from services.trainer.model.backend import Backend, BackendError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from services.trainer.model.backend import BackendError
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -73,8 +70,3 @@ class Interrupt:
         """Raises InterruptedComputeError once it is set."""
         if self._event.is_set():
             raise InterruptedComputeError("the run is being stopped")
-
-
-def copied_weights(backend: Backend) -> dict[str, Tensor]:
-    """The trained weights, copied to the CPU: the next step changes the backend's in place."""
-    return {name: tensor.cpu().clone().contiguous() for name, tensor in backend.state_tensors().items()}

@@ -1,7 +1,7 @@
 """The processes of one trainer: their group, the model sharded over it (FSDP2), and messages between them.
 
-The model's collectives (NCCL between GPUs, gloo between CPUs), messages and checkpoints (gloo) each run in a group of
-their own, so that none waits for another. Messages are safetensors: nothing is unpickled.
+The model's collectives (NCCL between GPUs, gloo between CPUs), messages, checkpoints and publications (gloo) each run
+in a group of their own, so that none waits for another. Messages are safetensors: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class RankGroup(Ranks):
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COMPUTE_TIMEOUT)
         self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self.checkpoint_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
+        self.publish_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
         self._mesh = init_device_mesh(self._device.type, (num_ranks,))
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:

@@ -11,9 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +42,15 @@ from services.trainer.model.precision import compute_dtype, computing_in
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.token_logprobs import TokenLogprobs
 from services.trainer.model.tokenizer_files import copy_tokenizer
+from services.trainer.model_state.agreement import Writers
 from services.trainer.model_state.dcp import write_resume
 from services.trainer.model_state.optimizer_state import TrainingState
+from services.trainer.model_state.weight_digests import digest_together
+from services.trainer.model_state.weight_file import Part, part_of, write_together
+from services.trainer.publishing.written_weights import WrittenWeights
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 MIN_DECAY = 0.1
 IDLE_TOKENS = 8
@@ -100,7 +108,8 @@ class RankBackend:
             reference=self._trained.reference_tensors(),
             rank=self._ranks.rank,
         )
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._checkpoint_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._publish_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
 
     @property
     def adapter(self) -> AdapterInfo | None:
@@ -203,13 +212,18 @@ class RankBackend:
 
     def close(self) -> None:
         """Waits for the files that are being written."""
-        self._writer.shutdown(wait=True)
+        for thread in (self._checkpoint_thread, self._publish_thread):
+            thread.shutdown(wait=True)
+
+    def write_weights(self, path: Path) -> Future[WrittenWeights]:
+        """Copies this process' part in the published type, which a separate thread writes."""
+        copies = {name: part.copied() for name, part in self._parts(self._trained.state_tensors()).items()}
+        return self._publish_thread.submit(self._publish, path, copies)
 
     def save(self, directory: Path) -> Future[None]:
         """Copies this process' part, which a separate thread writes."""
-        export = _copied(self.state_tensors())
         resume = _copied(self._state.collect(num_batches=self._num_batches))
-        return self._writer.submit(self._write, directory, export, resume)
+        return self._checkpoint_thread.submit(self._save, directory, resume)
 
     def load(self, directory: Path) -> None:
         """Reads and checks everything before it changes anything."""
@@ -222,16 +236,36 @@ class RankBackend:
         self._num_batches = self._state.restore(directory, group=self._ranks.checkpoint_group)
         self.discard_gradients()
 
-    def _write(self, directory: Path, export: dict[str, Tensor], resume: dict[str, Tensor]) -> None:
-        # First the part that all processes write, so that all of them learn if a disk refuses one.
-        write_resume(resume, directory, group=self._ranks.checkpoint_group)
+    def _publish(self, path: Path, copies: dict[str, Part]) -> WrittenWeights:
+        writers = self._writers(self._ranks.publish_group)
+        write_together(path, copies, writers=writers, metadata=self._trained.weights_metadata)
+        # The digests are those of the file.
+        copies.clear()
+        return digest_together(path, writers=writers)
+
+    def _save(self, directory: Path, resume: dict[str, Tensor]) -> None:
+        group = self._ranks.checkpoint_group
+        write_resume(resume, directory, group=group)
+        write_together(
+            directory / self._trained.weights_file,
+            self._parts(self._state.weights_in(resume)),
+            writers=self._writers(group),
+            metadata=self._trained.weights_metadata,
+        )
         if self._ranks.rank > 0:
             return
         try:
-            self._trained.save(directory, export)
+            self._trained.complete(directory)
         except SafetensorError as error:
             raise OSError(f"{directory}: {error}") from error
         copy_tokenizer(self._settings.path, directory)
+
+    def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        dtype, rank = self._trained.published_dtype, self._ranks.rank
+        return {name: part_of(tensor, dtype=dtype, rank=rank) for name, tensor in tensors.items()}
+
+    def _writers(self, group: ProcessGroup | None) -> Writers:
+        return Writers(rank=self._ranks.rank, num_ranks=self._ranks.num_ranks, group=group)
 
     def _make_critic(self) -> Critic | None:
         rate = self._settings.critic_learning_rate
@@ -283,7 +317,10 @@ class RankBackend:
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies in CPU memory: the next step changes the originals in place."""
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+        for name, tensor in tensors.items()
+    }
 
 
 def _idle_trajectory(vocab_size: int) -> Trajectory:

@@ -29,6 +29,7 @@ CALLS = frozenset(
         "refresh_reference",
         "discard_gradients",
         "state_tensors",
+        "write_weights",
         "save",
         "load",
     )
@@ -68,21 +69,20 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
 
 
 def _done(
-    backend: Backend, arrays: Arrays, *, op: str, has_pack: bool, directory: str | None = None, **details: Any
+    backend: Backend, arrays: Arrays, *, op: str, has_pack: bool, **details: Any
 ) -> tuple[dict[str, Any], Arrays]:
     """Makes the call; returns what the coordinator needs of its result: values, and arrays."""
     if op not in CALLS:
         raise ValueError(f"the coordinator asks for {op!r}: it runs another version of Penstock")
     packs = [decoded(arrays)] if has_pack else []
-    if directory is not None:
-        details["directory"] = Path(directory)
+    details |= {name: Path(details[name]) for name in ("directory", "path") if name in details}
     match getattr(backend, op)(*packs, **details):
         case LossTotals() as totals:
             return {"totals": dataclasses.asdict(totals)}, {}
         case [numbers]:
             return {}, {"numbers": numbers}
         case _:
-            # Of a save, too: the coordinator hears from its own part whether all parts were written.
+            # Of what is written, too: the coordinator hears from its own part whether all parts were.
             return {}, {}
 
 

@@ -21,6 +21,7 @@ from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
 from services.trainer.distributed.rank_worker import encoded
 from services.trainer.model.backend import Backend, BackendError, LossTotals, Quantity, StepMetrics
+from services.trainer.publishing.written_weights import WrittenWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,6 +110,10 @@ class ShardedBackend:
     def state_tensors(self) -> dict[str, Tensor]:
         """Gathered here, on the CPU."""
         return self._call(self._local.state_tensors)[0]
+
+    def write_weights(self, path: Path) -> Future[WrittenWeights]:
+        """Every process writes its own part."""
+        return self._call(self._local.write_weights, path=path)[0]
 
     def save(self, directory: Path) -> Future[None]:
         """Every process writes its own part."""

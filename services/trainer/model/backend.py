@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
+from services.trainer.publishing.written_weights import WrittenWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,6 +195,16 @@ class Backend(Protocol):
         """The trained weights by their Hugging Face names, tied ones once, or an adapter's by those of PEFT.
 
         Live views or copies, valid until the next step or load.
+        """
+
+    def write_weights(self, path: Path) -> Future[WrittenWeights]:
+        """Copies what `state_tensors` names now, and writes it to a safetensors file in the background.
+
+        Every process copies, writes and digests its own part; nothing is gathered. The future ends when the file is
+        complete under its name; it raises OSError if a disk refuses. One at a time.
+
+        Args:
+            path: In a folder that every process of the trainer sees.
         """
 
     def save(self, directory: Path) -> Future[None]:

@@ -16,7 +16,6 @@ from typing import Any
 
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -43,6 +42,8 @@ class LoraModel(TrainedModel):
         UnsupportedModelError: It has no such layers, or PEFT cannot adapt them.
         OSError: Its files cannot be read.
     """
+
+    weights_file = ADAPTER_FILE
 
     def __init__(self, base: PreTrainedModel, *, path: Path, config: LoraSection) -> None:
         self._base_digest = model_digest(path)
@@ -89,9 +90,13 @@ class LoraModel(TrainedModel):
         with self.network.disable_adapter():
             yield self.network
 
-    def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
-        """Writes a directory that `PeftModel.from_pretrained` reads."""
-        save_file(tensors, directory / ADAPTER_FILE, {"format": "pt", _BASE_DIGEST: self._base_digest})
+    @property
+    def weights_metadata(self) -> dict[str, str]:
+        """Names the base."""
+        return {**super().weights_metadata, _BASE_DIGEST: self._base_digest}
+
+    def complete(self, directory: Path) -> None:
+        """Completes a directory that `PeftModel.from_pretrained` reads."""
         self.network.peft_config[_OWN_NAME].save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:

@@ -23,6 +23,8 @@ class Ranks:
     """Processes, this one included."""
     checkpoint_group: ProcessGroup | None = None
     """For checkpoints, which are written in the background; None for one process."""
+    publish_group: ProcessGroup | None = None
+    """For published weights, which are written in the background, too."""
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         """Device of this process: the one named; for auto a GPU if there is one."""

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.model.backend import UnsupportedModelError
@@ -39,6 +41,8 @@ class TrainedModel:
 
     adapter: AdapterInfo | None = None
     """How the published tensors are applied; None if they are all weights."""
+    weights_file = SAFE_WEIGHTS_NAME
+    """Name of the file, in a directory that `from_pretrained` reads, that holds what is published."""
 
     def __init__(
         self, network: Any, *, reference: PreTrainedModel | None = None, published_dtype: torch.dtype | None = None
@@ -78,16 +82,28 @@ class TrainedModel:
             raise UnsupportedModelError("no reference model was kept that could be refreshed")
         self._reference.load_state_dict(self.network.state_dict())
 
-    def save(self, directory: Path, tensors: dict[str, Tensor]) -> None:
-        """Writes what is published, whole and on the CPU, for `from_pretrained` to read; in any thread."""
-        self.network.save_pretrained(directory, state_dict=tensors)
+    @property
+    def weights_metadata(self) -> dict[str, str]:
+        """Metadata of that file."""
+        return {"format": "pt"}
+
+    def complete(self, directory: Path) -> None:
+        """Writes what `from_pretrained` reads beside the published tensors, which are in their file; in any thread."""
+        written = directory / self.weights_file
+        state: dict[str, Tensor] = {}
+        if self.network._weight_conversions or self.network._keys_to_ignore_on_save:
+            # The file that from_pretrained reads has other tensors then: made from this one, which is only mapped.
+            mapped = written.rename(directory / "mapped")
+            state = load_file(mapped)
+            mapped.unlink()
+        self.network.save_pretrained(directory, state_dict=state)
         # The configuration names the type of the trained weights; loading these files must use their own.
         config = deepcopy(self.network.config)
         config.dtype = self.published_dtype
         config.save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:
-        """Raises CheckpointMismatchError if what `save` wrote there does not belong to this model.
+        """Raises CheckpointMismatchError if what was saved there does not belong to this model.
 
         Accepts anything here: names and shapes are checked on loading.
         """

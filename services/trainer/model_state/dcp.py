@@ -6,6 +6,7 @@ number of processes can read them. The format is safetensors throughout: nothing
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +15,16 @@ from typing import TYPE_CHECKING
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from penstock.process.disk import is_full
 from services.trainer.model.backend import CheckpointMismatchError
+from services.trainer.model_state.weight_file import write_alone
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,13 +45,32 @@ def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proce
         OSError: A disk refused, this process' or another's.
     """
     _expect_to_be_alone(group)
-    writer = HuggingFaceStorageWriter(str(directory / FOLDER), save_distributed=True)
+    writer = _TensorwiseWriter(str(directory / FOLDER), save_distributed=True)
     try:
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise _refusal(error, directory) from error
-    except SafetensorError as error:
-        raise OSError(f"{directory}: {error}") from error
+
+
+class _TensorwiseWriter(HuggingFaceStorageWriter):  # type: ignore[misc]  # it has no types
+    """Writes each process' file tensor by tensor; PyTorch's own makes all of it in memory first, twice."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors: dict[str, Tensor] = {}
+        offsets: dict[str, dict[str, list[int]]] = {}
+        for item in plan.items:
+            name, found = item.index.fqn, planner.resolve_data(item)
+            if item.tensor_data is None or not isinstance(found, Tensor):
+                raise TypeError(f"{name} is no tensor")
+            tensors[name] = found
+            offsets[name] = {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
+        number = plan.storage_data["shard_index"]
+        metadata = {CUSTOM_METADATA_KEY: json.dumps(offsets), "format": "pt"}
+        write_alone(Path(self.path) / f"shard-{number:05d}.safetensors", tensors, metadata=metadata)
+        # Nobody reads them: each file says where its tensors belong.
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([])
+        return results
 
 
 def stated_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:

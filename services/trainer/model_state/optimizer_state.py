@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _STEP_COUNT = "num_optimizer_steps"
 """Batches trained on; the name dates from when each was one optimiser step."""
-_RANDOM, _CRITIC, _REFERENCE = "random/", "critic/", "reference/"
+_WEIGHTS, _RANDOM, _CRITIC, _REFERENCE = "weights/", "random/", "critic/", "reference/"
 
 
 class TrainingState:
@@ -49,11 +49,11 @@ class TrainingState:
         rank: int,
     ) -> None:
         self._learners = {"": policy}
-        self._weights = {f"weights/{name}": tensor for name, tensor in weights.items()}
+        self._weights = {f"{_WEIGHTS}{name}": tensor for name, tensor in weights.items()}
         self._ignored: tuple[str, ...] = (_RANDOM, _CRITIC)
         if critic is not None:
             self._learners[_CRITIC] = critic
-            self._weights |= {f"{_CRITIC}weights/{name}": each.detach() for name, each in critic.parameters.items()}
+            self._weights |= {f"{_CRITIC}{_WEIGHTS}{name}": each.detach() for name, each in critic.parameters.items()}
             self._ignored = (_RANDOM,)
         self._reference = {f"{_REFERENCE}{name}": tensor for name, tensor in reference.items()}
         self._rank = rank
@@ -68,6 +68,11 @@ class TrainingState:
                 for part, tensor in learner.optimizer.state[parameter].items():
                     tensors[f"{prefix}optimizer/{name}/{part}"] = tensor
         return tensors | {_STEP_COUNT: torch.tensor(num_batches, dtype=torch.int64)}
+
+    @staticmethod
+    def weights_in(collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is trained and published of what was collected, by its own names."""
+        return {name.removeprefix(_WEIGHTS): tensor for name, tensor in collected.items() if name.startswith(_WEIGHTS)}
 
     def restore(self, directory: Path, *, group: ProcessGroup | None = None) -> int:
         """Continues from what was written of `collect`, by any number of processes; returns the optimiser steps taken.

@@ -1,32 +1,29 @@
-"""Publishing a policy version: tensors to one safetensors file, digests, manifest, and the HTTP server of the content.
+"""Publishing a policy version: manifest and delta of its file, and the HTTP server of the content.
 
-Promises:
+The backend writes the file (`Backend.write_weights`). Promises:
 
-- A file appears under its name by one atomic rename, after everything was written: no reader sees half of it.
-- The digests in the manifest are computed from the written file, not from the tensors passed in.
+- A version is offered once its file is complete, with digests computed from the file.
 - A version comes with a delta against the one published before it, unless that saves less than a tenth of the bytes.
-- Writing and digesting happen outside the event loop; training continues meanwhile.
+- Writing, digesting and comparing happen outside the event loop; training continues meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import Counter
-from safetensors import SafetensorError
 
 from penstock.clock import Clock
 from penstock.deltas.content import write_delta
 from penstock.errors import InvalidFieldError
-from penstock.model.digests import manifest_digest, safetensors_digests
+from penstock.model.digests import manifest_digest
 from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.process.tasks import uninterrupted
 from penstock.security import Security
@@ -37,9 +34,7 @@ from penstock.v1 import weights_pb2
 from penstock.wire.timestamps import timestamp
 from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.version_store import WeightStore
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from services.trainer.publishing.written_weights import WrittenWeights
 
 _log = structlog.get_logger()
 MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - 1024**2
@@ -75,19 +70,23 @@ class WeightPublisher:
         self._last = None
         self._store.reset(self._run_id)
 
+    def path(self, *, policy_version: int, history: int) -> Path:
+        """Where a version's file is to be written."""
+        return self._directory / f"v{policy_version}-h{history}.safetensors"
+
     async def publish(
         self,
-        tensors: Mapping[str, Tensor],
+        written: Future[WrittenWeights],
         *,
         policy_version: int,
         history: int,
         adapter: weights_pb2.AdapterInfo | None = None,
     ) -> None:
-        """Write, digest and offer a version.
+        """Offer a version once it is written.
 
         Args:
-            tensors: Hugging Face names (an adapter's: those of PEFT) to CPU tensors that do not change meanwhile.
-            policy_version: The version they are.
+            written: Its file, at `path`.
+            policy_version: The version it is.
             history: The run's history counter.
             adapter: How the tensors are applied if they are an adapter.
 
@@ -95,23 +94,24 @@ class WeightPublisher:
             InvalidFieldError: The list of its tensors and chunks fits no message.
             OSError: The disk refuses.
         """
-        version = await asyncio.to_thread(self._prepare, tensors, policy_version, history, adapter)
+        weights = await asyncio.wrap_future(written)
+        version = await asyncio.to_thread(self._prepare, weights, policy_version, history, adapter)
         self._store.add(version)
         self._last = version
 
     def begin(
         self,
-        tensors: Mapping[str, Tensor],
+        written: Future[WrittenWeights],
         *,
         policy_version: int,
         history: int,
         adapter: weights_pb2.AdapterInfo | None,
     ) -> None:
-        """Start publishing a version in the background; the previous publication must have ended (`finish`)."""
+        """Publish a version in the background; the previous publication must have ended (`finish`)."""
         start = time.monotonic()
 
         async def publish() -> None:
-            await self.publish(tensors, policy_version=policy_version, history=history, adapter=adapter)
+            await self.publish(written, policy_version=policy_version, history=history, adapter=adapter)
             self.last_s = time.monotonic() - start
 
         self._publishing = asyncio.ensure_future(publish())
@@ -130,11 +130,8 @@ class WeightPublisher:
             _log.error("the last version was not published", error=str(error))
 
     def _prepare(
-        self, tensors: Mapping[str, Tensor], policy_version: int, history: int, adapter: weights_pb2.AdapterInfo | None
+        self, written: WrittenWeights, policy_version: int, history: int, adapter: weights_pb2.AdapterInfo | None
     ) -> Published:
-        path = self._directory / f"v{policy_version}-h{history}.safetensors"
-        write_safetensors(tensors, path)
-        infos = safetensors_digests(path)
         manifest = weights_pb2.WeightsManifest(
             run_id=self._run_id,
             policy_version=policy_version,
@@ -143,19 +140,20 @@ class WeightPublisher:
             epoch=self._epoch,
             kind=weights_pb2.WEIGHTS_KIND_FULL if adapter is None else weights_pb2.WEIGHTS_KIND_ADAPTER,
             encoding=weights_pb2.WEIGHTS_ENCODING_SAFETENSORS,
-            tensors=infos,
-            digest=manifest_digest(infos),
+            tensors=written.tensors,
+            digest=manifest_digest(written.tensors),
             publish_time=timestamp(self._clock.now_s()),
             adapter=adapter,
         )
-        self._describe_content(manifest, path)
+        self._describe_content(manifest, written.path, written.chunks)
         if manifest.ByteSize() > MAX_MANIFEST_BYTES:
             raise InvalidFieldError(
-                f"the manifest of {len(infos)} tensors and {len(manifest.chunks)} chunks has {manifest.ByteSize()} "
-                f"bytes, at most {MAX_MANIFEST_BYTES} can be sent; store the model with fewer, larger tensors",
+                f"the manifest of {len(manifest.tensors)} tensors and {len(manifest.chunks)} chunks has "
+                f"{manifest.ByteSize()} bytes, at most {MAX_MANIFEST_BYTES} can be sent; store the model with fewer, "
+                "larger tensors",
                 field="manifest",
             )
-        return Published(manifest=manifest, path=path, delta=self._prepare_delta(manifest, path))
+        return Published(manifest=manifest, path=written.path, delta=self._prepare_delta(manifest, written.path))
 
     def _prepare_delta(self, full: weights_pb2.WeightsManifest, path: Path) -> Published | None:
         """The delta from the last published version to `full`, whose content is at `path`; None if not worthwhile."""
@@ -179,30 +177,17 @@ class WeightPublisher:
         manifest.encoding = weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS
         manifest.base_version = last.manifest.policy_version
         manifest.base_digest = last.manifest.digest
-        self._describe_content(manifest, target)
+        self._describe_content(manifest, target, chunks_of(target))
         return Published(manifest=manifest, path=target)
 
-    def _describe_content(self, manifest: weights_pb2.WeightsManifest, path: Path) -> None:
+    def _describe_content(
+        self, manifest: weights_pb2.WeightsManifest, path: Path, chunks: Iterable[weights_pb2.ChunkInfo]
+    ) -> None:
         """Fill in the size, chunks and address of the file at `path`."""
         del manifest.chunks[:]
-        manifest.chunks.extend(chunks_of(path))
+        manifest.chunks.extend(chunks)
         manifest.size_bytes = path.stat().st_size
         manifest.urls[:] = [f"{self._base_url}/weights/{self._run_id}/{path.name}"]
-
-
-def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """One safetensors file, complete under its name or absent; raises OSError if writing fails."""
-    # Imported here: it imports torch, which must not delay the start of the server.
-    from safetensors.torch import save_file
-
-    temporary = path.with_suffix(".tmp")
-    try:
-        save_file(dict(tensors), temporary)
-        os.replace(temporary, path)
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def serving_weights(

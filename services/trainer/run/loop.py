@@ -35,7 +35,7 @@ from penstock.process.tasks import uninterrupted
 from penstock.v1 import types_pb2
 from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.training_sample import TrainingSample
-from services.trainer.compute.compute_thread import ComputeThread, Interrupt, copied_weights
+from services.trainer.compute.compute_thread import ComputeThread, Interrupt
 from services.trainer.model.backend import Backend, NonFiniteError
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.reporting.events import RunEvents
@@ -132,12 +132,10 @@ class StepLoop:
             kept = await self._attempt(kept, num_skipped=num_skipped)
         with self.waits.waiting(Cause.PUBLISHING):
             await self._publisher.finish()
-            self._publisher.begin(
-                await self._compute.run(copied_weights, self._backend),
-                policy_version=self._context.progress.policy_version,
-                history=self._context.progress.history,
-                adapter=self._backend.adapter,
-            )
+            progress, backend = self._context.progress, self._backend
+            place = {"policy_version": progress.policy_version, "history": progress.history}
+            written = await self._compute.run(backend.write_weights, self._publisher.path(**place))
+            self._publisher.begin(written, **place, adapter=backend.adapter)
 
     async def _attempt(self, kept: Groups, *, num_skipped: int) -> Groups | None:
         """Attempt a step that begins with the groups in `kept`; returns those of the next one, None after success."""

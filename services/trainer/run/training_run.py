@@ -33,7 +33,7 @@ from penstock.process.tasks import run_beside, set_within, unless_set
 from penstock.security import Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.checkpoints.checkpoint_writer import Checkpoints
-from services.trainer.compute.compute_thread import ComputeThread, Interrupt, copied_weights
+from services.trainer.compute.compute_thread import ComputeThread, Interrupt
 from services.trainer.config import TrainingConfig
 from services.trainer.data.run_prompts import RunPrompts, load_run_prompts
 from services.trainer.folders.run_instance import RunInstance, new_instance, read_instance, write_instance
@@ -255,12 +255,9 @@ class TrainingRun:
     async def _open_to_close(self, context: RunContext, backend: Backend, prompts: RunPrompts) -> None:
         """Everything from OpenRun to CloseRun; raises what a part raised."""
         opened = await self._open(context)
-        await self._publisher.publish(
-            await self._compute.run(copied_weights, backend),
-            policy_version=self._progress.policy_version,
-            history=self._progress.history,
-            adapter=backend.adapter,
-        )
+        place = {"policy_version": self._progress.policy_version, "history": self._progress.history}
+        written = await self._compute.run(backend.write_weights, self._publisher.path(**place))
+        await self._publisher.publish(written, **place, adapter=backend.adapter)
         submitter = PromptSubmitter(context.client, context.run_id)
         evaluator = Evaluator(
             context=context,

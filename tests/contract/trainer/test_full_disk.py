@@ -10,7 +10,7 @@ import pytest
 
 from penstock.v1 import trainer_pb2
 from services.trainer.checkpoints import checkpoint
-from services.trainer.publishing import publisher
+from services.trainer.distributed import rank_backend
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import JsonLines
 from services.trainer.run import training_run as run_module
@@ -31,7 +31,7 @@ def outcome_of(run_dir: Path) -> tuple[str, str]:
     return summary["outcome"], summary["message"]
 
 
-def is_of_the_publication(_tensors: object, path: Path) -> bool:
+def is_of_the_publication(path: Path, _parts: object, **_details: object) -> bool:
     return path.name.startswith(f"v{FULL_AT_STEP}-")
 
 
@@ -51,7 +51,7 @@ def is_of_the_metrics(lines: JsonLines, text: str) -> bool:
 @pytest.mark.parametrize(
     ("owner", "name", "is_it"),
     [
-        pytest.param(publisher, "write_safetensors", is_of_the_publication, id="publication"),
+        pytest.param(rank_backend, "write_together", is_of_the_publication, id="publication"),
         pytest.param(checkpoint, "_write_state", is_of_the_checkpoint, id="checkpoint"),
         pytest.param(JsonLines, "_write", is_of_the_metrics, id="metrics"),
     ],
@@ -65,7 +65,7 @@ async def test_a_disk_that_is_full_at_one_moment_costs_no_sample(
     def refused(*args, **kwargs):
         if not is_it(*args, **kwargs):
             return original(*args, **kwargs)
-        if owner is publisher:
+        if owner is rank_backend:
             # The kernel refuses it, and large files of other threads with it; small ones would take the log along.
             with largest_file(SMALLER_THAN_WEIGHTS):
                 return original(*args, **kwargs)

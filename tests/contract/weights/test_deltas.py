@@ -29,6 +29,7 @@ from services.trainer.publishing.publisher import WeightPublisher, serving_weigh
 from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from tests.helpers.serving import serving
 from tests.helpers.weights.sites import Receiver
+from tests.helpers.weights.written import written
 
 torch = pytest.importorskip("torch")
 NUM_VALUES = 200_000
@@ -78,7 +79,8 @@ class Site:
         for name, tensor in self.weights.items():
             moved = torch.rand(tensor.shape, generator=noise) < share
             self.weights[name] = torch.where(moved, tensor * 1.01, tensor)
-        await self.publisher.publish(self.weights, policy_version=self.version, history=history)
+        path = self.publisher.path(policy_version=self.version, history=history)
+        await self.publisher.publish(written(self.weights, path), policy_version=self.version, history=history)
 
     async def publish_noise(self) -> None:
         """The next version has nothing in common with the last one: not even the exponents."""

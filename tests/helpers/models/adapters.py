@@ -44,7 +44,8 @@ def adapter_update(backend: RankBackend, folder: Path, *, policy_version: int) -
     """The backend's adapter as an update, saved below `folder`."""
     target = folder / f"adapter-{policy_version}"
     target.mkdir()
-    backend._trained.save(target, backend.state_tensors())
+    backend.write_weights(target / ADAPTER_FILE).result()
+    backend._trained.complete(target)
     update = make_update(target / ADAPTER_FILE, policy_version=policy_version)
     return dataclasses.replace(update, adapter=backend.adapter)
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from penstock.clients.broker import BrokerClient
 from services.trainer.checkpoints import checkpoint
+from services.trainer.distributed import rank_backend
 from services.trainer.distributed.rank_backend import RankBackend
-from services.trainer.publishing import publisher
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.publishing.version_store import WeightStore
 from services.trainer.run import prompt_feeder
@@ -103,7 +103,7 @@ IN_A_PUBLICATION = {
     "before it begins": Moment(
         owner=WeightPublisher, name="publish", is_it=lambda _, kwargs: kwargs["policy_version"] == FATAL_STEP
     ),
-    "before its file is written": Moment(owner=publisher, name="write_safetensors", is_it=_named(_FILE, place=1)),
+    "before its file is written": Moment(owner=rank_backend, name="write_together", is_it=_named(_FILE)),
     "before its file has its name": Moment(owner=os, name="replace", is_it=_named(_FILE, place=1)),
     "before it is offered": Moment(owner=WeightStore, name="add", is_it=_offered),
     "after it was offered": Moment(owner=WeightStore, name="add", is_it=_offered, is_after=True),

@@ -36,10 +36,11 @@ def config_of(
     lora: bool = False,
     processes: int | tuple[float, ...] = 2,
     gradient_checkpointing: bool = False,
+    dtype: str = "auto",
 ) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
-            "model": {"path": str(model)},
+            "model": {"path": str(model), "dtype": dtype},
             "data": {"train": None},
             "algorithm": dict(algorithm),
             "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1000.0},

@@ -20,6 +20,7 @@ from services.trainer.model.backend import (
     Quantity,
     StepMetrics,
 )
+from services.trainer.publishing.written_weights import WrittenWeights
 
 VOCAB_SIZE = 40
 
@@ -132,6 +133,9 @@ class RecordingBackend:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         return {}
+
+    def write_weights(self, path: Path) -> Future[WrittenWeights]:
+        raise NotImplementedError
 
     def save(self, directory: Path) -> Future[None]:
         (directory / "model.safetensors").write_bytes(b"weights")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from penstock.process.disk import is_full
 from services.trainer.model_state import dcp
@@ -17,11 +16,10 @@ from services.trainer.model_state import dcp
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_an_error_of_a_disk_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    class RefusedWriter(HuggingFaceStorageWriter):
-        def write_data(self, *_: Any) -> Any:
-            raise OSError(number, os.strerror(number))
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(dcp, "HuggingFaceStorageWriter", RefusedWriter)
+    monkeypatch.setattr(dcp, "write_alone", refused)
     with pytest.raises(OSError, match=f"{tmp_path}: process 0: .*{os.strerror(number)}") as caught:
         dcp.write_resume({"weight": torch.zeros(2)}, tmp_path)
     assert caught.value.errno == number

@@ -25,6 +25,7 @@ from services.trainer.model.backend import (
     UnsupportedModelError,
 )
 from services.trainer.model.model_loading import ModelSettings
+from tests.helpers.models.model_families import save_tiny
 from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2, scores_of
 
 
@@ -265,6 +266,15 @@ def test_state_tensors_are_named_and_valued_as_in_the_exported_file(tmp_path, ti
     assert (tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8") == '{"stands": "in"}'
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert torch.equal(loaded["model.norm.weight"], exported["model.norm.weight"])
+
+
+def test_a_model_whose_files_hold_its_tensors_in_another_form_is_exported_in_that_form(tmp_path):
+    """Experts: one by one in files, stacked in the model."""
+    source = save_tiny("qwen3_moe", tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    build_backend(source).save(tmp_path / "out").result()
+    assert_equal_tensors(load_file(tmp_path / "out" / "model.safetensors"), load_file(source / "model.safetensors"))
+    assert sorted(path.name for path in (tmp_path / "out").glob("m*")) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])

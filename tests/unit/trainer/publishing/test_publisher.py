@@ -14,6 +14,7 @@ from penstock.clock import ManualClock
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.publishing.version_store import WeightStore
 from tests.helpers.full_disk import largest_file
+from tests.helpers.weights.written import written
 
 
 @pytest.fixture
@@ -26,7 +27,8 @@ def publisher(tmp_path: Path) -> WeightPublisher:
 
 
 def begin(publisher: WeightPublisher) -> None:
-    publisher.begin({"w": torch.zeros(4096)}, policy_version=1, history=0, adapter=None)
+    path = publisher.path(policy_version=1, history=0)
+    publisher.begin(written({"w": torch.zeros(4096)}, path), policy_version=1, history=0, adapter=None)
 
 
 async def test_a_failure_is_logged_where_the_run_ends_and_raised_where_it_goes_on(publisher: WeightPublisher) -> None:

@@ -1,0 +1,67 @@
+"""Digests of a file that several processes wrote, each by one of them, from the file.
+
+Whole tensors and chunks are divided by their bytes, so a digest does not depend on who holds which rows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from penstock.model.digests import TensorPlace, digests_at, safetensors_places
+from penstock.transfer.chunks import chunk_spans, chunks_at
+from penstock.v1 import weights_pb2
+from services.trainer.model_state.agreement import Writers
+from services.trainer.publishing.written_weights import WrittenWeights
+
+_DIGEST_BYTES = 32
+
+
+def digest_together(path: Path, *, writers: Writers) -> WrittenWeights:
+    """The digests of a complete file, in all processes, all of which call this.
+
+    Raises:
+        OSError: A process cannot read it, or was lost.
+    """
+    places, spans, table = writers.do(path, lambda: _own_digests(path, writers))
+    rows = [bytes(row).hex() for row in writers.added_up(table, path).tolist()]
+    tensors = [
+        weights_pb2.TensorInfo(
+            name=place.name, dtype=place.dtype, shape=place.shape, sha256=digest, size_bytes=place.end - place.begin
+        )
+        for place, digest in zip(places, rows, strict=False)
+    ]
+    chunks = [
+        weights_pb2.ChunkInfo(offset=offset, size_bytes=size_bytes, blake3=digest)
+        for (offset, size_bytes), digest in zip(spans, rows[len(places) :], strict=True)
+    ]
+    return WrittenWeights(path=path, tensors=tuple(tensors), chunks=tuple(chunks))
+
+
+def _own_digests(path: Path, writers: Writers) -> tuple[tuple[TensorPlace, ...], list[tuple[int, int]], torch.Tensor]:
+    """What there is to digest, and this process' digests: a row for each tensor and chunk, zeros where others do it."""
+    places = safetensors_places(path)
+    spans = chunk_spans(path.stat().st_size)
+    table = torch.zeros(len(places) + len(spans), _DIGEST_BYTES, dtype=torch.uint8)
+    mine = [number for number, owner in enumerate(_owners(places, writers.num_ranks)) if owner == writers.rank]
+    for number, info in zip(mine, digests_at(path, [places[number] for number in mine]), strict=True):
+        table[number] = _row(info.sha256)
+    first, last = (len(spans) * number // writers.num_ranks for number in (writers.rank, writers.rank + 1))
+    for number, chunk in enumerate(chunks_at(path, spans[first:last]), len(places) + first):
+        table[number] = _row(chunk.blake3)
+    return places, spans, table
+
+
+def _owners(places: tuple[TensorPlace, ...], num_ranks: int) -> list[int]:
+    """Who digests each tensor: the largest first, each goes to whoever has the fewest bytes so far."""
+    owners, loads = [0] * len(places), [0] * num_ranks
+    for number in sorted(range(len(places)), key=lambda number: places[number].begin - places[number].end):
+        rank = loads.index(min(loads))
+        owners[number] = rank
+        loads[rank] += places[number].end - places[number].begin
+    return owners
+
+
+def _row(digest: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
