@@ -10,6 +10,18 @@ from typing import Any, Self
 
 import grpc
 
+_ON_SILENCE = "penstock_on_silence"
+"""Attribute of a call: what `note_silence` calls. That a call was cancelled does not say why."""
+
+
+def note_silence(call: Any) -> None:
+    """Report that the server says nothing on a stream, which the caller gives up."""
+    getattr(call, _ON_SILENCE, _ignore)()
+
+
+def _ignore() -> None:
+    """The call is not over one of several channels."""
+
 
 class SwitchingChannel(grpc.aio.Channel):
     """A channel like any other to stubs; closing it closes the channels below it."""
@@ -28,6 +40,9 @@ class SwitchingChannel(grpc.aio.Channel):
     @abstractmethod
     def _ended(self, channel: grpc.aio.Channel, call: Any) -> None:
         """A call over that channel has ended."""
+
+    def _silent(self, channel: grpc.aio.Channel) -> None:
+        """A call over that channel is given up, as its server says nothing: `note_silence`."""
 
     async def __aenter__(self) -> Self:
         """Return the channel itself."""
@@ -64,6 +79,7 @@ class SwitchingChannel(grpc.aio.Channel):
             if made is None or channel is not made_of:
                 made_of, made = channel, getattr(channel, kind)(*method, **options)
             call = made(*arguments, **call_options)
+            setattr(call, _ON_SILENCE, partial(self._silent, channel))
             self._begun(channel)
             call.add_done_callback(partial(self._ended, channel))
             return call

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from penstock.channels import note_silence
 from penstock.errors import (
     BadTokenError,
     InvalidFieldError,
@@ -213,6 +214,7 @@ async def read(call: Any, *, peer: str, max_silence_s: float | None) -> Any:
         with TimeLimit(max_silence_s):
             return await call.read()
     except TimeoutError:
+        note_silence(call)
         raise ServiceUnavailableError(f"{peer}: silent for {max_silence_s:.0f} s") from None
 
 

@@ -3,7 +3,8 @@
 Promises:
 - Calls go to one server, at first the first of the list, for as long as it works: the current one.
 - A call that ends with UNAVAILABLE or DEADLINE_EXCEEDED at the current server makes the next of the list the current
-  one, whatever the reason: the process is gone, drains, hangs, or has lost what it needs itself.
+  one, whatever the reason: the process is gone, drains, hangs, or has lost what it needs itself. So does a stream that
+  its client gives up as silent, which ends as cancelled.
 - Calls are not retried here: callers retry with back-off and jitter as they do with one server, and every call of
   Penstock may be retried.
 
@@ -63,10 +64,18 @@ class FailoverChannel(SwitchingChannel):
 
     async def _judge(self, index: int, call: Any) -> None:
         code = await call.code()
-        if code in _MOVES_ON and index == self._index:
+        if code in _MOVES_ON:
+            self._move_on(index, code.name)
+
+    def _silent(self, channel: grpc.aio.Channel) -> None:
+        self._move_on(self._channels.index(channel), "silent")
+
+    def _move_on(self, index: int, why: str) -> None:
+        """Leave that server, unless that was done already."""
+        if index == self._index:
             self._index = (index + 1) % len(self._channels)
             now_s = asyncio.get_running_loop().time()
             # When all are unavailable, clients go round in circles: log it only now and then.
             log = _log.info if now_s - self._changed_s > QUIET_S else _log.debug
-            log("server changed", lost=self._targets[index], now=self.target, code=code.name)
+            log("server changed", lost=self._targets[index], now=self.target, why=why)
             self._changed_s = now_s

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from penstock.heartbeat_interval import LONGEST_ASKED_S
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.auto import Auto
 from services.broker.dispatch.fifo import Fifo
@@ -36,8 +37,9 @@ MAX_REVIEW_SHARE = 0.05
 """Fraction of a core that reviews may use; a large fleet is reviewed less often."""
 MAX_LOOK_S = 5.0
 """Budget of a look-ahead: a later answer would be about a queue that is gone."""
-MAX_BEAT_AGE_S = 6.0
-"""A generator with an older last heartbeat (they come at least every 5 s) is not expected to take work."""
+MAX_BEAT_AGE_S = 2 * LONGEST_ASKED_S
+"""A generator with an older last heartbeat is not expected to take work. At the longest interval that a busy broker
+asks for, one may be late by as much again."""
 MAX_LEASES_AT_ONCE = 256
 """Leases that one generator gets from a round in which it gets everything."""
 MANY = 32

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from penstock.clients.streams import Reconnecting
 from penstock.errors import DeadlineError, InvalidFieldError, PenstockError, ServiceUnavailableError
 from penstock.network.failover import FailoverChannel
 from penstock.network.rpc import Server, Service, call, call_with_retry, open_channel, service_of
@@ -132,6 +133,26 @@ async def test_a_stream_that_ends_as_unavailable_moves_the_client_on(both: Pair)
         await stream.read()
     await both.moved_to(1)
     stream = both.stub.WatchPolicy(broker_pb2.WatchPolicyRequest(run_id="r"))
+    assert (await stream.read()).policy_version == len("second")
+    stream.cancel()
+
+
+async def test_a_stream_that_falls_silent_moves_the_client_on_once(both: Pair) -> None:
+    """Its client gives it up, so that it ends as cancelled, which is no fault of a server's."""
+    request = broker_pb2.WatchPolicyRequest(run_id="r")
+
+    async def follow() -> None:
+        stream, heard = Reconnecting("broker"), list[int]()
+        call_: Any = both.stub.WatchPolicy(request)
+        with pytest.raises(ServiceUnavailableError, match="silent"):
+            await stream.listen(call_, lambda response: heard.append(response.policy_version), max_silence_s=0.3)
+        assert heard == [len("first")]
+
+    stream: Any = both.stub.WatchPolicy(request)
+    stream.cancel()
+    await asyncio.gather(follow(), follow())
+    await both.moved_to(1)
+    stream = both.stub.WatchPolicy(request)
     assert (await stream.read()).policy_version == len("second")
     stream.cancel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.clock import ManualClock
+from penstock.heartbeat_interval import LONGEST_ASKED_S
 from penstock.v1 import broker_pb2
 from services.broker.dispatch.latency import UNKNOWN_MAX_SAMPLES
 from services.broker.fleet.deal_round import Seat
@@ -20,9 +21,9 @@ NUM_SLOTS = 2 * UNKNOWN_MAX_SAMPLES
 GROUP_SIZE = 16
 
 
-async def _dispatcher(*, beat_version: int) -> Dispatcher:
+async def _dispatcher(*, beat_version: int, local: ManualClock | None = None) -> Dispatcher:
     """Knows one generator of NUM_SLOTS, whose newest beat named that version."""
-    store, clock = MemoryStore(), RunClock(ManualClock())
+    store, clock = MemoryStore(), RunClock(local or ManualClock())
     await store.commit("run-1", None, Delta(run=b""))
     peers = Peers("run-1", store=store, clock=clock)
     hello = broker_pb2.GeneratorHello(
@@ -61,6 +62,14 @@ def _lease(dispatcher: Dispatcher, state: RunState, *, version: int) -> tuple[li
 async def test_a_generator_is_filled_at_once_though_its_last_beat_named_a_version_that_may_not_start() -> None:
     dispatcher = await _dispatcher(beat_version=0)
     assert len(_lease(dispatcher, _run(), version=1)[0]) == NUM_SLOTS
+
+
+async def test_a_generator_counts_while_a_heartbeat_at_the_longest_interval_is_late() -> None:
+    local = ManualClock()
+    dispatcher = await _dispatcher(beat_version=1, local=local)
+    for seconds, num_live in ((LONGEST_ASKED_S + 4.0, 1), (LONGEST_ASKED_S, 0)):
+        local.advance(seconds)
+        assert len(dispatcher._live()) == num_live
 
 
 async def test_what_admission_refuses_is_not_called_an_empty_queue() -> None:
