@@ -9,6 +9,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+GPU_VENV := .venv-gpu
 PYTEST := $(BIN)/python -m pytest
 # A test of real processes that fails is run once more and shown as "R". Unit tests, and those that search for a broken
 # invariant, never are. Left out by path: a mark would have each test wait 40 ms for the plugin's books of reruns.
@@ -22,7 +23,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests start hundreds of Python processes: what one has compiled is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart soak mutants test test-fast test-parts test-runs test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images clean
+.PHONY: help setup quickstart soak mutants test test-fast test-parts test-runs test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images gpu-check clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -116,6 +117,23 @@ sbom: setup  ## List every dependency with version, licence and origin, as Cyclo
 
 results: setup  ## Simulate the papers' comparisons again: docs/results.md
 	$(BIN)/python -m benchmarks.scheduler.results
+
+# In an environment of its own: the GPU builds cannot be installed beside those for CPUs.
+gpu-check:  ## Run every test that needs an NVIDIA GPU, and print one page; installs .venv-gpu (about 10 GB) first
+	@nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || \
+	  { echo "gpu-check: no NVIDIA GPU on this machine (nvidia-smi -L lists none); nothing was installed or run" >&2; exit 3; }
+	@$(MAKE) --no-print-directory $(GPU_VENV)/.installed
+	$(GPU_VENV)/bin/python -m benchmarks.gpu --page build/gpu-check.md $(ARGS)
+
+$(GPU_VENV)/.installed: requirements/gpu-check.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || \
+	  { echo "gpu-check: $(PYTHON) is not Python 3.11; name one with PYTHON=/path/to/python3.11" >&2; exit 2; }
+	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/pip install --quiet --no-deps $(PIP_ARGS) -r requirements/gpu-check.txt
+	$(GPU_VENV)/bin/pip install --quiet --no-deps --no-build-isolation -e .
+	@$(GPU_VENV)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || \
+	  { echo "gpu-check: the installed PyTorch finds no GPU: a build for CPUs (see PIP_ARGS), or a driver too old for it" >&2; exit 3; }
+	touch $@
 
 images: ## Build the container images
 	docker-compose build

@@ -36,6 +36,8 @@ def main() -> None:
             (FOLDER / f"{name}.txt").write_text(compile_lock(name, "--constraint", constraints.name, *options))
     for name in GPU_IMAGES:
         (FOLDER / f"{name}.txt").write_text(compile_lock(name))
+    # `make gpu-check` is to check what the generator's image holds.
+    (FOLDER / "gpu-check.txt").write_text(compile_lock("gpu-check", "--constraint", "generator-gpu.txt"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.scratch import MEMORY_FOLDER, scratch_folder
 from benchmarks.weights import delta, full, site, swap
+from benchmarks.weights.swap_models import small_model
 
 MB = 1_000_000
 ROOM_FACTOR = 3
@@ -80,8 +81,7 @@ async def run(plan: Plan, *, engine: str, progress: Callable[[str], None]) -> di
         result["swap"] = await swap.measure(
             folder,
             engine=engine,
-            hidden_size=plan.swap_hidden_size,
-            num_layers=plan.swap_num_layers,
+            model=small_model(hidden_size=plan.swap_hidden_size, num_layers=plan.swap_num_layers),
             num_updates=plan.swap_num_updates,
         )
     return result | {"link_copies": result["link"]["link_copies"], "swap_pause_ms": result["swap"]["pause_ms"]}

@@ -1,4 +1,5 @@
-"""Two processes that train one model (FSDP2 over gloo) against one process: losses, gradients, weights, checkpoints."""
+"""Two processes that train one model (FSDP2) against one: losses, gradients, weights, checkpoints. Over gloo, and over
+NCCL where there are two GPUs."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from services.trainer.batches.rank_partition import partition
 from services.trainer.model.backend import CheckpointMismatchError, NonFiniteLossError
@@ -64,8 +66,16 @@ CASES = {
 }
 
 
+ON_TWO_GPUS = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of two processes"),
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_TWO_GPUS)])
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
-def test_two_processes_train_as_one_and_each_reads_the_other_s_checkpoint(model, tmp_path, changes):
+def test_two_processes_train_as_one_and_each_reads_the_other_s_checkpoint(model, tmp_path, changes, device):
+    changes = {**changes, "device": device}
     one = alone(model, **changes)
     for name in ("of_one", "of_two"):
         (tmp_path / name).mkdir()

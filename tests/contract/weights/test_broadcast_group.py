@@ -76,7 +76,8 @@ def test_a_content_reaches_another_process_over_gloo(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for the trainer and one for the generator")
 def test_a_content_reaches_another_process_over_nccl(tmp_path):
-    send_to_another_process(Transport.NCCL, tmp_path, CUDA_VISIBLE_DEVICES="1")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    send_to_another_process(Transport.NCCL, tmp_path, CUDA_VISIBLE_DEVICES=visible[1])
 
 
 @pytest.mark.parametrize(

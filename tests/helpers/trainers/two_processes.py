@@ -1,4 +1,4 @@
-"""A trainer's backend in two processes (FSDP2 over gloo), and the same in one."""
+"""A trainer's backend in two processes (FSDP2 over gloo, or over NCCL on GPUs), and the same in one."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def config_of(
     processes: int | tuple[float, ...] = 2,
     gradient_checkpointing: bool = False,
     dtype: str = "auto",
+    device: str = "cpu",
 ) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
@@ -45,7 +46,7 @@ def config_of(
             "algorithm": dict(algorithm),
             "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1000.0},
             "lora": {"rank": 4} if lora else None,
-            "trainer": {"device": "cpu", "processes": processes, "gradient_checkpointing": gradient_checkpointing},
+            "trainer": {"device": device, "processes": processes, "gradient_checkpointing": gradient_checkpointing},
         }
     )
 
@@ -70,7 +71,7 @@ def scores(backend: Backend, trajectories: Sequence[Trajectory], quantity: Quant
 
 
 def weights(backend: Backend) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.state_tensors().items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in backend.state_tensors().items()}
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

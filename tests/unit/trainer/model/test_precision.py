@@ -71,6 +71,37 @@ def test_losses_and_gradients_are_close_to_those_of_float32(model_directory, dev
     assert rounded._learner.optimizer.defaults["fused"]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def test_a_step_in_bfloat16_is_close_to_that_of_float32_on_the_cpu(model_directory, device, record_property):
+    exact, rounded = (
+        build_backend(model_directory, dtype=dtype, device=place, optimizer={"learning_rate": RATE})
+        for dtype, place in (("float32", "cpu"), ("bfloat16", device))
+    )
+    pack = only_pack(0)
+    logprobs = [scores_of(backend, pack) for backend in (exact, rounded)]
+    before = flat(exact, lambda parameter: parameter)
+    losses = [backend.forward_backward(pack).means()["loss"] for backend in (exact, rounded)]
+    gradients = [flat(backend, lambda parameter: parameter.grad) for backend in (exact, rounded)]
+    norms = [backend.optimizer_step(divisor=pack.num_loss_tokens).grad_norm for backend in (exact, rounded)]
+    moves = [flat(backend, lambda parameter: parameter) - before for backend in (exact, rounded)]
+    nats = float(np.abs(logprobs[0] - logprobs[1]).max())
+    of_gradients, of_moves = (float(torch.nn.functional.cosine_similarity(*two, dim=0)) for two in (gradients, moves))
+    record_property("log-probs differ by, nats", f"{nats:.4f}")
+    record_property("cosine of gradients, of the weights' moves", f"{of_gradients:.4f}, {of_moves:.4f}")
+    assert nats < 0.1
+    assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.02)
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+    assert of_gradients > 0.99
+    # AdamW's first step goes by the gradients' signs, which rounding turns where they are nearly 0.
+    assert of_moves > 0.9
+
+
+def flat(backend, value):
+    """A value of every parameter as one vector on the CPU."""
+    parameters = backend._learner.parameters.values()
+    return torch.cat([value(parameter).detach().float().cpu().flatten() for parameter in parameters])
+
+
 def test_what_is_published_and_exported_is_bfloat16_and_what_resumes_is_not(tmp_path, model_directory):
     backend = build_backend(model_directory, dtype="bfloat16", optimizer={"learning_rate": RATE})
     step(backend, 0)
