@@ -29,6 +29,11 @@ class HeartbeatInterval:
         asked_s = min(self._interval_s, LEASE_SHARE * lease_s)
         return asked_s if asked_s > BEAT_INTERVAL_S else 0.0
 
+    @property
+    def stretch(self) -> float:
+        """So many times as long as usual signs of life may wait, too: 1 to 2.25."""
+        return self._interval_s / BEAT_INTERVAL_S
+
     def note_beat(self) -> None:
         """A heartbeat was read."""
         self._num_read += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,11 +110,11 @@ class LeaseStream:
                         spoke_s = loop.time()
                         await asyncio.sleep(PACE_S)
                         continue
-                    is_woken = await wait_for_event(wake, self._patience_s())
+                    is_woken = await wait_for_event(wake, self._patience_s(loop.time() - spoke_s))
                     # Others' commits wake this stream too, many times a second: it must send signs of life all the
                     # same.
                     silent_s = loop.time() - spoke_s
-                    if silent_s >= (MAX_SILENCE_S if is_woken else IDLE_EVERY_S) or self._pace.is_news:
+                    if silent_s >= (MAX_SILENCE_S if is_woken else self._idle_every_s) or self._pace.is_news:
                         spoke_s = loop.time()
                         yield _Response(idle=self._pace.idle(self._reason))
                 intake.check()
@@ -124,13 +125,18 @@ class LeaseStream:
         await self._replica.transact(RunState.check_open)
         await self._replica.peers.meet_generator(self._hello)
 
-    def _patience_s(self) -> float:
-        """How long to wait for a change before asking again anyway."""
+    def _patience_s(self, silent_s: float) -> float:
+        """How long to wait for a change before asking again anyway, or saying something after `silent_s` seconds."""
         now_s = self._replica.clock.now_s()
         move_s = 0.0 if self._idle_since_s is None else self._idle_since_s + IDLE_BEFORE_MOVE_S
         # Nothing is checked before it may ask again; a past time was skipped, and would be every time.
-        due_s = next((at_s for at_s in (self._ask_again_s, move_s) if at_s > now_s), now_s + IDLE_EVERY_S)
-        return min(IDLE_EVERY_S, max(PACE_S, due_s - now_s))
+        due_s = next((at_s for at_s in (self._ask_again_s, move_s) if at_s > now_s), math.inf)
+        return min(self._idle_every_s, max(PACE_S, min(due_s - now_s, MAX_SILENCE_S - silent_s)))
+
+    @property
+    def _idle_every_s(self) -> float:
+        """How long to wait for a change at most, and without one between signs of life."""
+        return min(MAX_SILENCE_S, IDLE_EVERY_S * self._run_registry.heartbeat_interval.stretch)
 
     async def _on_request(self, request: broker_pb2.StreamLeasesRequest) -> None:
         if request.WhichOneof("frame") != "beat":

@@ -78,9 +78,12 @@ class ScoringStream:
                         break
                     if frames:
                         spoke_s = loop.time()
-                    elif not await wait_for_event(wake, IDLE_EVERY_S) or loop.time() - spoke_s >= MAX_SILENCE_S:
-                        # Others' commits wake this stream too, many times a second: it must send signs of life all the
-                        # same.
+                        continue
+                    # Others' commits wake this stream too, many times a second: it must send signs of life all the
+                    # same.
+                    idle_s = IDLE_EVERY_S * self._run_registry.heartbeat_interval.stretch
+                    idle_s = min(idle_s, max(0.0, spoke_s + MAX_SILENCE_S - loop.time()))
+                    if not await wait_for_event(wake, idle_s) or loop.time() - spoke_s >= MAX_SILENCE_S:
                         spoke_s = loop.time()
                         await self._replica.peers.see_worker(self._worker_id)
                         yield _Response()

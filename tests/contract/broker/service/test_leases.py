@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
+
+from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
 from services.broker.assembly.messages import MAX_FRAME_BYTES
+from services.broker.streams import lease_stream, scoring_stream
 from tests.helpers.brokers.broker import (
     RUN,
     Generator,
@@ -111,6 +116,36 @@ async def test_a_busy_broker_asks_for_fewer_heartbeats_until_it_is_calm(broker: 
     assert not (await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))).HasField("heartbeat_interval")
     # None came later than it was to.
     assert registry.get_sample_value("penstock_broker_heartbeat_longest_delay_s") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("module", "connect"), [(lease_stream, Generator.connect), (scoring_stream, Worker.connect)], ids=["lease", "score"]
+)
+async def test_a_busy_broker_gives_fewer_signs_of_life_and_is_never_silent_for_long(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch, module: Any, connect: Callable[..., Generator | Worker]
+) -> None:
+    waits: list[float] = []
+
+    async def wait(event: Wake, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return await event.take_within(timeout_s)
+
+    monkeypatch.setattr(module, "wait_for_event", wait)
+    await broker.open()
+    stream = connect(broker.channel).stream
+    await until(lambda: waits[-1:] == [module.IDLE_EVERY_S])
+    interval = broker.run_registry.heartbeat_interval
+    for _ in range(9):
+        interval.note_beat()
+        interval.update(1.0, 1e-3)
+    await until(lambda: waits[-1] == pytest.approx(2.25 * module.IDLE_EVERY_S))
+    # Whatever wakes it in between.
+    monkeypatch.setattr(module, "IDLE_EVERY_S", 3600.0)
+    monkeypatch.setattr(module, "MAX_SILENCE_S", 0.2)
+    broker.run_registry.replica(RUN).wake()
+    for _ in range(10):
+        await stream.receive()
+    assert waits[-1] <= 0.2
 
 
 async def _idle(generator: Generator) -> broker_pb2.LeaseIdle:

@@ -29,6 +29,15 @@ def test_it_rises_while_the_load_is_high_and_returns_slowly_once_it_is_not() -> 
     assert asked[-1] == 0.0
 
 
+def test_signs_of_life_follow_it() -> None:
+    interval = HeartbeatInterval()
+    assert interval.stretch == 1.0
+    _update(interval, 1.0)
+    assert interval.stretch == 1.5
+    _update(interval, 1.0)
+    assert interval.stretch == LONGEST_ASKED_S / BEAT_INTERVAL_S
+
+
 def test_a_load_between_busy_and_calm_changes_nothing() -> None:
     interval = HeartbeatInterval()
     _update(interval, BUSY)
