@@ -119,7 +119,7 @@ results: setup  ## Simulate the papers' comparisons again: docs/results.md
 	$(BIN)/python -m benchmarks.scheduler.results
 
 # In an environment of its own: the GPU builds cannot be installed beside those for CPUs.
-gpu-check:  ## Run every test that needs an NVIDIA GPU, and print one page; installs .venv-gpu (about 10 GB) first
+gpu-check:  ## Run every test that needs an NVIDIA GPU, and print one page; installs .venv-gpu (several GB) first
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || \
 	  { echo "gpu-check: no NVIDIA GPU on this machine (nvidia-smi -L lists none); nothing was installed or run" >&2; exit 3; }
 	@$(MAKE) --no-print-directory $(GPU_VENV)/.installed

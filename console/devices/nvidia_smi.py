@@ -75,7 +75,8 @@ class GpuDevice:
         users = [user for user in self.users if user.memory_mib is None or user.memory_mib >= SMALL_USER_MIB]
         if users:
             return ", ".join(map(str, users))
-        return f"{self.used_mib} MiB in use" if self.used_mib is not None and self.used_mib >= BUSY_MIB else ""
+        is_busy = self.used_mib is not None and self.used_mib >= BUSY_MIB
+        return f"{self.used_mib} MiB by processes that cannot be seen from here" if is_busy else ""
 
 
 def read_devices() -> tuple[GpuDevice, ...] | None:

@@ -14,7 +14,9 @@ from tests.helpers.recorded_gpus import Card, Process, install_broken_nvidia_smi
 
 
 @pytest.fixture(autouse=True)
-def _no_outer_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No outer pool, and no claims of other runs."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -49,7 +51,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_table(tmp_path: Path, monke
         f"penstock: {path}: devices: trainer needs 2 GPUs (trainer.processes: 2), 1 of 2 left (1 in use by others); "
         "lower trainer.processes, or name GPUs to be shared: devices.trainer=[...]"
     )
-    assert any("in use: 40000 MiB in use" in line for line in table)
+    assert any("in use: 40000 MiB by processes that cannot be seen from here" in line for line in table)
     assert table[-1].split()[1:] == ["none", "trainer", "needs", "2"]
     assert not (tmp_path / "runs").exists(), "something was started"
 

@@ -113,7 +113,7 @@ def test_the_page_has_machine_versions_results_and_reasons(tmp_path, monkeypatch
     text = page(checks, read_devices(), {"torch": "2.13.0"}, now_s=0)
 
     assert text.startswith("# GPU check of 1970-01-01 00:00 UTC\n\n1 passed, 1 failed, 1 skipped.\n")
-    assert "| 1 | NVIDIA H100 80GB HBM3 | 80 | 30000 MiB in use |" in text
+    assert "| 1 | NVIDIA H100 80GB HBM3 | 80 | 30000 MiB by processes that cannot be seen from here |" in text
     assert "| torch | 2.13.0 |" in text
     assert "## a.py\n\n| check | result | s | figures, or why not |\n| --- | --- | --- | --- |\n" in text
     assert "| t1 | passed | 1.2 | x, s: 2; y: 3 |\n| t2 | failed | 0.5 | one \\| two |\n" in text

@@ -55,7 +55,7 @@ def test_memory_in_use_shows_what_a_container_cannot_see(machine):
     """From within a container the table of processes is empty."""
     nearly_free, busy = machine(Card(used_mib=600), Card(used_mib=40000))
 
-    assert (nearly_free.use, busy.use) == ("", "40000 MiB in use")
+    assert (nearly_free.use, busy.use) == ("", "40000 MiB by processes that cannot be seen from here")
 
 
 def test_a_desktop_is_not_in_the_way(machine):

@@ -187,8 +187,8 @@ def test_a_named_gpu_that_others_use_is_noted(machine):
     run = survey(config(devices={"trainer": [0], "generators": [1]}))
     assert run.allocation.problems == []
     assert run.notes == [
-        "GPU 0 of trainer is not free: 50000 MiB in use",
-        "GPU 1 of generator-0 is not free: 50000 MiB in use",
+        "GPU 0 of trainer is not free: 50000 MiB by processes that cannot be seen from here",
+        "GPU 1 of generator-0 is not free: 50000 MiB by processes that cannot be seen from here",
     ]
 
 
