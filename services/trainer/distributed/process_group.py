@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.model.backend import BackendError
+from services.trainer.model.precision import MASTER
 from services.trainer.model.ranks import Ranks
 
 COMPUTE_TIMEOUT = timedelta(minutes=10)
@@ -64,13 +65,14 @@ class RankGroup(Ranks):
         """The GPU of this process, or the CPU."""
         return self._device
 
-    def shard(self, network: nn.Module) -> None:
+    def shard(self, network: nn.Module, *, computing: torch.dtype) -> None:
         """Shards by FSDP2: one unit for each layer declared by the model's authors, and one for the rest."""
+        policy = MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=MASTER, cast_forward_inputs=False)
         names = set(getattr(network, "_no_split_modules", None) or ())
         for module in [module for module in network.modules() if type(module).__name__ in names]:
-            fully_shard(module, mesh=self._mesh)
+            fully_shard(module, mesh=self._mesh, mp_policy=policy)
         # Gathered weights must not outlive a forward pass: after one without gradients they would become stale.
-        fully_shard(network, mesh=self._mesh, reshard_after_forward=True)
+        fully_shard(network, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 # Losses are sums, and so are gradients; gloo cannot scale them otherwise.

@@ -93,9 +93,10 @@ class RankBackend:
             torch.manual_seed(seed + self._ranks.rank)
         self._model = self._trained.network
         self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
-        self._token_logprobs = TokenLogprobs(
-            *self._trained.networks, inputs=packed_inputs(self._idle_pack, self._device)
-        )
+        with computing_in(self._dtype, self._device):
+            self._token_logprobs = TokenLogprobs(
+                *self._trained.networks, inputs=packed_inputs(self._idle_pack, self._device)
+            )
         named = self._model.named_parameters()
         parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._learner = Learner(parameters, optimizer, ranks=self._ranks)

@@ -53,12 +53,14 @@ class Critic:
         learning_rate: float,
         optimizer: OptimizerConfig,
     ) -> None:
-        self._network: Any = load_weights(path, dtype=MASTER, device=device, ranks=ranks, sharded=_parts).base_model
+        self._network: Any = load_weights(
+            path, dtype=MASTER, computing=dtype, device=device, ranks=ranks, sharded=_parts
+        ).base_model
         self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)
         self._ranks = ranks
-        ranks.shard(self._head)
+        ranks.shard(self._head, computing=MASTER)
         parameters: dict[str, Tensor] = {
             f"{module}.{name}": parameter
             for module, holder in (("network", self._network), ("head", self._head))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -48,15 +49,15 @@ def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) ->
         UnsupportedModelError: packed rows would not train it on its own function, or its weights do not fit it.
         OSError: the directory does not hold a model.
     """
-    # Trained weights and their reference are held in full precision; a base below an adapter is not.
+    # Trained weights are held in full precision; their reference, or a base below an adapter, is not.
     own = compute_dtype(settings.dtype, path=settings.path, device=device)
     if settings.lora is not None:
         return _load_adapted(settings, device, ranks, dtype=own)
-    model = load_weights(settings.path, dtype=MASTER, device=device, ranks=ranks)
-    _prepare(model, settings, ranks)
-    reference = None
-    if settings.keep_reference:
-        reference = load_weights(settings.path, dtype=MASTER, device=device, ranks=ranks)
+    load = partial(load_weights, settings.path, computing=own, device=device, ranks=ranks)
+    model = load(dtype=MASTER)
+    _prepare(model, settings, ranks, computing=own)
+    # It does not learn: in the type in which it computes it computes the same.
+    reference = load(dtype=own) if settings.keep_reference else None
     return TrainedModel(model, reference=reference, published_dtype=own)
 
 
@@ -66,14 +67,16 @@ def _load_adapted(settings: ModelSettings, device: torch.device, ranks: Ranks, *
 
     assert settings.lora is not None
     # An adapter is added to layers that are whole, so every process loads all of the base before it keeps its part.
-    model = load_weights(settings.path, dtype=dtype, device=device, ranks=ranks, sharded=lambda _: ())
-    _prepare(model, settings, ranks)
+    model = load_weights(
+        settings.path, dtype=dtype, computing=dtype, device=device, ranks=ranks, sharded=lambda _: ()
+    )
+    _prepare(model, settings, ranks, computing=dtype)
     adapted = LoraModel(model, path=settings.path, config=settings.lora)
-    ranks.shard(adapted.network)
+    ranks.shard(adapted.network, computing=dtype)
     return adapted
 
 
-def _prepare(model: PreTrainedModel, settings: ModelSettings, ranks: Ranks) -> None:
-    check_packing(model, settings.path, ranks)
+def _prepare(model: PreTrainedModel, settings: ModelSettings, ranks: Ranks, *, computing: torch.dtype) -> None:
+    check_packing(model, settings.path, ranks, computing=computing)
     if settings.gradient_checkpointing:
         checkpoint_layers(model)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from services.trainer.batches.packing import Pack, Trajectory, join
 from services.trainer.model.attention import PACKED_ATTENTION, PackedAttentionError, packed_inputs
 from services.trainer.model.backend import UnsupportedModelError
+from services.trainer.model.precision import computing_in
 from services.trainer.model.ranks import Ranks
 
 SAMPLE_TOKENS = 32
@@ -31,28 +33,29 @@ SHORT_WINDOW = 8
 MAX_DIFFERENCE = {torch.float32: 1e-3}
 """Mean over a sample's tokens, nats. The rounding of another kernel is a hundred times smaller."""
 MAX_HALF_DIFFERENCE = 0.25
-"""The same for weights held in 16 bits, whose rounding is that much coarser."""
+"""The same in 16 bits, whose rounding is that much coarser."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _MOVING_ROTARY = frozenset(("dynamic", "longrope"))
 _SEED = 7
 
 
-def check_packing(model: PreTrainedModel, path: Path, ranks: Ranks) -> None:
+def check_packing(model: PreTrainedModel, path: Path, ranks: Ranks, *, computing: torch.dtype) -> None:
     """Refuses a model if packed rows would train another function than its own; in all processes alike.
 
     Args:
         model: With `PACKED_ATTENTION`, in evaluation mode, on its device; it is left as it was.
         path: Its folder, for the message.
         ranks: The processes, each of which may hold a part of it.
+        computing: Element type of matrix products.
 
     Raises:
         UnsupportedModelError: It is such a model; the message says why.
     """
     name = f"{path}: {model.config.model_type}"
     _check_rotary(model, name)
-    with _short_windows(model):
+    with _short_windows(model), computing_in(computing, model.device):
         for check in (_check_own_attention, _check_neighbours):
-            problem = _problem(check, model, name)
+            problem = _problem(partial(check, dtype=computing), model, name)
             # Agreed on before the next passes, which need all processes.
             if not ranks.agree(problem is None):
                 raise problem or UnsupportedModelError(f"{name}: another process refuses it")
@@ -96,7 +99,7 @@ def _check_rotary(model: PreTrainedModel, name: str) -> None:
             )
 
 
-def _check_own_attention(model: PreTrainedModel, name: str) -> None:
+def _check_own_attention(model: PreTrainedModel, name: str, *, dtype: torch.dtype) -> None:
     (sample,) = _samples(model, 1)
     pack = join([sample], [0])
     with torch.no_grad():
@@ -106,11 +109,11 @@ def _check_own_attention(model: PreTrainedModel, name: str) -> None:
             del inputs["segment_lengths"]
             expected = _logprobs(model, inputs, pack)
     _require_close(
-        found, expected, dtype=model.dtype, message=f"{name}: packed attention is not its own: log-probs differ"
+        found, expected, dtype=dtype, message=f"{name}: packed attention is not its own: log-probs differ"
     )
 
 
-def _check_neighbours(model: PreTrainedModel, name: str) -> None:
+def _check_neighbours(model: PreTrainedModel, name: str, *, dtype: torch.dtype) -> None:
     samples = _samples(model, 3)
     alone, row = join(samples, [1]), join(samples, [0, 1, 2])
     of_middle = torch.from_numpy(row.target_segments == 1).to(model.device)
@@ -128,7 +131,7 @@ def _check_neighbours(model: PreTrainedModel, name: str) -> None:
     _require_close(
         found.detach(),
         expected,
-        dtype=model.dtype,
+        dtype=dtype,
         message=f"{name}: its place in a row changes a sample's log-probs",
     )
 

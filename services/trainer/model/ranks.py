@@ -32,8 +32,13 @@ class Ranks:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(name)
 
-    def shard(self, network: nn.Module) -> None:
-        """Leave each process a part of every parameter; gradients are then summed over processes."""
+    def shard(self, network: nn.Module, *, computing: torch.dtype) -> None:
+        """Leave each process a part of every parameter; gradients are then summed over processes, in float32.
+
+        Args:
+            network: The module to call.
+            computing: Element type of its matrix products, in which weights of float32 are gathered.
+        """
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor in process 0, on the CPU if it had to be gathered; unspecified in the others."""

@@ -146,7 +146,9 @@ class _SlicedLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch d
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         parts = _Parts(hidden_nh, weight_vh, bias_v, request, ctx.dtype)
         hidden_gradient_nh = torch.empty_like(hidden_nh) if wants_hidden else None
-        weight_gradient_vh = torch.zeros_like(weight_vh) if wants_weight else None
+        # Of several slices the sum is float32, also where weights were gathered in 16 bits.
+        sum_dtype = weight_vh.dtype if len(hidden_nh) <= ctx.slice_size else torch.float32
+        weight_gradient_vh = torch.zeros_like(weight_vh, dtype=sum_dtype) if wants_weight else None
         bias_gradient_v = torch.zeros_like(bias_v) if wants_bias else None
         for part in reversed(list(_slices(len(hidden_nh), ctx.slice_size))):
             delta_cv, ctx.last_cv = ctx.last_cv, None

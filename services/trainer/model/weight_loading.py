@@ -22,6 +22,7 @@ from transformers.distributed import DistributedConfig
 
 from services.trainer.model.attention import PACKED_ATTENTION
 from services.trainer.model.backend import BackendError, UnsupportedModelError
+from services.trainer.model.precision import MASTER
 from services.trainer.model.ranks import Ranks
 
 _log = structlog.get_logger()
@@ -32,6 +33,7 @@ def load_weights(
     path: Path,
     *,
     dtype: torch.dtype,
+    computing: torch.dtype,
     device: torch.device,
     ranks: Ranks,
     sharded: Modules = lambda model: (model,),
@@ -41,6 +43,7 @@ def load_weights(
     Args:
         path: Hugging Face directory: configuration, safetensors.
         dtype: Element type in which the weights are held.
+        computing: Element type of matrix products.
         device: Of this process.
         ranks: The processes.
         sharded: Its modules that will be called, each of which is sharded with all it contains.
@@ -52,19 +55,24 @@ def load_weights(
     """
     problem: BackendError | OSError | None = None
     try:
-        model = _loaded(path, dtype=dtype, ranks=ranks, sharded=sharded)
+        model = _loaded(path, dtype=dtype, computing=computing, ranks=ranks, sharded=sharded)
     except (BackendError, OSError) as error:
         problem = error
     if not ranks.agree(problem is None):
         raise problem or UnsupportedModelError(f"{path}: another process could not load the model")
+    if computing != MASTER:
+        # Whatever layers multiply in, and whatever their weights are held or gathered in, they add up in float32.
+        model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(MASTER))
     # Of a sharded model only buffers move; the call also lets FSDP take over the parameters that were read.
     return model.eval().to(device)
 
 
-def _loaded(path: Path, *, dtype: torch.dtype, ranks: Ranks, sharded: Modules) -> PreTrainedModel:
+def _loaded(
+    path: Path, *, dtype: torch.dtype, computing: torch.dtype, ranks: Ranks, sharded: Modules
+) -> PreTrainedModel:
     def shard(model: PreTrainedModel) -> None:
         for module in sharded(model):
-            ranks.shard(module)
+            ranks.shard(module, computing=computing)
 
     # Safetensors alone: files of PyTorch's own format are pickles.
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
