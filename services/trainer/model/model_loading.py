@@ -67,9 +67,7 @@ def _load_adapted(settings: ModelSettings, device: torch.device, ranks: Ranks, *
 
     assert settings.lora is not None
     # An adapter is added to layers that are whole, so every process loads all of the base before it keeps its part.
-    model = load_weights(
-        settings.path, dtype=dtype, computing=dtype, device=device, ranks=ranks, sharded=lambda _: ()
-    )
+    model = load_weights(settings.path, dtype=dtype, computing=dtype, device=device, ranks=ranks, sharded=lambda _: ())
     _prepare(model, settings, ranks, computing=dtype)
     adapted = LoraModel(model, path=settings.path, config=settings.lora)
     ranks.shard(adapted.network, computing=dtype)

@@ -108,9 +108,7 @@ def _check_own_attention(model: PreTrainedModel, name: str, *, dtype: torch.dtyp
             inputs = packed_inputs(pack, model.device)
             del inputs["segment_lengths"]
             expected = _logprobs(model, inputs, pack)
-    _require_close(
-        found, expected, dtype=dtype, message=f"{name}: packed attention is not its own: log-probs differ"
-    )
+    _require_close(found, expected, dtype=dtype, message=f"{name}: packed attention is not its own: log-probs differ")
 
 
 def _check_neighbours(model: PreTrainedModel, name: str, *, dtype: torch.dtype) -> None:

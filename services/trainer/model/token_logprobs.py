@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-LOGITS_BYTES = 512 << 20
-"""Size of a slice's float32 logits."""
+from penstock.model.training_memory import LOGITS_BYTES
+
 _TOLERANCE = 0.01
 """How far logits may be from that factor, relatively: rounding to 16 bits."""
 

@@ -38,12 +38,13 @@ def loss_with(**changes):
     return LossSettings(clip=Clip(low=0.2, high=0.2), **changes)
 
 
-def build_backend(directory, *, loss=None, loss_settings=None, optimizer=None, **model):
+def build_backend(directory, *, loss=None, loss_settings=None, optimizer=None, ranks=None, **model):
     return RankBackend(
         model=ModelSettings(path=directory, **model),
         optimizer=OptimizerConfig(**({"learning_rate": 1e-2} | (optimizer or {}))),
         loss=loss or partial(policy_loss, algorithm=DAPO, settings=loss_settings or loss_with()),
         seed=0,
+        ranks=ranks,
     )
 
 

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import json
 import struct
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-from services.trainer.distributed.process_group import RankGroup
 from services.trainer.model.attention import register_packed_attention
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.critic import _parts
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.weight_loading import load_weights
 from tests.helpers.models.model_families import FAMILIES, save_tiny, tiny_config
+from tests.helpers.trainers.lone_rank import one_of
+from tests.unit.trainer.model.test_architectures import REFUSED
 
 CPU = torch.device("cpu")
 HAVE_EXPERTS_APART = {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "minimax_m2", "glm4_moe"}
 """In files; a process needs one of the four."""
-UNTRAINABLE = {"gptj", "bloom", "gemma2", "glm_moe_dsa", "granitemoehybrid", "jamba", "lfm2", "mamba2", "minimax"} | {
-    "nemotron_h",
-    "qwen3_next",
-    "stablelm",
-}
-"""Two others are of use here: falcon_h1 has buffers of its own, and conversions of olmo_hybrid cross rows."""
+UNTRAINABLE = REFUSED.keys() - {"falcon_h1", "olmo_hybrid"}
+"""The two are of use here: falcon_h1 has buffers of its own, and conversions of olmo_hybrid cross rows."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM, UP, EMBEDDING = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
 
@@ -41,28 +34,10 @@ def _registered():
     register_packed_attention()
 
 
-class OneOf(Ranks):
-    """A process of a group whose others do not exist: enough to shard and to read, not to compute."""
-
-    shard = RankGroup.shard
-
-    def __init__(self, rank, num_ranks):
-        self.rank, self.num_ranks = rank, num_ranks
-        # A name of its own: PyTorch keeps what it computed for equal meshes, which elsewhere have one rank a process.
-        self._mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(f"rank_{rank}",))
-
-
-@contextmanager
-def one_of(rank, num_ranks):
-    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
-    try:
-        yield OneOf(rank, num_ranks)
-    finally:
-        dist.destroy_process_group()
-
-
 def load(path, ranks, **changes):
-    return load_weights(path, **{"dtype": torch.float32, "device": CPU, "ranks": ranks, **changes})
+    return load_weights(
+        path, **{"dtype": torch.float32, "computing": torch.float32, "device": CPU, "ranks": ranks, **changes}
+    )
 
 
 def assert_is_part(found, whole, *, rank, num_ranks):

@@ -1,0 +1,122 @@
+"""How much memory a process of a trainer needs, from a few numbers of its model: for trainers, planners and validators.
+
+Counted is what PyTorch allocates for AdamW with weights, gradients and moments of float32, sharded by layers (FSDP2), a
+pack at a time. Activations are those of a decoder layer with a gated feed-forward network and norms of queries and keys
+(Qwen3); models without these norms need less, up to a tenth of a layer's. Libraries, CUDA's own memory and
+what an allocator cannot use come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STATE_BYTES = 16
+"""Of a parameter that is trained: weight, gradient and two moments in float32."""
+LOGITS_BYTES = 512 << 20
+"""Logits that exist at a time, float32; those of one position if they are larger."""
+GRADIENT_BYTES = 4
+"""Of a parameter, as processes add gradients up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a decoder that its memory depends on."""
+
+    num_params: float
+    num_layers: int
+    hidden: int
+    feed_forward: int
+    """Width of the feed-forward network of one token: with experts, of those that it is sent to together."""
+    query_width: int
+    """Query heads times their size."""
+    key_width: int
+    """Key-value heads times their size."""
+    vocab: int
+    is_tied: bool
+    """Embedding and output layer are one."""
+
+    @property
+    def embedding_params(self) -> int:
+        """Of the embedding, and as many of an output layer."""
+        return self.vocab * self.hidden
+
+    @property
+    def root_params(self) -> int:
+        """What belongs to no layer."""
+        return self.embedding_params * (1 if self.is_tied else 2)
+
+    @property
+    def layer_params(self) -> float:
+        """Of one layer."""
+        return (self.num_params - self.root_params) / self.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMode:
+    """How a model is trained, as far as memory depends on it."""
+
+    num_shards: int
+    """Processes over which it is sharded."""
+    pack_tokens: int
+    """Tokens of one forward pass."""
+    is_half: bool
+    """Matrix products, gathered weights and the reference are of 16 bits."""
+    checkpoints_layers: bool = False
+    """Only each layer's input is kept for the backward pass."""
+    has_reference: bool = False
+    has_critic: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a weight that is gathered, or multiplied."""
+        return 2 if self.is_half else 4
+
+
+def held_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    """What one process holds all the time: its shard of weights, gradients, moments, reference and critic."""
+    trained = STATE_BYTES * shape.num_params
+    if mode.has_critic:
+        trained += STATE_BYTES * (shape.num_params - (0 if shape.is_tied else shape.embedding_params))
+    reference = mode.weight_bytes * shape.num_params if mode.has_reference else 0.0
+    return (trained + reference) / mode.num_shards
+
+
+def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    """What a forward and backward pass takes besides, at its peak: the same for any number of shards but one.
+
+    The peak is at one of three moments: as the backward pass begins, with all activations and the logits; as its
+    first layer ends, when gradients are about to be added up; and at its end, with the embedding's gradient.
+    """
+    # Layers add up in float32.
+    hidden = 4.0 * shape.hidden * mode.pack_tokens
+    layer_activations = mode.pack_tokens * _activation_bytes(shape, mode)
+    kept = shape.num_layers * (hidden if mode.checkpoints_layers else layer_activations)
+    of_logits = kept + 3 * hidden + _logits_bytes(shape, mode)
+    if mode.num_shards == 1:
+        # Autocast keeps a copy of all weights that are multiplied. Tied, both gradients and their sum exist at once.
+        copies = 2 * (shape.num_params - (0 if shape.is_tied else shape.embedding_params)) if mode.is_half else 0
+        gradients = 4 * shape.embedding_params * (3 if shape.is_tied else 1)
+        return copies + max(of_logits, kept + layer_activations if mode.checkpoints_layers else 0, gradients)
+    root, layer = mode.weight_bytes * shape.root_params, mode.weight_bytes * shape.layer_params
+    gradient = mode.weight_bytes * shape.embedding_params
+    # Weights and gradient of a layer, the weights of the next, the gradient as it is sent.
+    layers = 3 * layer + GRADIENT_BYTES * shape.layer_params
+    end_of_layer = root + gradient + layers + kept + (1 if mode.checkpoints_layers else -1) * layer_activations
+    end = root + gradient * (2 if shape.is_tied else 1) + GRADIENT_BYTES * shape.root_params
+    return max(root + layer + of_logits, end_of_layer, end)
+
+
+def _logits_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    """A slice of logits, with its copy in 16 bits, and the gradient of the output layer's weight."""
+    positions = min(mode.pack_tokens, max(1, LOGITS_BYTES // (4 * shape.vocab)))
+    # Added up over slices in float32, each slice's in 16 bits.
+    is_added_up = mode.num_shards == 1 or positions < mode.pack_tokens
+    gradient = 6 if mode.is_half and is_added_up else mode.weight_bytes
+    return positions * shape.vocab * (6 if mode.is_half else 4) + gradient * shape.embedding_params
+
+
+def _activation_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    """Of a token in one layer: norms keep inputs and results, products their inputs."""
+    if mode.is_half:
+        return 20 * shape.hidden + 18 * shape.query_width + 10 * shape.key_width + 8 * shape.feed_forward
+    return 24 * shape.hidden + 20 * shape.query_width + 16 * shape.key_width + 16 * shape.feed_forward

@@ -1,0 +1,120 @@
+"""The formulas of a trainer's memory and traffic against tensors that exist, and collectives that are called."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from penstock.model.training_memory import TrainingMode, held_bytes, working_bytes
+from penstock.model.training_traffic import gathered_bytes, reduced_bytes
+from services.trainer.batches.packing import join
+from tests.helpers.models.model_families import save_tiny
+from tests.helpers.models.model_shape import model_shape
+from tests.helpers.tensor_memory import TensorMemory
+from tests.helpers.trainers.lone_rank import one_of
+from tests.unit.trainer.builders import build_trajectory
+from tests.unit.trainer.distributed.test_rank_backend import build_backend
+from tests.unit.trainer.model.test_architectures import EXACT
+
+UNLIKE = {"deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "olmoe", "qwen3_moe", "starcoder2"}
+"""Their layers keep up to twice as much, or less: routed copies of tokens, more norms, no gate."""
+
+
+def trained_backend(path, ranks=None, **settings):
+    """A backend after its first step, which makes the moments."""
+    backend = build_backend(path, ranks=ranks, **settings)
+    train(backend, num_tokens=16)
+    return backend
+
+
+def train(backend, *, num_tokens):
+    rng = np.random.default_rng(0)
+    pack = join([build_trajectory(rng, num_prompt=1, num_completion=num_tokens - 1)], [0])
+    backend.forward_backward(pack)
+    backend.optimizer_step(divisor=1)
+
+
+def measured(backend, *, num_tokens):
+    parameters = list(backend._model.parameters())
+    moments = chain.from_iterable(state.values() for state in backend._learner.optimizer.state.values())
+    memory = TensorMemory(
+        tensor.detach()
+        for tensor in (*parameters, *(each.grad for each in parameters), *(each for each in moments if each.dim()))
+    )
+    with memory.counting():
+        train(backend, num_tokens=num_tokens)
+    return memory
+
+
+def mode_of(backend, *, num_tokens, checkpoints_layers=False):
+    return TrainingMode(
+        num_shards=backend._ranks.num_ranks,
+        pack_tokens=num_tokens,
+        is_half=backend._dtype == torch.bfloat16,
+        checkpoints_layers=checkpoints_layers,
+    )
+
+
+def whole_bytes(shape, mode):
+    return held_bytes(shape, mode) + working_bytes(shape, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints_layers", [False, True])
+@pytest.mark.parametrize("family", EXACT)
+def test_every_family_needs_what_the_formula_says(tmp_path, family, checkpoints_layers):
+    backend = trained_backend(save_tiny(family, tmp_path), gradient_checkpointing=checkpoints_layers)
+    memory = measured(backend, num_tokens=32)
+    shape = model_shape(backend._model, backend._model.config)
+    mode = mode_of(backend, num_tokens=32, checkpoints_layers=checkpoints_layers)
+    assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=1e-6)
+    assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.16 if family in UNLIKE else 0.1)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def qwen3(request, tmp_path_factory):
+    """Layers wide enough for weights to outweigh everything else, as in real models."""
+    path = tmp_path_factory.mktemp("qwen3")
+    config = Qwen3Config(
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=request.param,
+    )
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("checkpoints_layers", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_tokens", [32, 256])
+def test_a_shard_needs_and_exchanges_what_the_formulas_say(qwen3, num_ranks, dtype, checkpoints_layers, num_tokens):
+    with one_of(0, num_ranks) as ranks:
+        backend = trained_backend(qwen3, ranks, dtype=dtype, gradient_checkpointing=checkpoints_layers)
+        memory = measured(backend, num_tokens=num_tokens)
+        shape = model_shape(backend._model, backend._model.config)
+    mode = mode_of(backend, num_tokens=num_tokens, checkpoints_layers=checkpoints_layers)
+    assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=0.01)
+    assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
+    assert memory.collectives["_allgather_base_"] == gathered_bytes(shape, mode, num_passes=1)
+    assert memory.collectives["_reduce_scatter_base_"] == reduced_bytes(shape, mode, num_passes=1)
+
+
+@pytest.mark.parametrize("checkpoints_layers", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_process_needs_what_the_formula_says(qwen3, dtype, checkpoints_layers):
+    backend = trained_backend(qwen3, dtype=dtype, gradient_checkpointing=checkpoints_layers)
+    memory = measured(backend, num_tokens=256)
+    shape = model_shape(backend._model, backend._model.config)
+    mode = mode_of(backend, num_tokens=256, checkpoints_layers=checkpoints_layers)
+    assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
+    assert not memory.collectives
