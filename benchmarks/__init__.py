@@ -21,6 +21,7 @@ SUITES = {
     "e2e.mutual_tls": "a run under mutual TLS and in plain text",
     "fleet": "dispatch over emulated GPUs through real services",
     "generator": "in-flight updates and concurrency of a vLLM engine",
+    "gpu": "everything that needs a GPU, as one page (make gpu-check)",
     "ranker": "forecasts of completion lengths",
     "scale": "unit costs of a broker under a thousand generators, and what fleets need",
     "scale.churn": "what grows in a broker and in Redis within an hour of a run",

@@ -21,7 +21,7 @@ EXIT_FAILED, EXIT_NO_GPU = 1, 3
 
 def main(arguments: list[str] | None = None) -> int:
     """Check, and print the page; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--page", type=Path, help="also write the page there")
     parser.add_argument("files", nargs="*", metavar="TEST_FILE", help="only these; by default every one with a check")
     options = parser.parse_args(arguments)
