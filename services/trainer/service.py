@@ -245,8 +245,7 @@ def read_spec(request: trainer_pb2.StartRunRequest, roots: Roots) -> RunSpec:
         raise InvalidFieldError(
             f"run.id: {config.run.id!r} in config_json, but run_id is {request.run_id!r}", field="run_id"
         )
-    run_dir = config.run.dir / request.run_id
-    roots.require("run.dir", run_dir)
+    run_dir = roots.require("run.dir", config.run.dir / request.run_id)
     _check_paths(config, roots)
     if not request.resume and any((run_dir / name).exists() for name in _RUN_FILES):
         raise InvalidFieldError(

@@ -26,8 +26,8 @@ class Roots:
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = [root.expanduser().absolute() for root in roots]
 
-    def require(self, field: str, path: Path) -> None:
-        """Raises InvalidFieldError unless `path`, which need not exist, is a root or below one."""
+    def require(self, field: str, path: Path) -> Path:
+        """The real path of `path`, which need not exist; raises InvalidFieldError unless it is a root or below one."""
         try:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:
@@ -41,6 +41,7 @@ class Roots:
                 "the trainer's own configuration",
                 field=field,
             )
+        return real
 
     def make_run_dir(self, path: Path) -> None:
         """Make a run's folder if it does not exist.
@@ -49,16 +50,17 @@ class Roots:
             InvalidFieldError: It, or something in it, is outside the roots, or it cannot be a folder.
             ServiceUnavailableError: The disk is full.
         """
-        self.require("run.dir", path)
+        # As resolved: for the path `../new/../root/run` the folder `new` would be made, outside the roots.
+        real = self.require("run.dir", path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            links = [inner for inner in path.iterdir() if inner.is_symlink()]
+            real.mkdir(parents=True, exist_ok=True)
+            links = [inner for inner in real.iterdir() if inner.is_symlink()]
         except OSError as error:
             message = f"run.dir: {_shown(path)} cannot be made: {error.strerror}"
             if is_full(error):
                 raise ServiceUnavailableError(f"{message}; free some space") from error
             raise InvalidFieldError(f"{message}; choose another", field="run.dir") from error
-        for made in (path, *links):
+        for made in (real, *links):
             self.require("run.dir", made)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.clock import SystemClock
@@ -138,6 +138,7 @@ def hostile_strings(draw: st.DrawFn) -> str:
 
 
 @pytest.mark.slow
+@example([("run.dir", "{root}/../new/../root/model//..\\..")])
 @settings(
     max_examples=NUM_EXAMPLES,
     deadline=None,
