@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 STATE_BYTES = 16
 """Of a parameter that is trained: weight, gradient and two moments in float32."""
+SAVED_BYTES = 12
+"""Of them, those that a checkpoint holds: all but the gradient."""
 LOGITS_BYTES = 512 << 20
 """Logits that exist at a time, float32; those of one position if they are larger."""
 GRADIENT_BYTES = 4
@@ -64,7 +66,10 @@ class TrainingMode:
     checkpoints_layers: bool = False
     """Only each layer's input is kept for the backward pass."""
     has_reference: bool = False
+    """A copy of the weights is kept; below an adapter the weights themselves are the reference."""
     has_critic: bool = False
+    has_adapter: bool = False
+    """A LoRA adapter is trained, so small that it does not count, and weights are held in the type of products."""
 
     @property
     def weight_bytes(self) -> int:
@@ -74,11 +79,17 @@ class TrainingMode:
 
 def held_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     """What one process holds all the time: its shard of weights, gradients, moments, reference and critic."""
-    trained = STATE_BYTES * shape.num_params
+    trained = (mode.weight_bytes if mode.has_adapter else STATE_BYTES) * shape.num_params
     if mode.has_critic:
         trained += STATE_BYTES * (shape.num_params - (0 if shape.is_tied else shape.embedding_params))
     reference = mode.weight_bytes * shape.num_params if mode.has_reference else 0.0
     return (trained + reference) / mode.num_shards
+
+
+def copied_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    """What one process copies for a checkpoint, in the memory of its machine, until it is written."""
+    num_trained = (0 if mode.has_adapter else shape.num_params) + (shape.num_params if mode.has_critic else 0)
+    return SAVED_BYTES * num_trained / mode.num_shards
 
 
 def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
@@ -92,6 +103,10 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     layer_activations = mode.pack_tokens * _activation_bytes(shape, mode)
     kept = shape.num_layers * (hidden if mode.checkpoints_layers else layer_activations)
     of_logits = kept + 3 * hidden + _logits_bytes(shape, mode)
+    if mode.has_adapter:
+        # Without gradients of weights, and with copies of none: the weights of a layer, and of the next.
+        gathered = 0.0 if mode.num_shards == 1 else mode.weight_bytes * (shape.root_params + 2 * shape.layer_params)
+        return gathered + max(of_logits, kept + layer_activations if mode.checkpoints_layers else 0)
     if mode.num_shards == 1:
         # Autocast keeps a copy of all weights that are multiplied. Tied, both gradients and their sum exist at once.
         copies = 2 * (shape.num_params - (0 if shape.is_tied else shape.embedding_params)) if mode.is_half else 0
@@ -110,9 +125,12 @@ def _logits_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     """A slice of logits, with its copy in 16 bits, and the gradient of the output layer's weight."""
     positions = min(mode.pack_tokens, max(1, LOGITS_BYTES // (4 * shape.vocab)))
     # Added up over slices in float32, each slice's in 16 bits.
+    logits = positions * shape.vocab * (6 if mode.is_half else 4)
+    if mode.has_adapter:
+        return logits
     is_added_up = mode.num_shards == 1 or positions < mode.pack_tokens
     gradient = 6 if mode.is_half and is_added_up else mode.weight_bytes
-    return positions * shape.vocab * (6 if mode.is_half else 4) + gradient * shape.embedding_params
+    return logits + gradient * shape.embedding_params
 
 
 def _activation_bytes(shape: ModelShape, mode: TrainingMode) -> float:

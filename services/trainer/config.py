@@ -239,8 +239,9 @@ class ComputeConfig(StrictModel):
     processes: Annotated[int, Field(ge=1, le=1024)] | Annotated[tuple[Share, ...], Field(min_length=1)] = 1
     """Number of processes over which model and optimiser are sharded (FSDP2), one per GPU, started on the trainer's
     machine or by torchrun on many; or, if devices differ, the share of tokens of each process, in any unit: [1, 2]."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more work."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, about a third more work. Unset: if they would not fit
+    otherwise."""
     max_silence_s: float | None = Field(default=None, gt=0)
     """The run fails if no new group arrives for this long while the broker is reachable. Unset: 1800 s, or three times
     the duration of the longest completion on the slowest generator if that is longer."""

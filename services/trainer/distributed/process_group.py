@@ -96,11 +96,15 @@ class RankGroup(Ranks):
         dist.all_reduce(total, group=self._messages)
         return int(total)
 
-    def agree(self, is_so: bool) -> bool:
+    def smallest(self, number: int) -> int:
         """An all-reduce of the message group."""
-        verdict = torch.tensor(int(is_so))
-        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._messages)
-        return bool(verdict)
+        least = torch.tensor(number)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._messages)
+        return int(least)
+
+    def agree(self, is_so: bool) -> bool:
+        """The smallest verdict."""
+        return bool(self.smallest(int(is_so)))
 
     def send(self, call: dict[str, Any], arrays: Arrays | None = None, *, to: int) -> None:
         """One message: JSON and arrays."""

@@ -155,7 +155,9 @@ class RankBackend:
         if self._critic is not None and pack.returns is not None:
             value_loss = self._critic.forward_backward(pack, is_idle=is_idle)
             totals = totals.merged(LossTotals(sums={"value_loss": value_loss}))
-        (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
+        # Activations that are computed again need the same dropout.
+        with self._trained.training():
+            (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
         return LossTotals() if is_idle else totals
 
     def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
@@ -279,6 +281,7 @@ class RankBackend:
             ranks=self._ranks,
             learning_rate=rate,
             optimizer=self._optimizer_config,
+            checkpoints_layers=self._settings.gradient_checkpointing,
         )
 
     def _reference_of_loss(self, pack: Pack) -> Tensor | None:

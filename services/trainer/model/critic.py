@@ -28,6 +28,7 @@ from services.trainer.model.backend import NonFiniteLossError
 from services.trainer.model.learner import Learner
 from services.trainer.model.precision import MASTER, computing_in
 from services.trainer.model.ranks import Ranks
+from services.trainer.model.trained_model import checkpoint_layers
 from services.trainer.model.weight_loading import load_weights
 
 
@@ -41,6 +42,7 @@ class Critic:
         ranks: The processes over which it is sharded.
         learning_rate: Its peak rate, with the policy's warm-up and decay.
         optimizer: The policy's optimiser settings.
+        checkpoints_layers: Whether layers compute their activations again in the backward pass.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Critic:
         ranks: Ranks,
         learning_rate: float,
         optimizer: OptimizerConfig,
+        checkpoints_layers: bool = False,
     ) -> None:
-        self._network: Any = load_weights(
-            path, dtype=MASTER, computing=dtype, device=device, ranks=ranks, sharded=_parts
-        ).base_model
+        model = load_weights(path, dtype=MASTER, computing=dtype, device=device, ranks=ranks, sharded=_parts)
+        if checkpoints_layers:
+            checkpoint_layers(model)
+        self._network: Any = model.base_model
         self._head: Any = nn.Linear(self._network.config.get_text_config().hidden_size, 1, device=device)
         nn.init.zeros_(self._head.weight)
         nn.init.zeros_(self._head.bias)

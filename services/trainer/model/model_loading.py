@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from services.trainer.config import LoraSection
 from services.trainer.model.packing_check import check_packing
@@ -55,7 +54,9 @@ def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) ->
         return _load_adapted(settings, device, ranks, dtype=own)
     load = partial(load_weights, settings.path, computing=own, device=device, ranks=ranks)
     model = load(dtype=MASTER)
-    _prepare(model, settings, ranks, computing=own)
+    check_packing(model, settings.path, ranks, computing=own)
+    if settings.gradient_checkpointing:
+        checkpoint_layers(model)
     # It does not learn: in the type in which it computes it computes the same.
     reference = load(dtype=own) if settings.keep_reference else None
     return TrainedModel(model, reference=reference, published_dtype=own)
@@ -68,13 +69,10 @@ def _load_adapted(settings: ModelSettings, device: torch.device, ranks: Ranks, *
     assert settings.lora is not None
     # An adapter is added to layers that are whole, so every process loads all of the base before it keeps its part.
     model = load_weights(settings.path, dtype=dtype, computing=dtype, device=device, ranks=ranks, sharded=lambda _: ())
-    _prepare(model, settings, ranks, computing=dtype)
+    check_packing(model, settings.path, ranks, computing=dtype)
     adapted = LoraModel(model, path=settings.path, config=settings.lora)
+    if settings.gradient_checkpointing:
+        # Not before: an adapter sets the mode of all layers.
+        checkpoint_layers(model)
     ranks.shard(adapted.network, computing=dtype)
     return adapted
-
-
-def _prepare(model: PreTrainedModel, settings: ModelSettings, ranks: Ranks, *, computing: torch.dtype) -> None:
-    check_packing(model, settings.path, ranks, computing=computing)
-    if settings.gradient_checkpointing:
-        checkpoint_layers(model)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Ranks:
     """The processes that train together: here one alone.
 
-    All call `shard`, `whole`, `total`, `added_up` and `agree` in one order: each waits for the others.
+    All call `shard`, `whole`, `total`, `added_up`, `smallest` and `agree` in one order: each waits for the others.
     """
 
     rank = 0
@@ -51,6 +51,10 @@ class Ranks:
     def added_up(self, count: int) -> int:
         """The sum of the processes' counts."""
         return count
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the processes' numbers."""
+        return number
 
     def agree(self, is_so: bool) -> bool:
         """Whether it is so in every process."""

@@ -19,6 +19,7 @@ from services.trainer.model.backend import Backend
 from services.trainer.model.model_loading import ModelSettings
 from services.trainer.model.ranks import Ranks
 from services.trainer.run.context import Policy
+from services.trainer.run.memory_fit import recomputes_activations
 from services.trainer.step.step_settings import is_reference_early
 
 CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
@@ -69,7 +70,7 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
             keep_reference=config.algorithm.kl_coefficient > 0,
             loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm),
             critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
-            gradient_checkpointing=config.trainer.gradient_checkpointing,
+            gradient_checkpointing=recomputes_activations(config, ranks or Ranks()),
         ),
         optimizer=config.optimizer,
         loss=partial(policy_loss, algorithm=algorithm, settings=loss_settings(config)),

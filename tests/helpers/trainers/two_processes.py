@@ -35,7 +35,7 @@ def config_of(
     algorithm: Mapping[str, object] = DAPO,
     lora: bool = False,
     processes: int | tuple[float, ...] = 2,
-    gradient_checkpointing: bool = False,
+    gradient_checkpointing: bool | None = False,
     dtype: str = "auto",
     device: str = "cpu",
 ) -> TrainingConfig:

@@ -181,3 +181,13 @@ def test_a_critic_that_goes_astray_ends_the_step_with_nothing_changed(model_dire
     with pytest.raises(BackendError, match="the loss"):
         take_step(backend, 0)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in backend.state_tensors().items())
+
+
+def test_a_critic_computes_its_activations_again_as_the_policy_does(model_directory):
+    backend = build_backend(model_directory, gradient_checkpointing=True)
+    norms = [network.layers[0].input_layernorm for network in (backend._model.base_model, backend._critic._network)]
+    calls = []
+    for norm in norms:
+        norm.register_forward_hook(lambda module, *_: calls.append(module))
+    backend.forward_backward(replace(only_pack(), values=np.zeros(18, np.float32), returns=np.ones(18, np.float32)))
+    assert [calls.count(norm) for norm in norms] == [2, 2]

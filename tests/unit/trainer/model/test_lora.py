@@ -138,3 +138,19 @@ def test_an_adapter_of_another_base_or_a_whole_model_is_not_resumed(model_direct
 def test_layers_that_are_not_there_are_named(model_directory):
     with pytest.raises(UnsupportedModelError, match="nowhere_proj"):
         build_backend(model_directory, lora=LoraSection(target_modules=("nowhere_proj",)))
+
+
+def test_activations_that_are_computed_again_are_dropped_out_alike(model_directory):
+    lora = LORA.model_copy(update={"dropout": 0.5})
+    kept, recomputed = (
+        build_backend(model_directory, lora=lora, gradient_checkpointing=again) for again in (False, True)
+    )
+    (pack,) = pack_trajectories(random_trajectories(), max_pack_tokens=10_000)
+    found = []
+    for backend in (kept, recomputed):
+        torch.manual_seed(1)
+        backend.forward_backward(pack)
+        found.append({name: each.grad for name, each in backend._model.named_parameters() if each.requires_grad})
+    assert any(gradient.abs().max() > 0 for gradient in found[0].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)

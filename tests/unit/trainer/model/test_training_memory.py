@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from penstock.model.model_shape import read_shape
 from penstock.model.training_memory import TrainingMode, held_bytes, working_bytes
 from penstock.model.training_traffic import gathered_bytes, reduced_bytes
 from services.trainer.batches.packing import join
+from services.trainer.config import LoraSection
 from tests.helpers.models.model_families import save_tiny
-from tests.helpers.models.model_shape import model_shape
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import one_of
 from tests.unit.trainer.builders import build_trajectory
@@ -41,9 +43,9 @@ def train(backend, *, num_tokens):
 def measured(backend, *, num_tokens):
     parameters = list(backend._model.parameters())
     moments = chain.from_iterable(state.values() for state in backend._learner.optimizer.state.values())
+    gradients = (each.grad for each in parameters if each.grad is not None)
     memory = TensorMemory(
-        tensor.detach()
-        for tensor in (*parameters, *(each.grad for each in parameters), *(each for each in moments if each.dim()))
+        tensor.detach() for tensor in (*parameters, *gradients, *(each for each in moments if each.dim()))
     )
     with memory.counting():
         train(backend, num_tokens=num_tokens)
@@ -67,11 +69,12 @@ def whole_bytes(shape, mode):
 @pytest.mark.parametrize("checkpoints_layers", [False, True])
 @pytest.mark.parametrize("family", EXACT)
 def test_every_family_needs_what_the_formula_says(tmp_path, family, checkpoints_layers):
-    backend = trained_backend(save_tiny(family, tmp_path), gradient_checkpointing=checkpoints_layers)
+    path = save_tiny(family, tmp_path)
+    backend = trained_backend(path, gradient_checkpointing=checkpoints_layers)
     memory = measured(backend, num_tokens=32)
-    shape = model_shape(backend._model, backend._model.config)
+    shape = read_shape(path)
     mode = mode_of(backend, num_tokens=32, checkpoints_layers=checkpoints_layers)
-    assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=1e-6)
+    assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=1e-3)
     assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.16 if family in UNLIKE else 0.1)
 
 
@@ -101,8 +104,7 @@ def test_a_shard_needs_and_exchanges_what_the_formulas_say(qwen3, num_ranks, dty
     with one_of(0, num_ranks) as ranks:
         backend = trained_backend(qwen3, ranks, dtype=dtype, gradient_checkpointing=checkpoints_layers)
         memory = measured(backend, num_tokens=num_tokens)
-        shape = model_shape(backend._model, backend._model.config)
-    mode = mode_of(backend, num_tokens=num_tokens, checkpoints_layers=checkpoints_layers)
+    shape, mode = read_shape(qwen3), mode_of(backend, num_tokens=num_tokens, checkpoints_layers=checkpoints_layers)
     assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=0.01)
     assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
     assert memory.collectives["_allgather_base_"] == gathered_bytes(shape, mode, num_passes=1)
@@ -114,7 +116,21 @@ def test_a_shard_needs_and_exchanges_what_the_formulas_say(qwen3, num_ranks, dty
 def test_one_process_needs_what_the_formula_says(qwen3, dtype, checkpoints_layers):
     backend = trained_backend(qwen3, dtype=dtype, gradient_checkpointing=checkpoints_layers)
     memory = measured(backend, num_tokens=256)
-    shape = model_shape(backend._model, backend._model.config)
-    mode = mode_of(backend, num_tokens=256, checkpoints_layers=checkpoints_layers)
+    shape, mode = read_shape(qwen3), mode_of(backend, num_tokens=256, checkpoints_layers=checkpoints_layers)
     assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
     assert not memory.collectives
+
+
+@pytest.mark.parametrize("checkpoints_layers", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_adapter_needs_what_the_formula_says(qwen3, num_ranks, dtype, checkpoints_layers):
+    settings = {"dtype": dtype, "gradient_checkpointing": checkpoints_layers, "lora": LoraSection(rank=1)}
+    with one_of(0, num_ranks) as ranks:
+        backend = trained_backend(qwen3, ranks if num_ranks > 1 else None, **settings)
+        memory = measured(backend, num_tokens=256)
+    mode = replace(mode_of(backend, num_tokens=256, checkpoints_layers=checkpoints_layers), has_adapter=True)
+    shape = read_shape(qwen3)
+    # The adapter itself does not count; in a model so small it is up to a tenth.
+    assert 0.9 * memory.held_bytes < held_bytes(shape, mode) < memory.held_bytes
+    assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.14)

@@ -1,0 +1,105 @@
+"""Reads a model's shape from its folder: config.json and the headers of its safetensors files. Light: no transformers.
+
+Configurations name the same number differently; the names known here are those of the families that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+from penstock.model.digests import safetensors_shapes
+from penstock.model.model_folder import read_mapping
+from penstock.model.training_memory import ModelShape
+
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_FEED_FORWARDS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
+_TEXT = ("text_config", "llm_config")
+"""Where models of several media keep their language model's configuration."""
+_OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
+
+Config = Mapping[str, object]
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of the model in a Hugging Face folder; its weights are not read.
+
+    Raises:
+        ValueError: A number is missing or no positive integer, there are no safetensors files, or one is damaged.
+        OSError: A file cannot be read.
+    """
+    whole = read_mapping(folder / "config.json")
+    try:
+        return _shape(_text_config(whole), whole, _tensors(folder))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _shape(config: Config, whole: Config, tensors: Mapping[str, tuple[int, ...]]) -> ModelShape:
+    hidden, num_heads = _needed(config, _HIDDEN), _needed(config, _HEADS)
+    head_size = _first(config, ("head_dim",)) or hidden // num_heads
+    outputs = [prod(shape) for name, shape in tensors.items() if name.endswith(_OUTPUT_LAYERS)]
+    is_tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings"))
+    if not isinstance(is_tied, bool):
+        is_tied = not outputs
+    num_params = sum(map(prod, tensors.values()))
+    return ModelShape(
+        # Some files hold both of the tied tensors.
+        num_params=num_params - sum(outputs) if is_tied else num_params,
+        num_layers=_needed(config, _LAYERS),
+        hidden=hidden,
+        feed_forward=_feed_forward(config, hidden),
+        query_width=num_heads * head_size,
+        key_width=(_first(config, ("num_key_value_heads",)) or num_heads) * head_size,
+        vocab=_needed(config, ("vocab_size",)),
+        is_tied=is_tied,
+    )
+
+
+def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name; each tensor counts once, in whichever files it is."""
+    files = sorted(folder.glob("*.safetensors"))
+    # Some folders hold the same weights twice, as one file and in parts: the index names those that are loaded.
+    named = read_mapping(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(named, Mapping):
+        files = [path for path in files if path.name in set(named.values())]
+    if not files:
+        raise ValueError("holds no safetensors files")
+    return {name: shape for path in files for name, shape in safetensors_shapes(path).items()}
+
+
+def _text_config(config: Config) -> Config:
+    inner = (config.get(name) for name in _TEXT)
+    return next((each for each in inner if isinstance(each, Mapping)), config)
+
+
+def _feed_forward(config: Config, hidden: int) -> int:
+    chosen = _first(config, _CHOSEN_EXPERTS)
+    if chosen is None:
+        return _first(config, _FEED_FORWARDS) or 4 * hidden
+    width = _first(config, _EXPERT_WIDTHS) or 0
+    return chosen * width + (_first(config, ("shared_expert_intermediate_size",)) or 0)
+
+
+def _needed(config: Config, names: tuple[str, ...]) -> int:
+    value = _first(config, names)
+    if not value:
+        raise ValueError(f"config.json has no {names[0]}")
+    return value
+
+
+def _first(config: Config, names: tuple[str, ...]) -> int | None:
+    """The first number that is stated; configurations write 0 or null where something does not apply."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} in config.json must be a positive integer, not {value!r:.100}")
+        return value
+    return None
