@@ -26,7 +26,7 @@ from penstock.errors import (
 from penstock.model.adapter_layout import adapter_of
 from penstock.model.digests import manifest_digest
 from penstock.network.connection import Connection
-from penstock.network.rpc import call, call_with_retry
+from penstock.network.rpc import DEFAULT_TIMEOUT_S, call, call_with_retry
 from penstock.process.logger import get_logger
 from penstock.security import NO_SECURITY, Security
 from penstock.security.addresses import check_url
@@ -55,6 +55,17 @@ class VersionName(NamedTuple):
     policy_version: int
     digest: str
     """Manifest digest, hex."""
+
+
+class OfferedDeltas(NamedTuple):
+    """What a weight store has for a receiver that holds a version: deltas, an expectation of some, or neither."""
+
+    chain: tuple[weights_pb2.WeightsManifest, ...] = ()
+    """To be applied in order; empty if none are offered yet, or will be."""
+    expected_after_s: float | None = None
+    """When to ask again, seconds from now; None if nothing is expected."""
+    num_bytes: int = 0
+    """Of the deltas offered or expected, together; 0 if that is not known."""
 
 
 def content_id(manifest: weights_pb2.WeightsManifest) -> str:
@@ -184,12 +195,12 @@ class WeightsClient(Connection):
             raise UnknownVersionError(f"{self.peer}: asked for {policy_version}, got another version")
         return response.manifest
 
-    async def get_chain(
-        self, policy_version: int | None, *, held: VersionName
-    ) -> tuple[weights_pb2.WeightsManifest, ...]:
-        """The checked deltas that lead from `held` to a version (None: the newest), in order.
+    async def get_deltas(
+        self, policy_version: int | None, *, held: VersionName, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> OfferedDeltas:
+        """The checked deltas that lead from `held` to a version (None: the newest), or when they are expected.
 
-        Empty if the store offers none: the full content must then be fetched. Raises PenstockError.
+        Raises PenstockError.
         """
         request = weights_pb2.GetManifestRequest(
             run_id=self._run_id,
@@ -197,12 +208,15 @@ class WeightsClient(Connection):
             held_version=held.policy_version,
             held_digest=held.digest,
         )
-        response = await call(self._stub.GetManifest, request, peer=self.peer)
-        if response.manifest.kind != weights_pb2.WEIGHTS_KIND_DELTA:
-            return ()
-        chain = (*response.preceding, response.manifest)
-        check_chain(chain, run_id=self._run_id, held=held)
-        return chain
+        response = await call(self._stub.GetManifest, request, peer=self.peer, timeout_s=timeout_s)
+        if response.manifest.kind == weights_pb2.WEIGHTS_KIND_DELTA:
+            chain = (*response.preceding, response.manifest)
+            check_chain(chain, run_id=self._run_id, held=held)
+            return OfferedDeltas(chain=chain, num_bytes=sum(manifest.size_bytes for manifest in chain))
+        if not response.HasField("delta_expected_after"):
+            return OfferedDeltas()
+        after_s = max(0.0, response.delta_expected_after.ToMicroseconds() / 1e6)
+        return OfferedDeltas(expected_after_s=after_s, num_bytes=min(response.delta_expected_bytes, MAX_CONTENT_BYTES))
 
     async def watch(
         self, on_manifest: Callable[[weights_pb2.WeightsManifest], None], on_refused: Callable[[PenstockError], None]

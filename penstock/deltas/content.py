@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,7 +52,16 @@ _BLOCK = struct.Struct("<IIBBIIBII")
 _Bytes = npt.NDArray[np.uint8]
 
 
-def write_delta(base: Path, new: Path, target: Path, *, base_digest: str, digest: str, max_bytes: int) -> int | None:
+def write_delta(
+    base: Path,
+    new: Path,
+    target: Path,
+    *,
+    base_digest: str,
+    digest: str,
+    max_bytes: int,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> int | None:
     """Write the delta from one safetensors file to another; returns its size in bytes.
 
     Args:
@@ -62,10 +71,11 @@ def write_delta(base: Path, new: Path, target: Path, *, base_digest: str, digest
         base_digest: The older version's manifest digest, hex.
         digest: The newer version's manifest digest, hex.
         max_bytes: Give up as soon as the delta would be larger.
+        is_wanted: Asked before every block that changed; give up once it says no.
 
     Returns:
         None where there is no delta worth having: it is larger than `max_bytes`, or the versions do not have the same
-        tensors by name, type and shape. `target` is not there then.
+        tensors by name, type and shape; or it is not wanted any more. `target` is not there then.
 
     Raises:
         MalformedWeightsError: A file is not safetensors.
@@ -81,7 +91,7 @@ def write_delta(base: Path, new: Path, target: Path, *, base_digest: str, digest
         with temporary.open("wb") as file:
             for piece in _pieces(base, new, old_places, new_places, bytes.fromhex(base_digest + digest)):
                 size_bytes += len(piece)
-                if size_bytes + _DIGEST_BYTES > max_bytes:
+                if size_bytes + _DIGEST_BYTES > max_bytes or not is_wanted():
                     return None
                 whole.update(piece)
                 file.write(piece)

@@ -365,6 +365,10 @@ class GetManifestResponse(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     PRECEDING_FIELD_NUMBER: _builtins.int
+    DELTA_EXPECTED_AFTER_FIELD_NUMBER: _builtins.int
+    DELTA_EXPECTED_BYTES_FIELD_NUMBER: _builtins.int
+    delta_expected_bytes: _builtins.int
+    """How many bytes they are expected to have together; 0 where that is not known."""
     @_builtins.property
     def manifest(self) -> Global___WeightsManifest:
         """The manifest; a delta only where the request stated what the caller holds."""
@@ -375,15 +379,23 @@ class GetManifestResponse(_message.Message):
         where it applies to what the caller holds. Their `tensors` are left out: the end result is what is proved.
         """
 
+    @_builtins.property
+    def delta_expected_after(self) -> _duration_pb2.Duration:
+        """Set where `manifest` is full and deltas that lead to it from what the caller holds are expected to be offered after
+        this time. A caller that would fetch the full content for longer asks again then.
+        """
+
     def __init__(
         self,
         *,
         manifest: Global___WeightsManifest | None = ...,
         preceding: _abc.Iterable[Global___WeightsManifest] | None = ...,
+        delta_expected_after: _duration_pb2.Duration | None = ...,
+        delta_expected_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_expected_after", b"delta_expected_after", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "preceding", b"preceding"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_expected_after", b"delta_expected_after", "delta_expected_bytes", b"delta_expected_bytes", "manifest", b"manifest", "preceding", b"preceding"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

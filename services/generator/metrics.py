@@ -42,6 +42,9 @@ class GeneratorMetrics:
         self.delta_fallbacks = counter(
             "penstock_generator_delta_fallbacks", "Weight versions fetched whole after their deltas could not be used."
         )
+        self.delta_wait_s = counter(
+            "penstock_generator_delta_wait_seconds", "Time in which deltas that were still being made were waited for."
+        )
         self.fetched_bytes = counter(
             "penstock_generator_fetched_bytes",
             "Bytes of weights that came, from the origin, a relay of the same site or a broadcast.",

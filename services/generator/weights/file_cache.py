@@ -1,8 +1,9 @@
-"""Brings a version's file into this generator's cache with the fewest bytes transferred.
+"""Brings a version's file into this generator's cache as soon as its link and its processor allow.
 
-    the version's file is cached, or one of its digest       -> nothing is fetched
-    an older file is cached, and the store offers deltas     -> they are fetched and applied to a copy of it
-    otherwise, and whenever a delta fails                    -> the full content is fetched
+    the version's file is cached, or one of its digest        -> nothing is fetched
+    an older file is cached, and the store has deltas, or
+    will soon, which end before the full content (FetchChoice) -> they are fetched and applied to a copy of it
+    otherwise, and whenever a delta fails                      -> the full content is fetched
 
 Promises:
 
@@ -26,16 +27,21 @@ from pathlib import Path
 import structlog
 
 from penstock.clients.weights import VersionName, WeightsClient
+from penstock.clock import Clock, SystemClock
 from penstock.deltas.content import TEMPORARY_SUFFIX, apply_deltas
 from penstock.downloads.downloader import PARTIAL_SUFFIX, Downloader
 from penstock.downloads.file_check import verify_content
 from penstock.errors import PenstockError
 from penstock.model.digests import MalformedWeightsError, WeightsMismatchError
+from penstock.network.rpc import DEFAULT_TIMEOUT_S
 from penstock.v1 import weights_pb2
 from services.generator.metrics import GeneratorMetrics
+from services.generator.weights.fetch_choice import FetchChoice
 
 MAX_KEPT_FILES = 2
 MAX_KEPT_DELTAS = 2
+MIN_ANSWER_S = 1.0
+"""A store gets at least this long to answer."""
 
 _FILE_NAME = re.compile(r"v(\d{8,})-([0-9a-f]{64})\.safetensors")
 _log = structlog.get_logger()
@@ -72,6 +78,7 @@ class WeightFetcher:
         cache_dir: Folder of this generator's weight files.
         metrics: Counts bytes, paths and fall-backs.
         on_refused: Called each time something does not match its manifest.
+        clock: Measures speeds and waits.
     """
 
     def __init__(
@@ -82,12 +89,15 @@ class WeightFetcher:
         cache_dir: Path,
         metrics: GeneratorMetrics,
         on_refused: Callable[[PenstockError], None],
+        clock: Clock | None = None,
     ) -> None:
         self._client = client
         self._downloader = downloader
         self._cache_dir = cache_dir
         self._metrics = metrics
         self._on_refused = on_refused
+        self._clock = clock or SystemClock()
+        self._choice = FetchChoice()
         self._fetched_bytes = self._origin_bytes = 0
 
     async def fetch(self, manifest: weights_pb2.WeightsManifest) -> Fetched:
@@ -133,13 +143,15 @@ class WeightFetcher:
                 await asyncio.to_thread(_take_as, base, path, manifest)
                 await self._downloader.offer(manifest, path)
                 return Way.CACHE
-            chain = await self._client.get_chain(manifest.policy_version, held=held)
-            if not chain or chain[-1].digest != manifest.digest:
+            chain = await self._deltas(manifest, held)
+            if not chain:
                 return None
             deltas = [self._path(delta, ".delta") for delta in chain]
             for delta, delta_path in zip(chain, deltas, strict=True):
                 await self._download(delta, delta_path)
+            begun_s = self._clock.monotonic_s()
             await asyncio.to_thread(_apply, base, deltas, path, held=held, manifest=manifest)
+            self._choice.note_application(manifest.size_bytes, self._clock.monotonic_s() - begun_s)
             # One of the site that joins late need not fetch it across the link.
             await self._downloader.offer(manifest, path)
             return Way.DELTA
@@ -150,8 +162,41 @@ class WeightFetcher:
                 self._on_refused(error)
             return None
 
+    async def _deltas(
+        self, manifest: weights_pb2.WeightsManifest, held: VersionName
+    ) -> tuple[weights_pb2.WeightsManifest, ...]:
+        """The deltas to fetch, once they are offered; empty if the full content is to be fetched instead."""
+        begun_s, timeout_s = self._clock.monotonic_s(), DEFAULT_TIMEOUT_S
+        while True:
+            offered = await self._client.get_deltas(manifest.policy_version, held=held, timeout_s=timeout_s)
+            if offered.chain:
+                leads_there = offered.chain[-1].digest == manifest.digest
+                is_faster = self._choice.takes_deltas(offered.num_bytes, full_bytes=manifest.size_bytes)
+                return offered.chain if leads_there and is_faster else ()
+            if offered.expected_after_s is None:
+                return ()
+            wait_s = self._choice.wait_s(
+                offered.expected_after_s,
+                offered.num_bytes,
+                full_bytes=manifest.size_bytes,
+                waited_s=self._clock.monotonic_s() - begun_s,
+            )
+            if wait_s is None:
+                return ()
+            await asyncio.sleep(wait_s)
+            self._metrics.delta_wait_s.inc(wait_s)
+            # An answer that takes longer than the full content is not worth having.
+            full_s = self._choice.full_s(manifest.size_bytes) or DEFAULT_TIMEOUT_S
+            timeout_s = min(DEFAULT_TIMEOUT_S, max(MIN_ANSWER_S, full_s))
+
     async def _download(self, manifest: weights_pb2.WeightsManifest, path: Path) -> int:
+        begun_s = self._clock.monotonic_s()
         download = await self._downloader.fetch(manifest, path, on_refused=self._on_refused)
+        self._choice.note_download(
+            download.fetched_bytes,
+            self._clock.monotonic_s() - begun_s,
+            is_delta=manifest.kind == weights_pb2.WEIGHTS_KIND_DELTA,
+        )
         self._fetched_bytes += download.fetched_bytes
         self._origin_bytes += download.origin_bytes
         return download.fetched_bytes

@@ -13,6 +13,7 @@ Promises:
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,8 +32,25 @@ class Published:
     manifest: weights_pb2.WeightsManifest
     path: Path
     """Its content, complete."""
-    delta: Published | None = None
-    """Of a version: the delta from the one published before it; None if that saves nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedDelta:
+    """A delta that is still being made."""
+
+    base: weights_pb2.WeightsManifest
+    """Full manifest of the version it applies to."""
+    digest: str
+    """Of the version it leads to."""
+    ready_s: float
+    """When it is expected, by the monotonic clock."""
+    size_bytes: int
+    """How large it is expected to be; 0 if not known."""
+
+    @property
+    def left_s(self) -> float:
+        """Until it is expected, seconds; 0 once it is overdue."""
+        return max(0.0, self.ready_s - time.monotonic())
 
 
 class PublishedDeltas:
@@ -41,10 +59,18 @@ class PublishedDeltas:
     def __init__(self, *, max_kept: int = MAX_KEPT_DELTAS) -> None:
         self._max_kept = max_kept
         self._kept: OrderedDict[int, Published] = OrderedDict()
+        self.expected: ExpectedDelta | None = None
+        """The delta to the version published last, while it is being made."""
 
     def clear(self) -> None:
         """Offer nothing; the files remain for their writer to delete."""
         self._kept.clear()
+        self.expected = None
+
+    def expect_no_more(self, full: weights_pb2.WeightsManifest) -> None:
+        """The delta to that version is made, or will not be."""
+        if self.expected is not None and self.expected.digest == full.digest:
+            self.expected = None
 
     def add(self, delta: Published, *, full_bytes: int) -> None:
         """Offer a delta to the version published last; deletes the contents of those no longer kept.
@@ -86,3 +112,19 @@ class PublishedDeltas:
             chain.insert(0, delta.manifest)
             version, digest = delta.manifest.base_version, delta.manifest.base_digest
         return chain
+
+    def expected_chain(
+        self, full: weights_pb2.WeightsManifest, *, held_version: int, held_digest: str
+    ) -> tuple[ExpectedDelta, int] | None:
+        """The delta that is being made to `full`, and the bytes expected of it with those before it.
+
+        Arguments as `chain`. None if none is being made, or if not all before it are kept. 0 bytes: not known.
+        """
+        last = self.expected
+        if last is None or last.digest != full.digest:
+            return None
+        if (last.base.policy_version, last.base.digest) == (held_version, held_digest):
+            return last, last.size_bytes
+        before = self.chain(last.base, held_version=held_version, held_digest=held_digest)
+        num_bytes = sum(manifest.size_bytes for manifest in before)
+        return (last, last.size_bytes and last.size_bytes + num_bytes) if before else None

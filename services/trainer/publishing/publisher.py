@@ -1,9 +1,9 @@
-"""Publishing a policy version: manifest and delta of its file, and the HTTP server of the content.
+"""Publishing a policy version: the manifest of its file, and the HTTP server of the content.
 
 The backend writes the file (`Backend.write_weights`). Promises:
 
 - A version is offered once its file is complete, with digests computed from the file.
-- A version comes with a delta against the one published before it, unless that saves less than a tenth of the bytes.
+- A delta against the one published before it follows (`delta_maker`), unless that saves less than a tenth of the bytes.
 - Writing, digesting and comparing happen outside the event loop; training continues meanwhile.
 """
 
@@ -21,7 +21,6 @@ import structlog
 from prometheus_client import Counter
 
 from penstock.clock import Clock
-from penstock.deltas.content import write_delta
 from penstock.errors import InvalidFieldError
 from penstock.model.digests import manifest_digest
 from penstock.network.rpc import MAX_MESSAGE_BYTES
@@ -32,6 +31,7 @@ from penstock.transfer.content_server import serving_contents
 from penstock.transfer.rate import ByteRate
 from penstock.v1 import weights_pb2
 from penstock.wire.timestamps import timestamp
+from services.trainer.publishing.delta_maker import DeltaMaker
 from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.version_store import WeightStore
 from services.trainer.publishing.written_weights import WrittenWeights
@@ -39,8 +39,6 @@ from services.trainer.publishing.written_weights import WrittenWeights
 _log = structlog.get_logger()
 MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - 1024**2
 """As a message, with space for its envelope."""
-MAX_DELTA_SHARE = 0.9
-"""Share of the full content's bytes; a larger delta would take more time to make and apply than its transfer saves."""
 SERVED_BYTES = Counter("penstock_trainer_weights_served_bytes", "Bytes of weights sent to receivers")
 
 
@@ -53,6 +51,7 @@ class WeightPublisher:
         self._directory = directory
         self._base_url = base_url.rstrip("/")
         self._clock = clock
+        self._deltas = DeltaMaker(store=store, describe=self._describe_delta)
         self._last: Published | None = None
         self._instance_id, self._epoch = "", 0
         self._publishing: asyncio.Future[None] | None = None
@@ -97,6 +96,8 @@ class WeightPublisher:
         weights = await asyncio.wrap_future(written)
         version = await asyncio.to_thread(self._prepare, weights, policy_version, history, adapter)
         self._store.add(version)
+        if self._last is not None:
+            self._deltas.begin(self._last, version)
         self._last = version
 
     def begin(
@@ -117,17 +118,28 @@ class WeightPublisher:
         self._publishing = asyncio.ensure_future(publish())
 
     async def finish(self) -> None:
-        """Returns when the last version that was begun is published; raises, once, what publishing raised."""
+        """Returns when the last version that was begun is offered; raises, once, what publishing raised.
+
+        Its delta may still be in the making.
+        """
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
             await uninterrupted(publishing)
 
+    async def finish_deltas(self) -> None:
+        """Returns when no delta between the versions offered so far is being made any more."""
+        await self._deltas.finish()
+
     async def close(self) -> None:
-        """Wait until nothing is being published; a failure is only logged, since the run ends for another reason."""
+        """Wait until nothing is being published; a failure is only logged, since the run ends for another reason.
+
+        A delta that is being made is given up.
+        """
         try:
             await self.finish()
         except Exception as error:  # Whatever it is, it must not hide the run's outcome.
             _log.error("the last version was not published", error=str(error))
+        await self._deltas.close()
 
     def _prepare(
         self, written: WrittenWeights, policy_version: int, history: int, adapter: weights_pb2.AdapterInfo | None
@@ -153,32 +165,10 @@ class WeightPublisher:
                 "larger tensors",
                 field="manifest",
             )
-        return Published(manifest=manifest, path=written.path, delta=self._prepare_delta(manifest, written.path))
+        return Published(manifest=manifest, path=written.path)
 
-    def _prepare_delta(self, full: weights_pb2.WeightsManifest, path: Path) -> Published | None:
-        """The delta from the last published version to `full`, whose content is at `path`; None if not worthwhile."""
-        last = self._last
-        if last is None or last.manifest.history != full.history or full.policy_version <= last.manifest.policy_version:
-            return None
-        target = path.with_suffix(".delta")
-        size_bytes = write_delta(
-            last.path,
-            path,
-            target,
-            base_digest=last.manifest.digest,
-            digest=full.digest,
-            max_bytes=int(full.size_bytes * MAX_DELTA_SHARE),
-        )
-        if size_bytes is None:
-            return None
-        manifest = weights_pb2.WeightsManifest()
-        manifest.CopyFrom(full)
-        manifest.kind = weights_pb2.WEIGHTS_KIND_DELTA
-        manifest.encoding = weights_pb2.WEIGHTS_ENCODING_CHANGED_BLOCKS
-        manifest.base_version = last.manifest.policy_version
-        manifest.base_digest = last.manifest.digest
-        self._describe_content(manifest, target, chunks_of(target))
-        return Published(manifest=manifest, path=target)
+    def _describe_delta(self, delta: Published) -> None:
+        self._describe_content(delta.manifest, delta.path, chunks_of(delta.path))
 
     def _describe_content(
         self, manifest: weights_pb2.WeightsManifest, path: Path, chunks: Iterable[weights_pb2.ChunkInfo]

@@ -33,8 +33,9 @@ from penstock.errors import (
 from penstock.process.tasks import set_within
 from penstock.security.addresses import MAX_URL_CHARACTERS, OwnAddresses, Peer, check_url
 from penstock.v1 import weights_pb2, weights_pb2_grpc
+from penstock.wire.timestamps import duration
 from services.trainer.publishing.broadcasts import Broadcasts
-from services.trainer.publishing.deltas import Published, PublishedDeltas
+from services.trainer.publishing.deltas import ExpectedDelta, Published, PublishedDeltas
 from services.trainer.publishing.relay_tree import SiteRelays
 from services.trainer.publishing.source_failures import SourceFailures
 
@@ -86,8 +87,6 @@ class WeightStore:
         manifest = version.manifest
         self._kept[version.path.name] = version
         self._kept.move_to_end(version.path.name)
-        if version.delta is not None:
-            self._deltas.add(version.delta, full_bytes=manifest.size_bytes)
         self._digests[manifest.policy_version] = manifest.digest
         self._digests.move_to_end(manifest.policy_version)
         while len(self._digests) > MAX_KNOWN_DIGESTS:
@@ -97,6 +96,29 @@ class WeightStore:
             oldest.path.unlink(missing_ok=True)
         self._grown.set()
         self._grown = asyncio.Event()
+
+    def expect_delta(self, delta: ExpectedDelta) -> None:
+        """A delta is being made; receivers that hold its base are told."""
+        self._deltas.expected = delta
+
+    def end_delta(self, version: Published, delta: Published | None) -> bool:
+        """The delta to `version` is made, and is offered; or there is none. Returns whether `version` is still kept.
+
+        A delta to a version that is not is deleted: others followed, or another run.
+        """
+        is_kept = any(kept is version for kept in self._kept.values())
+        self._deltas.expect_no_more(version.manifest)
+        if delta is not None and is_kept:
+            self._deltas.add(delta, full_bytes=version.manifest.size_bytes)
+        elif delta is not None:
+            delta.path.unlink(missing_ok=True)
+        return is_kept
+
+    def expected_delta(
+        self, full: weights_pb2.WeightsManifest, *, held_version: int, held_digest: str
+    ) -> tuple[ExpectedDelta, int] | None:
+        """As `PublishedDeltas.expected_chain`."""
+        return self._deltas.expected_chain(full, held_version=held_version, held_digest=held_digest)
 
     def newest(self, run_id: str) -> Published:
         """The version published last; raises UnknownVersionError."""
@@ -210,6 +232,10 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
         response = weights_pb2.GetManifestResponse(manifest=last, preceding=preceding)
         for manifest in response.preceding:
             del manifest.tensors[:]
+        expected = self._store.expected_delta(last, held_version=request.held_version, held_digest=held_digest)
+        if expected is not None:
+            delta, response.delta_expected_bytes = expected
+            response.delta_expected_after.CopyFrom(duration(delta.left_s))
         return response
 
     async def WatchManifests(

@@ -9,107 +9,33 @@ from pathlib import Path
 
 import grpc
 import pytest
-from prometheus_client import CollectorRegistry
 
-from penstock.clients.weights import VersionName, WeightsClient, check_chain
-from penstock.clock import SystemClock
+from penstock.clients.weights import VersionName, check_chain
 from penstock.downloads.downloader import Downloader
 from penstock.downloads.file_check import is_laid_out_alike
 from penstock.errors import InvalidFieldError
 from penstock.model.digests import manifest_digest, safetensors_digests
-from penstock.network.rpc import service_of
 from penstock.security import NO_SECURITY
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from services.generator.metrics import GeneratorMetrics
 from services.generator.weights import file_cache
-from services.generator.weights.file_cache import Fetched, Way, WeightFetcher
+from services.generator.weights.file_cache import Way
 from services.trainer.publishing import publisher
 from services.trainer.publishing.deltas import MAX_KEPT_DELTAS
-from services.trainer.publishing.publisher import WeightPublisher, serving_weights
-from services.trainer.publishing.version_store import WeightStore, WeightStoreService
-from tests.helpers.serving import serving
+from tests.helpers.weights.publishing_site import PublishingSite
 from tests.helpers.weights.sites import Receiver
-from tests.helpers.weights.written import written
-
-torch = pytest.importorskip("torch")
-NUM_VALUES = 200_000
-
-
-class Site:
-    """A trainer's side and one receiver's side."""
-
-    def __init__(self, folder: Path) -> None:
-        self.published = folder / "published"
-        self.cache = folder / "cache"
-        self.metrics = GeneratorMetrics(CollectorRegistry())
-        self.refused: list[str] = []
-        self.weights = {
-            "embedding": torch.randn(NUM_VALUES // 10, 10, generator=torch.Generator().manual_seed(1)).bfloat16(),
-            "norm": torch.ones(1000, dtype=torch.float32),
-        }
-        self.version = -1
-        self.store = WeightStore()
-        self.client: WeightsClient
-        self.fetcher: WeightFetcher
-
-    async def start(self, stack: AsyncExitStack) -> None:
-        url = await stack.enter_async_context(serving_weights(self.store, listen="127.0.0.1:0", security=NO_SECURITY))
-        service = service_of(WeightStoreService(self.store))
-        _, self.target = await stack.enter_async_context(serving(service))
-        self.publisher = WeightPublisher(
-            store=self.store, run_id="r", directory=self.published, base_url=url, clock=SystemClock()
-        )
-        self.publisher.open()
-        self.client = await stack.enter_async_context(WeightsClient(self.target, run_id="r", receiver_id="x"))
-        self.fetcher = self.new_fetcher(self.client, await stack.enter_async_context(Downloader()))
-
-    def new_fetcher(self, client: WeightsClient, downloader: Downloader, *, cache: Path | None = None) -> WeightFetcher:
-        return WeightFetcher(
-            client=client,
-            downloader=downloader,
-            cache_dir=cache or self.cache,
-            metrics=self.metrics,
-            on_refused=lambda error: self.refused.append(str(error)),
-        )
-
-    async def publish(self, *, share: float = 0.02, history: int = 0) -> None:
-        """The next version: about `share` of the values moved a little."""
-        self.version += 1
-        noise = torch.Generator().manual_seed(100 + self.version)
-        for name, tensor in self.weights.items():
-            moved = torch.rand(tensor.shape, generator=noise) < share
-            self.weights[name] = torch.where(moved, tensor * 1.01, tensor)
-        path = self.publisher.path(policy_version=self.version, history=history)
-        await self.publisher.publish(written(self.weights, path), policy_version=self.version, history=history)
-
-    async def publish_noise(self) -> None:
-        """The next version has nothing in common with the last one: not even the exponents."""
-        shape = self.weights["embedding"].shape
-        self.weights["embedding"] = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(torch.bfloat16)
-        await self.publish(share=0.0)
-
-    async def fetch(self) -> tuple[Fetched, weights_pb2.WeightsManifest]:
-        """Take the newest version; what is in the file is checked against the manifest here once more."""
-        manifest = await self.client.get_manifest()
-        fetched = await self.fetcher.fetch(manifest)
-        assert manifest_digest(safetensors_digests(fetched.path)) == manifest.digest
-        return fetched, manifest
-
-    def fallbacks(self) -> float:
-        return self.metrics.delta_fallbacks._value.get()
 
 
 @pytest.fixture
-async def site(tmp_path: Path, monkeypatch) -> AsyncIterator[Site]:
+async def site(tmp_path: Path, monkeypatch) -> AsyncIterator[PublishingSite]:
     monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.0] * 100))
-    made = Site(tmp_path)
+    made = PublishingSite(tmp_path)
     async with AsyncExitStack() as stack:
         await made.start(stack)
         await made.publish()
         yield made
 
 
-async def test_a_receiver_takes_the_first_version_whole_and_the_next_ones_by_deltas(site: Site) -> None:
+async def test_a_receiver_takes_the_first_version_whole_and_the_next_ones_by_deltas(site: PublishingSite) -> None:
     fetched, whole = await site.fetch()
     assert (fetched.way, fetched.fetched_bytes) == (Way.FULL, whole.size_bytes)
     for _ in range(2):
@@ -121,7 +47,9 @@ async def test_a_receiver_takes_the_first_version_whole_and_the_next_ones_by_del
     assert site.metrics.weight_fetches.labels("delta")._value.get() == 2
 
 
-async def test_a_receiver_that_is_behind_takes_several_deltas_and_one_far_behind_the_whole(site: Site) -> None:
+async def test_a_receiver_that_is_behind_takes_several_deltas_and_one_far_behind_the_whole(
+    site: PublishingSite,
+) -> None:
     await site.fetch()
     for _ in range(3):
         await site.publish()
@@ -135,7 +63,7 @@ async def test_a_receiver_that_is_behind_takes_several_deltas_and_one_far_behind
     assert site.fallbacks() == 0
 
 
-async def test_one_who_joins_late_or_holds_another_history_takes_the_whole(site: Site) -> None:
+async def test_one_who_joins_late_or_holds_another_history_takes_the_whole(site: PublishingSite) -> None:
     await site.publish()
     assert (await site.fetch())[0].way is Way.FULL
     # A rewind: version 1 comes again, with other content.
@@ -146,21 +74,21 @@ async def test_one_who_joins_late_or_holds_another_history_takes_the_whole(site:
     assert site.fallbacks() == 0
 
 
-async def test_a_dense_change_is_not_sent_as_a_delta(site: Site) -> None:
+async def test_a_dense_change_is_not_sent_as_a_delta(site: PublishingSite) -> None:
     await site.fetch()
     await site.publish_noise()
     assert list(site.published.glob("*.delta")) == []
     assert (await site.fetch())[0].way is Way.FULL
 
 
-async def test_the_same_weights_under_another_version_cost_nothing(site: Site) -> None:
+async def test_the_same_weights_under_another_version_cost_nothing(site: PublishingSite) -> None:
     await site.fetch()
     await site.publish(share=0.0)
     fetched, _ = await site.fetch()
     assert (fetched.way, fetched.fetched_bytes) == (Way.CACHE, 0)
 
 
-async def test_a_receiver_that_was_restarted_goes_on_from_its_cache(site: Site) -> None:
+async def test_a_receiver_that_was_restarted_goes_on_from_its_cache(site: PublishingSite) -> None:
     await site.fetch()
     await site.publish()
     async with Downloader() as downloader:
@@ -168,7 +96,7 @@ async def test_a_receiver_that_was_restarted_goes_on_from_its_cache(site: Site) 
         assert (await site.fetch())[0].way is Way.DELTA
 
 
-async def test_a_flipped_byte_in_a_delta_is_refused_counted_and_the_whole_is_fetched(site: Site) -> None:
+async def test_a_flipped_byte_in_a_delta_is_refused_counted_and_the_whole_is_fetched(site: PublishingSite) -> None:
     await site.fetch()
     await site.publish()
     (delta,) = site.published.glob("*.delta")
@@ -181,7 +109,7 @@ async def test_a_flipped_byte_in_a_delta_is_refused_counted_and_the_whole_is_fet
     assert site.fallbacks() == 1
 
 
-async def test_a_damaged_base_is_found_out_and_the_whole_is_fetched(site: Site) -> None:
+async def test_a_damaged_base_is_found_out_and_the_whole_is_fetched(site: PublishingSite) -> None:
     fetched, _ = await site.fetch()
     with fetched.path.open("r+b") as file:
         file.seek(-1, 2)
@@ -194,7 +122,7 @@ async def test_a_damaged_base_is_found_out_and_the_whole_is_fetched(site: Site) 
     assert site.fallbacks() == 1
 
 
-async def test_a_delta_that_is_gone_is_no_reason_to_stay_behind(site: Site) -> None:
+async def test_a_delta_that_is_gone_is_no_reason_to_stay_behind(site: PublishingSite) -> None:
     await site.fetch()
     await site.publish()
     for delta in site.published.glob("*.delta"):
@@ -203,7 +131,7 @@ async def test_a_delta_that_is_gone_is_no_reason_to_stay_behind(site: Site) -> N
     assert site.fallbacks() == 1
 
 
-async def test_the_cache_stays_small(site: Site) -> None:
+async def test_the_cache_stays_small(site: PublishingSite) -> None:
     for _ in range(file_cache.MAX_KEPT_DELTAS + 3):
         fetched, _ = await site.fetch()
         (site.cache / "v00000000-killed.safetensors.tmp").touch()
@@ -214,7 +142,7 @@ async def test_the_cache_stays_small(site: Site) -> None:
     assert len(list(site.cache.iterdir())) == 2 + file_cache.MAX_KEPT_DELTAS
 
 
-async def test_no_delta_without_the_digest_of_what_is_held(site: Site) -> None:
+async def test_no_delta_without_the_digest_of_what_is_held(site: PublishingSite) -> None:
     await site.publish()
     held = (await site.client.get_manifest(0)).digest
     with_digest = weights_pb2.GetManifestRequest(run_id="r", held_version=0, held_digest=held)
@@ -225,11 +153,11 @@ async def test_no_delta_without_the_digest_of_what_is_held(site: Site) -> None:
     assert (await stub.GetManifest(without, timeout=5)).manifest.kind == weights_pb2.WEIGHTS_KIND_FULL
 
 
-async def test_a_chain_that_does_not_lead_anywhere_is_refused_before_it_is_fetched(site: Site) -> None:
+async def test_a_chain_that_does_not_lead_anywhere_is_refused_before_it_is_fetched(site: PublishingSite) -> None:
     held = VersionName(0, (await site.client.get_manifest()).digest)
     for _ in range(2):
         await site.publish()
-    chain = await site.client.get_chain(None, held=held)
+    chain = (await site.client.get_deltas(None, held=held)).chain
     assert [delta.policy_version for delta in chain] == [1, 2]
     assert [len(delta.tensors) for delta in chain] == [0, 2]
     for wrong, base in [(chain[1:], held), (chain, VersionName(0, "0" * 64)), (chain * 40, held)]:
@@ -241,7 +169,9 @@ async def test_a_chain_that_does_not_lead_anywhere_is_refused_before_it_is_fetch
         check_chain(chain, run_id="r", held=held)
 
 
-async def test_one_that_joins_late_gets_what_others_of_its_site_made_of_deltas(site: Site, tmp_path: Path) -> None:
+async def test_one_that_joins_late_gets_what_others_of_its_site_made_of_deltas(
+    site: PublishingSite, tmp_path: Path
+) -> None:
     async with (
         Receiver("early", tmp_path / "early", site.target, NO_SECURITY) as early,
         Receiver("late", tmp_path / "late", site.target, NO_SECURITY) as late,
@@ -266,7 +196,9 @@ async def test_one_that_joins_late_gets_what_others_of_its_site_made_of_deltas(s
         assert origin_bytes == fetched.fetched_bytes
 
 
-async def test_a_file_that_is_laid_out_otherwise_is_not_offered_as_the_content(site: Site, tmp_path: Path) -> None:
+async def test_a_file_that_is_laid_out_otherwise_is_not_offered_as_the_content(
+    site: PublishingSite, tmp_path: Path
+) -> None:
     fetched, manifest = await site.fetch()
     assert is_laid_out_alike(fetched.path, manifest)
     data = fetched.path.read_bytes()
@@ -280,7 +212,9 @@ async def test_a_file_that_is_laid_out_otherwise_is_not_offered_as_the_content(s
         assert not is_laid_out_alike(path, manifest)
 
 
-async def test_a_manifest_that_fits_no_message_is_refused_before_anybody_waits_for_it(site: Site, monkeypatch) -> None:
+async def test_a_manifest_that_fits_no_message_is_refused_before_anybody_waits_for_it(
+    site: PublishingSite, monkeypatch
+) -> None:
     monkeypatch.setattr(publisher, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(InvalidFieldError, match="2 tensors and 1 chunks"):
         await site.publish()

@@ -20,6 +20,7 @@ from penstock.clients.broker import BrokerClient
 from services.trainer.checkpoints import checkpoint
 from services.trainer.distributed import rank_backend
 from services.trainer.distributed.rank_backend import RankBackend
+from services.trainer.publishing import delta_maker
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.publishing.version_store import WeightStore
 from services.trainer.run import prompt_feeder
@@ -107,6 +108,8 @@ IN_A_PUBLICATION = {
     "before its file has its name": Moment(owner=os, name="replace", is_it=_named(_FILE, place=1)),
     "before it is offered": Moment(owner=WeightStore, name="add", is_it=_offered),
     "after it was offered": Moment(owner=WeightStore, name="add", is_it=_offered, is_after=True),
+    "while its delta is made": Moment(owner=delta_maker, name="write_delta", is_it=_named(_FILE, place=1)),
+    "before its delta is offered": Moment(owner=WeightStore, name="end_delta", is_it=_offered),
 }
 MOMENTS = {
     **{f"step: {name}": moment for name, moment in IN_A_STEP.items()},

@@ -1,0 +1,1 @@
+"""How versions are brought into the cache."""
