@@ -11,8 +11,10 @@ Invariants:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,10 +243,13 @@ class RankBackend:
 
     def _publish(self, path: Path, copies: dict[str, Part]) -> WrittenWeights:
         writers = self._writers(self._ranks.publish_group)
+        begun_s = time.monotonic()
         write_together(path, copies, writers=writers, metadata=self._trained.weights_metadata)
         # The digests are those of the file.
         copies.clear()
-        return digest_together(path, writers=writers)
+        written_s = time.monotonic()
+        written = digest_together(path, writers=writers)
+        return replace(written, write_s=written_s - begun_s, digest_s=time.monotonic() - written_s)
 
     def _save(self, directory: Path, resume: dict[str, Tensor]) -> None:
         group = self._ranks.checkpoint_group

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
@@ -34,7 +33,7 @@ from penstock.wire.timestamps import timestamp
 from services.trainer.publishing.delta_maker import DeltaMaker
 from services.trainer.publishing.deltas import Published
 from services.trainer.publishing.version_store import WeightStore
-from services.trainer.publishing.written_weights import WrittenWeights
+from services.trainer.publishing.written_weights import OfferTimes, WrittenWeights
 
 _log = structlog.get_logger()
 MAX_MANIFEST_BYTES = MAX_MESSAGE_BYTES - 1024**2
@@ -57,6 +56,8 @@ class WeightPublisher:
         self._publishing: asyncio.Future[None] | None = None
         self.last_s = 0.0
         """Duration of the last publication that was started by `begin` and has ended, seconds."""
+        self.last_offer: OfferTimes | None = None
+        """Of that publication."""
 
     def open(self, *, instance_id: str = "", epoch: int = 0) -> None:
         """Start with an empty folder and an empty store; manifests will name this instance and epoch."""
@@ -107,13 +108,25 @@ class WeightPublisher:
         policy_version: int,
         history: int,
         adapter: weights_pb2.AdapterInfo | None,
+        stepped_s: float | None = None,
     ) -> None:
-        """Publish a version in the background; the previous publication must have ended (`finish`)."""
-        start = time.monotonic()
+        """Publish a version in the background; the previous publication must have ended (`finish`).
+
+        Arguments as `publish`; `stepped_s` is when its optimiser step ended, by the clock (by default now).
+        """
+        begun_s = self._clock.monotonic_s()
+        since_s = begun_s if stepped_s is None else stepped_s
 
         async def publish() -> None:
             await self.publish(written, policy_version=policy_version, history=history, adapter=adapter)
-            self.last_s = time.monotonic() - start
+            offered_s, weights = self._clock.monotonic_s(), written.result()
+            self.last_s = offered_s - begun_s
+            self.last_offer = OfferTimes(
+                offer_s=offered_s - since_s,
+                write_s=weights.write_s,
+                digest_s=weights.digest_s,
+                num_bytes=sum(chunk.size_bytes for chunk in weights.chunks),
+            )
 
         self._publishing = asyncio.ensure_future(publish())
 

@@ -8,9 +8,11 @@ Promises:
 Keys: reward/{mean,std}; length/{mean,max} in completion tokens; staleness/{min,mean,max} in versions;
 throughput/{samples_per_second,response_tokens_per_second} over the step's wall time;
 time/{step_s,train_s,idle_s,publish_s} since the step before; wait/{samples,acknowledging,publishing,checkpointing}_s,
-the parts of that in which the trainer waited for these; step/pack_fill, tokens over the token budget of the step's
-forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples}; step/skipped_attempts, how
-often the step was begun before and given up for a loss or gradient that was not finite;
+the parts of that in which the trainer waited for these; publish/pause_share, wait/publishing_s over time/step_s;
+publish/{offer_s,write_s,digest_s,bytes} of the version offered last: from the end of its optimiser step until it was
+offered, and what of that was writing its file and digesting it; step/pack_fill, tokens over the token budget of the
+step's forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples};
+step/skipped_attempts, how often the step was begun before and given up for a loss or gradient that was not finite;
 optimizer/{grad_norm,learning_rate}; loss/* as the loss names them (per-token means and maxima: ratio, ratio_max,
 clip_fraction, entropy, mismatch_kl, importance_weight).
 """
@@ -28,6 +30,7 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge, Histogram
 
 from penstock.process.durable_files import replace_file
+from services.trainer.publishing.written_weights import OfferTimes
 from services.trainer.reporting.stall_timer import Cause
 from services.trainer.reporting.trackers import Trackers
 from services.trainer.step.step_report import StepReport
@@ -38,6 +41,8 @@ SKIPPED = Counter("penstock_trainer_skipped_samples", "Samples left out of a ste
 SKIPPED_STEPS = Counter("penstock_trainer_skipped_steps", "Steps begun again without the groups at fault", ["reason"])
 WAITS = Counter("penstock_trainer_wait_seconds", "Time in which training waited, by what for", ["cause"])
 IDLE = Counter("penstock_trainer_idle_seconds", "Time without anything to compute while training")
+PAUSE_SHARE = Gauge("penstock_trainer_publish_pause_share", "Share of the last step spent waiting to publish")
+OFFER_S = Gauge("penstock_trainer_offer_seconds", "From the end of an optimiser step until its version was offered")
 POLICY_VERSION = Gauge("penstock_trainer_policy_version", "Version of the weights being trained")
 STALENESS = Histogram(
     "penstock_trainer_staleness_versions", "Staleness of trained samples", buckets=(0, 1, 2, 4, 8, 16, 32)
@@ -57,11 +62,27 @@ class StepTimes:
     """Writing and digesting the previous version, during the step."""
     waits_s: Mapping[Cause, float] = field(default_factory=dict)
     """Waits of training, by cause."""
+    offer: OfferTimes | None = None
+    """Of the version offered last."""
 
     @property
     def idle_s(self) -> float:
         """Time in which the compute thread had nothing to do."""
         return max(0.0, self.step_s - self.train_s)
+
+    def publishing(self) -> Line:
+        """The metrics of publishing."""
+        line = {}
+        if self.step_s > 0:
+            line["publish/pause_share"] = self.waits_s.get(Cause.PUBLISHING, 0.0) / self.step_s
+        if (offer := self.offer) is not None:
+            line |= {
+                "publish/offer_s": offer.offer_s,
+                "publish/write_s": offer.write_s,
+                "publish/digest_s": offer.digest_s,
+                "publish/bytes": float(offer.num_bytes),
+            }
+        return line
 
 
 def step_line(report: StepReport, times: StepTimes, *, policy_version: int, now_s: float) -> Line:
@@ -94,6 +115,7 @@ def step_line(report: StepReport, times: StepTimes, *, policy_version: int, now_
     if report.num_replayed_samples:
         line["step/replayed_samples"] = float(report.num_replayed_samples)
         line["staleness/replayed_max"] = float(report.replayed_staleness_max)
+    line |= times.publishing()
     line |= {f"wait/{cause.value}_s": seconds for cause, seconds in times.waits_s.items()}
     if report.pack_fill is not None:
         line["step/pack_fill"] = report.pack_fill
@@ -109,6 +131,9 @@ def count_step(report: StepReport, times: StepTimes, *, policy_version: int) -> 
     for cause, seconds in times.waits_s.items():
         WAITS.labels(cause=cause.value).inc(max(0.0, seconds))
     POLICY_VERSION.set(policy_version)
+    publishing = times.publishing()
+    PAUSE_SHARE.set(publishing.get("publish/pause_share", 0.0))
+    OFFER_S.set(publishing.get("publish/offer_s", 0.0))
     for skipped in report.skipped:
         SKIPPED.labels(reason=skipped.reason.value).inc()
     for staleness in report.staleness:

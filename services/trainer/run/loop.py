@@ -108,6 +108,8 @@ class StepLoop:
         )
         self._line_s = context.clock.monotonic_s()
         self._busy_at_line_s = compute.busy_s
+        self._stepped_s = self._line_s
+        """When the last optimiser step ended."""
         groups_per_step = context.config.algorithm.prompts_per_step
         self.session = context.client.consumer(
             context.run_id,
@@ -135,7 +137,7 @@ class StepLoop:
             progress, backend = self._context.progress, self._backend
             place = {"policy_version": progress.policy_version, "history": progress.history}
             written = await self._compute.run(backend.write_weights, self._publisher.path(**place))
-            self._publisher.begin(written, **place, adapter=backend.adapter)
+            self._publisher.begin(written, **place, adapter=backend.adapter, stepped_s=self._stepped_s)
 
     async def _attempt(self, kept: Groups, *, num_skipped: int) -> Groups | None:
         """Attempt a step that begins with the groups in `kept`; returns those of the next one, None after success."""
@@ -219,6 +221,7 @@ class StepLoop:
 
     async def _finish(self, open_step: _OpenStep) -> None:
         report = await self._compute.run(open_step.step.finish)
+        self._stepped_s = self._context.clock.monotonic_s()
         progress = self._context.progress
         progress.record_step(
             {group_id: [sample.sample_index for sample in samples] for group_id, samples in open_step.groups.items()}
@@ -312,6 +315,7 @@ class StepLoop:
             step_s=at_s - self._line_s,
             train_s=self._compute.busy_s - self._busy_at_line_s,
             publish_s=self._publisher.last_s,
+            offer=self._publisher.last_offer,
             waits_s=self.waits.take(),
         )
         self._line_s, self._busy_at_line_s = at_s, self._compute.busy_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from services.trainer.distributed import rank_backend
 from services.trainer.publishing import delta_maker
 from services.trainer.publishing.delta_maker import DELTAS, Outcome
 from services.trainer.publishing.version_store import WeightStore
+from services.trainer.run.loop import StepLoop
 from services.trainer.step.step import TrainingStep
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
 from tests.helpers.serving import serving
@@ -75,3 +77,32 @@ async def test_the_next_step_is_computed_while_a_version_is_written_and_digested
     monkeypatch.setattr(WeightStore, "add", noted_add)
     await completed_run(tmp_path, model, num_steps=2)
     assert order == ["version 0", "step", "step", "version 1", "version 2"]
+
+
+async def test_each_step_says_what_publishing_took_of_it(tmp_path: Path, model: Path) -> None:
+    run_dir = await completed_run(tmp_path, model, num_steps=3)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert "publish/offer_s" not in lines[0]
+    for line in lines:
+        assert line["publish/pause_share"] == pytest.approx(line["wait/publishing_s"] / line["time/step_s"])
+        assert 0 <= line["publish/pause_share"] <= 1
+    for line in lines[1:]:
+        assert line["publish/offer_s"] > line["publish/write_s"] + line["publish/digest_s"] > 0
+    size_bytes = (run_dir / "weights" / "v3-h0.safetensors").stat().st_size
+    assert {line["publish/bytes"] for line in lines[1:]} == {size_bytes}
+
+
+async def test_the_time_to_offer_counts_from_the_optimiser_step_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the acknowledgement and the copy take is in it."""
+    delay_s, acknowledge = 0.3, StepLoop._acknowledge
+
+    async def slow_acknowledge(loop: StepLoop, group_ids: Any) -> None:
+        await asyncio.sleep(delay_s)
+        await acknowledge(loop, group_ids)
+
+    monkeypatch.setattr(StepLoop, "_acknowledge", slow_acknowledge)
+    run_dir = await completed_run(tmp_path, model, num_steps=2)
+    line = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["publish/offer_s"] > delay_s > line["publish/write_s"] + line["publish/digest_s"]
