@@ -27,7 +27,7 @@ class Cores:
     Args:
         usable: Cores that this process may use.
         engines: Names of the generators whose engines get dedicated cores.
-        num_threads: Threads of each engine.
+        num_threads: Threads of each engine, of all its workers.
         num_others: Cores that must be left for all other processes.
         folder: Where engines' claims are recorded, one folder per user.
     """
@@ -54,11 +54,12 @@ class Cores:
     @classmethod
     def of_run(cls, config: RunConfig, *, num_generators: int) -> Cores:
         """The cores of a run that starts this many generators here."""
-        has_own = config.generator.decodes_on_cpus()
+        generator = config.generator
+        has_own = generator.decodes_on_cpus()
         return cls(
             os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (),
             engines=[f"generator-{index}" for index in range(num_generators if has_own else 0)],
-            num_threads=config.generator.num_threads,
+            num_threads=generator.num_threads * generator.tensor_parallel * generator.pipeline_parallel,
             num_others=config.trainer.num_threads * len(config.trainer.shares),
             folder=Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}-cores",
         )

@@ -26,7 +26,7 @@ from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from services.trainer.batches.packing import Trajectory, pack_trajectories
 from services.trainer.distributed.rank_backend import RankBackend
-from tests.helpers.generators.engines import logprobs_of, tokens_of
+from tests.helpers.generators.engines import VLLM_WORKERS, logprobs_of, tokens_of
 from tests.helpers.models.adapters import adapter_update, another_base, fill, make_backend
 from tests.helpers.models.tiny_model import make_tiny_model, make_update, write_perturbed
 from tests.unit.trainer.builders import scores_of
@@ -52,13 +52,13 @@ def backend(model_path: Path) -> RankBackend:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)],
+    params=["transformers", *(pytest.param(name, marks=pytest.mark.vllm) for name in VLLM_WORKERS)],
 )
 async def engine(request: pytest.FixtureRequest, model_path: Path) -> AsyncIterator[Engine]:
     built: Engine
     model = ServedModel(model_path=model_path, dtype="float32", max_lora_rank=4)
-    if request.param == "vllm":
-        config = VllmEngineConfig(max_concurrent_samples=8, kv_cache_gib=0.125)
+    if request.param in VLLM_WORKERS:
+        config = VllmEngineConfig(max_concurrent_samples=8, kv_cache_gib=0.125, **VLLM_WORKERS[request.param])
         # A worker whose memory can be made to fail.
         with pytest.MonkeyPatch.context() as patch:
             extension = "tests.helpers.generators.flipping_worker.FlippingWorkerExtension"

@@ -29,6 +29,7 @@ from services.generator.engines.vllm import process_setup, vllm_engine
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from tests.helpers.generators.engines import (
     PROMPT,
+    VLLM_WORKERS,
     build_engine,
     collect,
     logprobs_of,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240), pytest.mark.slow]
 
-ENGINES = ["emulated", "transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+ENGINES = ["emulated", "transformers", *(pytest.param(name, marks=pytest.mark.vllm) for name in VLLM_WORKERS)]
 
 
 @pytest.fixture(scope="module")
@@ -408,6 +409,21 @@ async def test_vllm_attestation_names_each_tensor_that_differs(
         differing = await engine._attest([path], weights)
         tied = {"lm_head.weight"} if name == "model.embed_tokens.weight" else set()
         assert set(differing) == {name} | tied
+
+
+async def test_vllm_attestation_notices_one_bit_in_the_part_of_each_worker(
+    engine: Engine, model_path: Path, tmp_path: Path
+) -> None:
+    if not isinstance(engine, VllmEngine):
+        pytest.skip("vLLM's own attestation")
+    # The bit lies in the rows of the first tensor-parallel worker, and in the columns of the second.
+    names = ("model.layers.0.mlp.gate_proj.weight", "model.layers.1.mlp.down_proj.weight")
+    num_workers = engine._config.tensor_parallel * engine._config.pipeline_parallel
+    for rank, name in enumerate(names[:num_workers]):
+        await engine._llm.collective_rpc("penstock_flip_next", args=(name, rank))
+        with pytest.raises(WeightsMismatchError, match=name):
+            await take_perturbed(engine, model_path, tmp_path)
+        await take_initial(engine, model_path)
 
 
 async def test_vllm_attestation_notices_that_its_own_reload_leaves_a_tied_head_behind(

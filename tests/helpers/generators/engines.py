@@ -20,14 +20,20 @@ from tests.helpers.generators.emulated_spec import emulated_spec
 from tests.helpers.models.tiny_model import MAX_CONTEXT, VOCAB_SIZE, load_tiny_model, make_update, write_perturbed
 
 PROMPT = (5, 17, 30, 8, 21)
+VLLM_WORKERS = {
+    "vllm": {},
+    "vllm, two tensor-parallel workers": {"tensor_parallel": 2},
+    "vllm, two pipeline stages": {"pipeline_parallel": 2},
+}
+"""Keys of vLLM engines with one worker, and with two that each hold a part of the model."""
 _request_numbers = itertools.count()
 
 
 def build_engine(name: str, model_path: Path) -> Engine:
     """An engine of a kind, not started."""
     model = ServedModel(model_path=model_path, dtype="float32")
-    if name == "vllm":
-        config = VllmEngineConfig(max_concurrent_samples=64, kv_cache_gib=0.125)
+    if name in VLLM_WORKERS:
+        config = VllmEngineConfig(max_concurrent_samples=64, kv_cache_gib=0.125, **VLLM_WORKERS[name])
         return VllmEngine(config, model, stream_interval=4)
     if name == "transformers":
         return TransformersEngine(TransformersEngineConfig(max_concurrent_samples=64), model, stream_interval=4)

@@ -14,7 +14,10 @@ class FlippingWorkerExtension(PenstockWorkerExtension):
 
     _flipped_name = None
 
-    def penstock_flip_next(self, name):
+    def penstock_flip_next(self, name, only_rank=None):
+        """In every worker, or in one alone."""
+        if only_rank not in (None, self.rank):
+            return
         self._flipped_name = name
         true_read = Checkpoint.read
 

@@ -1,11 +1,14 @@
-"""A vLLM worker that can be told to take versions by vLLM's layerwise reload, as one on a GPU does."""
+"""A vLLM worker that can be told to take versions by vLLM's layerwise reload, as one on a GPU does.
+
+Its memory can be made to fail, too, so that one engine serves for both.
+"""
 
 from __future__ import annotations
 
-from services.generator.engines.vllm.worker_extension import PenstockWorkerExtension
+from tests.helpers.generators.flipping_worker import FlippingWorkerExtension
 
 
-class LayerwiseWorkerExtension(PenstockWorkerExtension):
+class LayerwiseWorkerExtension(FlippingWorkerExtension):
     """Refills as ever until it is told."""
 
     def penstock_reload_layerwise(self, is_layerwise):

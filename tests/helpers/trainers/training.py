@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from services.trainer.run.context import Policy, RunSpec
 from services.trainer.run.policy_loading import load_policy
 from services.trainer.run.training_run import TrainingRun
 from services.trainer.service import TrainerService
+from tests.helpers.weights.broadcasting import gloo_broadcasts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +62,21 @@ async def running_trainer(
     kept: KeptRun | None = None,
     clock: Clock | None = None,
     roots: Roots | None = None,
+    is_broadcasting: bool = False,
 ) -> AsyncIterator[RunningTrainer]:
     store = WeightStore()
-    async with serving_weights(store, listen="127.0.0.1:0", security=security) as url:
+    async with AsyncExitStack() as resources:
+        url = await resources.enter_async_context(serving_weights(store, listen="127.0.0.1:0", security=security))
+        broadcasts = None
+        if is_broadcasting:
+            broadcasts = gloo_broadcasts(store)
+            resources.push_async_callback(broadcasts.close)
 
         def make_run(spec: RunSpec) -> TrainingRun:
             return TrainingRun(spec, store=store, weights_url=url, load_policy=load, security=security, clock=clock)
 
         service = TrainerService(make_run=make_run, weights_url=url, kept=kept, roots=roots or Roots([Path("/")]))
-        weights = WeightStoreService(store)
+        weights = WeightStoreService(store, broadcasts=broadcasts)
         server = Server(
             listen="127.0.0.1:0",
             services=[

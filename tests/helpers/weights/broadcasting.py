@@ -111,16 +111,21 @@ class Receiver:
         self.http_bytes += num_bytes
 
 
+def gloo_broadcasts(store: WeightStore, *, gather_s: float = 5.0, stall_s: float = 5.0) -> Broadcasts:
+    """A store's contents, broadcast on the loopback."""
+    return Broadcasts(
+        BroadcastSettings(backend=Transport.GLOO, public_host="127.0.0.1", gather_s=gather_s, stall_s=stall_s),
+        listener=socket.create_server(("127.0.0.1", 0)),
+        find_content=store.find_content,
+    )
+
+
 @asynccontextmanager
 async def broadcasting(folder: Path, *, gather_s: float = 5.0, stall_s: float = 5.0) -> AsyncIterator[Origin]:
     """The store; version 0 is published."""
     store = WeightStore()
     store.reset("r")
-    broadcasts = Broadcasts(
-        BroadcastSettings(backend=Transport.GLOO, public_host="127.0.0.1", gather_s=gather_s, stall_s=stall_s),
-        listener=socket.create_server(("127.0.0.1", 0)),
-        find_content=store.find_content,
-    )
+    broadcasts = gloo_broadcasts(store, gather_s=gather_s, stall_s=stall_s)
     service = service_of(WeightStoreService(store, broadcasts=broadcasts))
     async with (
         serving_weights(store, listen="127.0.0.1:0", security=NO_SECURITY) as url,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -29,11 +30,24 @@ class VllmEngineConfig(BaseEngineConfig):
         """See `BaseEngineConfig.build`."""
         from services.generator.engines.vllm.vllm_engine import VllmEngine
 
-        num_layers = model_size(model.model_path, "num_hidden_layers")
+        self._check_parts(model.model_path)
+        return VllmEngine(self, model)
+
+    def _check_parts(self, model_path: Path) -> None:
+        """Raises ValueError unless the model can be split over this many workers."""
+        num_layers = model_size(model_path, "num_hidden_layers")
         if num_layers is not None and self.pipeline_parallel > num_layers:
             stages = self.pipeline_parallel
             raise ValueError(f"engine.pipeline_parallel: {stages} stages for {num_layers} layers; at most one a layer")
-        return VllmEngine(self, model)
+        degree, num_heads = self.tensor_parallel, model_size(model_path, "num_attention_heads")
+        if num_heads is not None and num_heads % degree:
+            raise ValueError(f"engine.tensor_parallel: {degree} does not divide {num_heads} attention heads")
+        num_key_heads = model_size(model_path, "num_key_value_heads")
+        # Fewer key-value heads than workers are copied.
+        if num_key_heads is not None and num_key_heads % degree and degree % num_key_heads:
+            raise ValueError(
+                f"engine.tensor_parallel: {degree} neither divides {num_key_heads} key-value heads nor they it"
+            )
 
     @classmethod
     def decodes_on_cpus(cls) -> bool:

@@ -6,7 +6,7 @@ under way decode with the new version as soon as it is loaded. Promises:
 - The values read back are those in the slot, layer by layer; a layer that the file does not adapt must hold zeros.
 - vLLM folds the scale into B on loading; the expected B is computed here in the same way:
   rounded to the slot's type, then multiplied.
-- With several workers, the rows of each follow vLLM's own slicing; this is untested on several workers.
+- With tensor-parallel workers, the rows of each follow vLLM's own slicing; a pipeline stage has its own layers only.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.lora.request import LoRARequest
 
 from penstock.model.adapter_layout import factor_name
 from services.generator.engine.lora_checks import ADAPTER_FILE
+from services.generator.engines.vllm.comparison import Comparison
 
 ADAPTER_NAME = "policy"
 ADAPTER_ID = 1
@@ -34,27 +35,28 @@ def adapter_request(folder: Path | str, *, replaces: bool = False) -> LoRAReques
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(folder), load_inplace=replaces)
 
 
-def install_adapter(worker: Any, folder: str, scaling: float) -> list[str]:
-    """Loads the adapter of a PEFT folder; returns the names of tensors that do not match in the worker afterwards."""
+def install_adapter(worker: Any, folder: str, scaling: float) -> Comparison:
+    """Loads the adapter of a PEFT folder; returns what `compared_adapter` finds in the worker afterwards."""
     worker.add_lora(adapter_request(folder, replaces=True))
     with torch.inference_mode():
-        return mismatched_adapter(worker.model_runner.get_model(), Path(folder) / ADAPTER_FILE, scaling)
+        return compared_adapter(worker.model_runner.get_model(), Path(folder) / ADAPTER_FILE, scaling)
 
 
-def mismatched_adapter(model: nn.Module, path: Path, scaling: float) -> list[str]:
-    """The tensors in which the slot and the file differ, and layers that are adapted in the slot only."""
+def compared_adapter(model: nn.Module, path: Path, scaling: float) -> Comparison:
+    """Compares slot and file in this worker's layers; a layer that is adapted in the slot only differs, by its name."""
     tensors = load_file(path)
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    mismatched: set[str] = set()
-    seen: set[str] = set()
+    differing: set[str] = set()
+    equal: set[str] = set()
     for layer, module in model.named_modules():
         if isinstance(module, BaseLayerWithLoRA):
             parts = _parts(layer, packed)
             names = {factor_name(part, factor) for part in parts for factor in ("A", "B")} & tensors.keys()
-            if not _holds(module, parts, tensors, scaling):
-                mismatched |= names or {layer}
-            seen |= names
-    return sorted(mismatched | (tensors.keys() - seen))
+            if _holds(module, parts, tensors, scaling):
+                equal |= names
+            else:
+                differing |= names or {layer}
+    return {"differing": sorted(differing), "equal": sorted(equal - differing)}
 
 
 def _parts(layer: str, packed: dict[str, list[str]]) -> list[str]:

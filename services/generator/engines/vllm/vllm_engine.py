@@ -56,6 +56,7 @@ from services.generator.engine.engine import (
 from services.generator.engine.install_progress import InstallSigns
 from services.generator.engine.lora_checks import AdapterBase, check_update, write_peft_folder
 from services.generator.engines.base_config import ServedModel
+from services.generator.engines.vllm.comparison import Comparison, mismatched_tensors
 from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.engine_requests import sampling_params, to_spans, version_starts
 from services.generator.engines.vllm.process_setup import build_engine, can_seed_samples
@@ -132,6 +133,8 @@ class VllmEngine:
                 if mismatched:
                     what = "vLLM does not hold the model's own weights, or not in a known layout"
                     raise mismatch_error(what, mismatched)
+                if self._config.pipeline_parallel > 1:
+                    await llm.collective_rpc("penstock_make_stage_buffers")
                 await self._decode_one_token(llm)
             await self._make_ready_for_adapters()
         except (RuntimeError, ValueError, OSError, TimeoutError, EngineError, WeightsMismatchError) as error:
@@ -295,14 +298,14 @@ class VllmEngine:
         write_peft_folder(folder, path=update.path, adapter=update.adapter)
         try:
             with _worker_errors("take an adapter"):
-                answers: list[list[str]] = await self._running().collective_rpc(
+                found: list[Comparison] = await self._running().collective_rpc(
                     "penstock_install_adapter", args=(str(folder), scaling(update.adapter))
                 )
         finally:
             shutil.rmtree(folder)
         # The same name for all versions: the adapter is in the slot, and vLLM never looks for it in a folder again.
         self._adapter_request = adapter_request(self._adapters.name)
-        return sorted({name for mismatched in answers for name in mismatched})
+        return mismatched_tensors(found, [tensor.name for tensor in update.tensors])
 
     async def _make_ready_for_adapters(self) -> None:
         if self._model.max_lora_rank is None:
@@ -339,11 +342,10 @@ class VllmEngine:
     async def _attest(self, paths: Sequence[Path], names: Iterable[str]) -> list[str]:
         """The names of tensors in which the model and the checkpoint differ; empty if they match."""
         with _worker_errors("prove what they hold"):
-            found: list[dict[str, list[str]]] = await self._running().collective_rpc(
+            found: list[Comparison] = await self._running().collective_rpc(
                 "penstock_attest", args=([str(path) for path in paths],)
             )
-        differing = {name for worker in found for name in worker["differing"]}
-        return sorted(differing | (set(names) - {name for worker in found for name in worker["equal"]}))
+        return mismatched_tensors(found, names)
 
     async def _decode_one_token(self, llm: AsyncLLM) -> None:
         """Detects now what would otherwise crash vLLM at the first sample, such as a head size its kernels lack."""

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from services.generator.engine.install_progress import give_sign
+from services.generator.engines.vllm.comparison import Comparison
 from services.generator.engines.vllm.lora_slot import install_adapter
 from services.generator.engines.vllm.process_setup import TRANSFER_BACKEND
 from services.generator.engines.vllm.readback import held_tensors, open_checkpoint
@@ -36,17 +38,23 @@ class PenstockWorkerExtension:
 
     model_runner: Any
 
-    def penstock_install_adapter(self, folder: str, scaling: float) -> list[str]:
-        """Loads the adapter of one PEFT folder; returns the names of tensors that do not match afterwards."""
+    def penstock_make_stage_buffers(self) -> None:
+        """Makes the buffers for what the previous pipeline stage sends, where vLLM 0.32 did not.
+
+        It makes them in the forward pass that warms a worker up, which a CPU worker leaves out.
+        """
+        runner = self.model_runner
+        if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    def penstock_install_adapter(self, folder: str, scaling: float) -> Comparison:
+        """Loads the adapter of one PEFT folder; returns what `penstock_attest` does, of the adapter's tensors."""
         return install_adapter(self, folder, scaling)
 
-    def penstock_attest(self, paths: Sequence[str]) -> dict[str, list[str]]:
-        """Compares the model with the checkpoint.
-
-        Returns:
-            `differing`: names of loaded tensors that are absent from or different in the checkpoint; `equal`: names of
-        the checkpoint's tensors that match in this worker's part.
-        """
+    def penstock_attest(self, paths: Sequence[str]) -> Comparison:
+        """Compares this worker's part of the model with the checkpoint."""
         model: nn.Module = self.model_runner.get_model()
         differing: set[str] = set()
         equal: set[str] = set()

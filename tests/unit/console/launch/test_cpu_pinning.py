@@ -73,6 +73,17 @@ def test_only_engines_that_decode_on_cpus_have_cores_of_their_own(
     shared_out.release()
 
 
+def test_each_worker_of_an_engine_has_cores_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
+    monkeypatch.setattr("services.generator.engines.vllm.config.installed_version", lambda _package: "1.0")
+    generator = {"engine": "vllm", "tensor_parallel": 2, "pipeline_parallel": 3}
+    document = {"model": {"path": "none"}, "data": {"train": "none"}, "generator": generator}
+    shared_out = Cores.of_run(RunConfig.model_validate(document), num_generators=1)
+    assert shared_out.of_engine == {"generator-0": {2, 3, 4, 5, 6, 7}}
+    shared_out.release()
+
+
 def affinities(pid: int) -> set[frozenset[int]]:
     return {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir(f"/proc/{pid}/task")}
 

@@ -1,4 +1,4 @@
-"""A model spread over pipeline stages: the setting, and how its weights are proved."""
+"""A model spread over workers: the settings, and how its weights are proved."""
 
 from __future__ import annotations
 
@@ -35,6 +35,26 @@ def test_stages_reach_vllm_and_no_other_engine_takes_them(tmp_path: Path) -> Non
         build_engine(tmp_path, pipeline_parallel=5)
     with pytest.raises(ConfigError, match="need the vllm engine, not transformers"):
         config(tmp_path, engine="transformers", pipeline_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "degree", "message"),
+    [
+        (16, 8, 16, None),
+        (16, 2, 4, None),
+        (16, 8, 3, "engine.tensor_parallel: 3 does not divide 16 attention heads"),
+        (24, 4, 6, "engine.tensor_parallel: 6 neither divides 4 key-value heads nor they it"),
+    ],
+)
+def test_a_degree_that_does_not_fit_the_heads_is_refused_before_vllm_starts(
+    tmp_path: Path, heads: int, key_heads: int, degree: int, message: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads, "num_key_value_heads": key_heads}))
+    if message is None:
+        build_engine(tmp_path, tensor_parallel=degree)
+        return
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        build_engine(tmp_path, tensor_parallel=degree)
 
 
 @pytest.mark.parametrize(
