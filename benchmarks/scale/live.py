@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.broker.processes import CpuMeter
 from benchmarks.command import Progress
+from benchmarks.resident import resident_mb
 from benchmarks.scale import meters
 from benchmarks.scale.emulated_run import EmulatedRun, Load, Phase, Scene, Served, emulated_run
 
@@ -45,7 +46,7 @@ async def measure(
         before = await meters.Metrics.read(broker.metrics_port)
         windows = await _windows(run, broker, chunk_tokens, num_repetitions, idle_s, progress)
         after = await meters.Metrics.read(broker.metrics_port)
-        broker_mb = meters.resident_mb(broker.process.pid)
+        broker_mb = resident_mb(broker.process.pid)
         progress(f"fleet: ending, scoring and training {load.num_groups} groups")
         finishing = await run.finish(trainer, over_s=leases_over_s)
         sent_late_s = await run.leave()

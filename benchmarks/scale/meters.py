@@ -1,4 +1,4 @@
-"""Reads what processes say of themselves: memory from /proc, the brokers' metrics, Redis' own counts."""
+"""Reads what processes say of themselves: the brokers' metrics, Redis' own counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import redis.asyncio
@@ -74,14 +73,6 @@ def quantile(before: Sequence[Metrics], after: Sequence[Metrics], name: str, sha
             inside = (wanted - below) / (counts[upper] - below)
             return lower if upper == float("inf") else lower + inside * (upper - lower)
     return bounds[-1]
-
-
-def resident_mb(pid: int) -> float:
-    """Resident memory of a process, MB of 1,000,000 bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError(f"/proc/{pid}/status says no VmRSS")
 
 
 @dataclass(frozen=True, slots=True)

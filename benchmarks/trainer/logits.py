@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.children import environment, run_child
+from benchmarks.resident import peak_mb, resident_mb, restart_peak
 from services.trainer.model.token_logprobs import TokenLogprobs
 
 NUM_PAIRS = 3
 TIMEOUT_S = 3_000.0
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class _OutputLayer(nn.Module):  # type: ignore[misc]  # torch declares no types for it
@@ -54,8 +54,8 @@ def measure_here(way: str, num_tokens: int, hidden: int, vocabulary: int) -> dic
     targets_n = torch.randint(vocabulary, (num_tokens,))
     logprobs = TokenLogprobs(model, inputs={"hidden_1th": states_1th[:, :2].detach()})
     needed = 2 * 4 * (model.head.weight.numel() + states_1th.numel())
-    base = _resident("VmRSS") - needed // 2
-    _CLEAR.write_text("5", encoding="ascii")
+    base = 1e6 * resident_mb() - needed // 2
+    restart_peak()
     begin_s, begin_cpu_s = time.monotonic(), time.process_time()
     if way == "plain":
         found_n = -cross_entropy(model(states_1th).logits[0], targets_n, reduction="none")
@@ -67,15 +67,9 @@ def measure_here(way: str, num_tokens: int, hidden: int, vocabulary: int) -> dic
     return {
         "seconds": time.monotonic() - begin_s,
         "cpu_seconds": time.process_time() - begin_cpu_s,
-        "extra_gb": (_resident("VmHWM") - base - needed) / 1e9,
+        "extra_gb": (1e6 * peak_mb() - base - needed) / 1e9,
         "mean_logprob": float(found_n.detach().mean()),
     }
-
-
-def _resident(field: str) -> int:
-    """Bytes of a line of the process's status."""
-    line = next(line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 async def measure(*, num_tokens: int, plain_tokens: int, hidden: int, vocabulary: int, threads: int) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Real processes on the CPU load a Qwen3 with random weights in bfloat16, train on it and save a checkpoint. For each of
 them, MB of resident memory: `idle` with all libraries loaded; the peaks of `start`, of the second `step` (the first one
-makes the moments) and of `checkpoint`.
+makes the moments) and of `checkpoint`. Beside them what `penstock.model.training_memory` says, above `idle`:
+`formula_mb` of start and step, `checkpoint_formula_mb` of a checkpoint, with copies if memory was left for them.
 """
 
 from __future__ import annotations
@@ -12,56 +13,42 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.children import environment, run_child
 from benchmarks.command import Progress, Result, measure, print_table, short, suite_parser
+from benchmarks.made_models import SHAPES, make_model
+from benchmarks.resident import peak_mb, resident_mb, restart_peak
 from benchmarks.scratch import scratch_folder
+from penstock.model.model_shape import read_shape
+from penstock.model.training_memory import copied_bytes, held_bytes, working_bytes
 from services.trainer.batches.packing import Trajectory
 from services.trainer.batches.rank_partition import partition
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.launch import stay_on_loopback
 from services.trainer.model.backend import Backend
 
-SHAPE: Mapping[str, object] = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
-"""With the default options 154 M parameters."""
-QUICK_SHAPE = {**SHAPE, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SAMPLE_TOKENS, PACK_TOKENS = 128, 256
-TIMEOUT_S = 600.0
+TIMEOUT_S = 900.0
 PHASES = ("idle", "start", "step", "checkpoint")
+FORMULAS = ("formula_mb", "checkpoint_formula_mb")
 _WORKER = b"services.trainer.worker_process"
 
 
-def make_model(folder: Path, shape: Mapping[str, object]) -> None:
-    """A Qwen3 with random weights in bfloat16."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3Config(**shape)).bfloat16().save_pretrained(folder)
-
-
-def run_role(model: Path, processes: int, algorithm: str) -> Result:
+def run_role(model: Path, processes: int, algorithm: str, dtype: str = "float32") -> Result:
     """One trainer, of which this process is the first."""
     from services.trainer.distributed.coordinator import lead
     from services.trainer.run.policy_loading import local_backend
 
     config = TrainingConfig.model_validate(
         {
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": dtype},
             "data": {"train": None},
             "algorithm": json.loads(algorithm),
-            "trainer": {"device": "cpu", "processes": processes},
+            "trainer": {"device": "cpu", "processes": processes, "gradient_checkpointing": False},
         }
     )
     meter = _Meter()
@@ -78,10 +65,31 @@ def run_role(model: Path, processes: int, algorithm: str) -> Result:
     meter.note("step")
     meter.restart()
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
-        backend.save(Path(folder)).result()
+        written = backend.save(Path(folder))
+        # Without memory for copies training waits.
+        has_copies = not written.done()
+        written.result()
     meter.note("checkpoint")
     backend.close()
-    return {"processes": processes, "ranks": meter.found}
+    formula = _formula(config, has_copies=has_copies)
+    ranks = [{**rank, **{name: rank["idle"] + mb for name, mb in formula.items()}} for rank in meter.found]
+    return {"processes": processes, "dtype": dtype, "ranks": ranks}
+
+
+def _formula(config: TrainingConfig, *, has_copies: bool) -> dict[str, float]:
+    """MB of a process, without libraries."""
+    from services.trainer.run.memory_fit import training_mode
+
+    shape = read_shape(config.model.path)
+    mode = training_mode(
+        config, num_shards=len(config.trainer.shares), is_half=config.model.dtype == "bfloat16", is_on_cpus=True
+    )
+    mode = replace(mode, pack_tokens=PACK_TOKENS)
+    held = held_bytes(shape, mode)
+    return {
+        "formula_mb": (held + working_bytes(shape, mode)) / 1e6,
+        "checkpoint_formula_mb": (held + (copied_bytes(shape, mode) if has_copies else 0)) / 1e6,
+    }
 
 
 def _step(backend: Backend) -> None:
@@ -107,12 +115,12 @@ class _Meter:
 
     def __init__(self) -> None:
         self.found: list[dict[str, float]] = []
-        self._idle = _memory_mb("self", "VmRSS")
+        self._idle = resident_mb()
 
     def restart(self) -> None:
         """Peaks count from now on."""
         for pid in self._pids():
-            Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+            restart_peak(pid)
 
     def note(self, phase: str) -> None:
         """What the peaks were."""
@@ -121,7 +129,7 @@ class _Meter:
             # The other processes load the same libraries.
             self.found = [{"idle": self._idle} for _ in pids]
         for rank, pid in zip(self.found, pids, strict=True):
-            rank[phase] = _memory_mb(pid, "VmHWM")
+            rank[phase] = peak_mb(pid)
 
     def _pids(self) -> list[str]:
         lists = Path("/proc/self/task").glob("*/children")
@@ -130,14 +138,9 @@ class _Meter:
         return ["self", *sorted(ranks, key=int)]
 
 
-def _memory_mb(pid: str, name: str) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError(f"/proc says no {name} of process {pid}")
-
-
-async def run(processes: Sequence[int], *, algorithm: str, shape: Mapping[str, object], progress: Progress) -> Result:
+async def run(
+    processes: Sequence[int], *, algorithm: str, dtype: str, shape: Mapping[str, object], progress: Progress
+) -> Result:
     """A trainer of each number of processes."""
     results = []
     with scratch_folder() as folder:
@@ -154,6 +157,8 @@ async def run(processes: Sequence[int], *, algorithm: str, shape: Mapping[str, o
                 str(model),
                 "--algorithm",
                 algorithm,
+                "--dtype",
+                dtype,
             )
             await run_child(
                 *command,
@@ -171,9 +176,9 @@ def show(result: Result) -> None:
     """A row for each process."""
     print_table(
         "Memory of a trainer's processes, MB",
-        ("processes", "rank", *PHASES),
+        ("processes", "rank", *PHASES, *FORMULAS),
         [
-            [(str(trainer["processes"]), str(number), *(short(rank[phase]) for phase in PHASES))]
+            [(str(trainer["processes"]), str(number), *(short(rank[phase]) for phase in PHASES + FORMULAS))]
             for trainer in result["trainers"]
             for number, rank in enumerate(trainer["ranks"])
         ],
@@ -185,20 +190,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = suite_parser(__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--algorithm", default='{"name": "dapo"}', help="the section of that name, as JSON")
-    parser.add_argument("--vocab", type=int, default=65_536, help="rows of the embedding, which is the head, too")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="154m", help="of the model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     parser.add_argument("--role", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.role:
-        found = run_role(options.role, options.processes[0], options.algorithm)
+        found = run_role(options.role, options.processes[0], options.algorithm, options.dtype)
         options.out.write_text(json.dumps(found), encoding="utf-8")
         return 0
-    shape = (
-        QUICK_SHAPE if options.quick else {**SHAPE, "vocab_size": options.vocab, "num_hidden_layers": options.layers}
-    )
     return measure(
-        lambda progress: run(options.processes, algorithm=options.algorithm, shape=shape, progress=progress),
+        lambda progress: run(
+            options.processes,
+            algorithm=options.algorithm,
+            dtype=options.dtype,
+            shape=SHAPES["tiny" if options.quick else options.shape],
+            progress=progress,
+        ),
         show,
         is_json=options.json,
     )

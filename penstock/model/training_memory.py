@@ -70,6 +70,8 @@ class TrainingMode:
     has_critic: bool = False
     has_adapter: bool = False
     """A LoRA adapter is trained, so small that it does not count, and weights are held in the type of products."""
+    is_on_cpus: bool = False
+    """Processes meet over gloo, which adds up a copy of the gradients that it is given."""
 
     @property
     def weight_bytes(self) -> int:
@@ -87,9 +89,17 @@ def held_bytes(shape: ModelShape, mode: TrainingMode) -> float:
 
 
 def copied_bytes(shape: ModelShape, mode: TrainingMode) -> float:
-    """What one process copies for a checkpoint, in the memory of its machine, until it is written."""
+    """What one process copies for a checkpoint, in the memory of its machine, until it is written.
+
+    Only where there is memory enough: otherwise training waits until it is written.
+    """
     num_trained = (0 if mode.has_adapter else shape.num_params) + (shape.num_params if mode.has_critic else 0)
     return SAVED_BYTES * num_trained / mode.num_shards
+
+
+def published_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    """What one process copies of its weights for a publication, in the memory of its machine, until it is written."""
+    return 0.0 if mode.has_adapter else mode.weight_bytes * shape.num_params / mode.num_shards
 
 
 def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
@@ -114,10 +124,11 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
         return copies + max(of_logits, kept + layer_activations if mode.checkpoints_layers else 0, gradients)
     root, layer = mode.weight_bytes * shape.root_params, mode.weight_bytes * shape.layer_params
     gradient = mode.weight_bytes * shape.embedding_params
+    sent = GRADIENT_BYTES * (2 if mode.is_on_cpus else 1)
     # Weights and gradient of a layer, the weights of the next, the gradient as it is sent.
-    layers = 3 * layer + GRADIENT_BYTES * shape.layer_params
+    layers = 3 * layer + sent * shape.layer_params
     end_of_layer = root + gradient + layers + kept + (1 if mode.checkpoints_layers else -1) * layer_activations
-    end = root + gradient * (2 if shape.is_tied else 1) + GRADIENT_BYTES * shape.root_params
+    end = root + gradient * (2 if shape.is_tied else 1) + sent * shape.root_params
     return max(root + layer + of_logits, end_of_layer, end)
 
 

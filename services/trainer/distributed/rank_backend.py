@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,13 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.batches.packing import Pack, Trajectory, join
 from services.trainer.config import OptimizerConfig
+from services.trainer.distributed.memory_share import memory_share
 from services.trainer.model.attention import packed_inputs, register_packed_attention
 from services.trainer.model.backend import (
     CheckpointMismatchError,
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MIN_DECAY = 0.1
+COPIES_SHARE = 0.5
+"""Of the memory that is left, what a checkpoint's copies may take: the next step needs some as well."""
 IDLE_TOKENS = 8
 _FORMER_FOLDER = "companions"
 """Where checkpoints once kept a critic and a refreshed reference."""
@@ -226,9 +230,16 @@ class RankBackend:
         return self._publish_thread.submit(self._publish, path, copies)
 
     def save(self, directory: Path) -> Future[None]:
-        """Copies this process' part, which a separate thread writes."""
-        resume = _copied(self._state.collect(num_batches=self._num_batches))
-        return self._checkpoint_thread.submit(self._save, directory, resume)
+        """Copies this process' part, which a separate thread writes; without memory for a copy waits until it has."""
+        resume = self._state.collect(num_batches=self._num_batches)
+        num_bytes = sum(
+            tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in resume.values()
+        )
+        if num_bytes <= COPIES_SHARE * memory_share(self._ranks.num_ranks):
+            return self._checkpoint_thread.submit(self._save, directory, _copied(resume))
+        written = self._checkpoint_thread.submit(self._save, directory, resume)
+        wait([written])
+        return written
 
     def load(self, directory: Path) -> None:
         """Reads and checks everything before it changes anything."""

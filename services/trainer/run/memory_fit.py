@@ -6,17 +6,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import structlog
 import torch
 
 from penstock.model.model_shape import read_shape
-from penstock.model.training_memory import ModelShape, TrainingMode, copied_bytes, held_bytes, working_bytes
-from penstock.process.machine_memory import available_bytes
+from penstock.model.training_memory import ModelShape, TrainingMode, held_bytes, published_bytes, working_bytes
 from services.trainer.config import TrainingConfig
-from services.trainer.distributed.launch import Place
+from services.trainer.distributed.memory_share import memory_share
 from services.trainer.model.backend import BackendError
 from services.trainer.model.precision import compute_dtype
 from services.trainer.model.ranks import Ranks
@@ -45,7 +43,7 @@ def recomputes_activations(config: TrainingConfig, ranks: Ranks) -> bool:
         return config.trainer.gradient_checkpointing or False
     assert shape is not None
     is_half = compute_dtype(config.model.dtype, path=config.model.path, device=device) == torch.bfloat16
-    mode = training_mode(config, num_shards=ranks.num_ranks, is_half=is_half)
+    mode = training_mode(config, num_shards=ranks.num_ranks, is_half=is_half, is_on_cpus=device.type == "cpu")
     held, most = held_bytes(shape, mode), USABLE * memory
     # On CPUs the processes of a machine share its memory: more of them on the same one have no more.
     spread = "raise trainer.processes" if device.type == "cuda" else "spread trainer.processes over more machines"
@@ -55,8 +53,8 @@ def recomputes_activations(config: TrainingConfig, ranks: Ranks) -> bool:
             f"{config.model.path}, and {memory / 1e9:.1f} GB are available to it; {spread}"
             + ("" if mode.has_adapter else ", or train an adapter (lora)")
         )
-    # Copies for a checkpoint are made in the machine's memory, which is the device's own only on CPUs.
-    held += copied_bytes(shape, mode) if device.type == "cpu" else 0
+    # Copies of published weights are in the machine's memory, which is the device's own only on CPUs.
+    held += published_bytes(shape, mode) if mode.is_on_cpus else 0
     whole, least = (
         held + working_bytes(shape, replace(mode, checkpoints_layers=recomputes)) for recomputes in (False, True)
     )
@@ -82,7 +80,7 @@ def recomputes_activations(config: TrainingConfig, ranks: Ranks) -> bool:
     return recomputes
 
 
-def training_mode(config: TrainingConfig, *, num_shards: int, is_half: bool) -> TrainingMode:
+def training_mode(config: TrainingConfig, *, num_shards: int, is_half: bool, is_on_cpus: bool) -> TrainingMode:
     """How a run trains, as far as memory depends on it, with all activations kept."""
     has_adapter = config.lora is not None
     return TrainingMode(
@@ -93,6 +91,7 @@ def training_mode(config: TrainingConfig, *, num_shards: int, is_half: bool) -> 
         has_reference=config.algorithm.kl_coefficient > 0 and not has_adapter,
         has_critic=config.algorithm.definition.has_critic,
         has_adapter=has_adapter,
+        is_on_cpus=is_on_cpus,
     )
 
 
@@ -107,5 +106,4 @@ def _device_bytes(device: torch.device, ranks: Ranks) -> int:
     """Memory for this process: its GPU's, or its share of what its machine still has."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    place = Place.read(os.environ)
-    return available_bytes() // (place.num_local_ranks if place else ranks.num_ranks)
+    return memory_share(ranks.num_ranks)

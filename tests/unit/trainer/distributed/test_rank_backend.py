@@ -16,6 +16,7 @@ from services.trainer.algorithms.loss import LossInputs, LossOutputs, LossSettin
 from services.trainer.algorithms.terms.correction import Correction
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.config import OptimizerConfig
+from services.trainer.distributed import rank_backend
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.backend import (
     CheckpointMismatchError,
@@ -342,3 +343,25 @@ def test_totals_merge_by_sum_and_maximum():
     merged = first.merged(second)
     assert merged.means() == {"loss": 0.5, "other": 1.0, "ratio_max": 3.0}
     assert LossTotals().means() == {}
+
+
+def test_a_checkpoint_without_memory_for_copies_is_written_before_training_goes_on(
+    tmp_path, model_directory, monkeypatch
+):
+    backend = build_backend(model_directory)
+    train(backend, random_trajectories())
+    backend.save(tmp_path / "copied").result()
+    needed = sum(path.stat().st_size for path in (tmp_path / "copied" / "resume").iterdir())
+    copies = []
+    monkeypatch.setattr(rank_backend, "_copied", lambda tensors: copies.append(tensors) or tensors)
+    monkeypatch.setattr(rank_backend, "memory_share", lambda _: needed)
+    written = backend.save(tmp_path / "waited")
+    assert written.done()
+    assert not copies
+    names = [path.relative_to(tmp_path / "copied") for path in (tmp_path / "copied").rglob("*.safetensors")]
+    assert len(names) == 2
+    for name in names:
+        assert (tmp_path / "waited" / name).read_bytes() == (tmp_path / "copied" / name).read_bytes()
+    monkeypatch.setattr(rank_backend, "memory_share", lambda _: 3 * needed)
+    backend.save(tmp_path / "copied again").result()
+    assert copies

@@ -6,10 +6,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from penstock.model.model_shape import read_shape
-from penstock.model.training_memory import copied_bytes, held_bytes, working_bytes
+from penstock.model.training_memory import held_bytes, published_bytes, working_bytes
+from services.trainer.distributed import memory_share
 from services.trainer.model.backend import BackendError
 from services.trainer.model.ranks import Ranks
-from services.trainer.run import memory_fit
 from services.trainer.run.memory_fit import USABLE, recomputes_activations, training_mode
 from services.trainer.run.policy_loading import local_backend
 from tests.helpers.models.model_families import save_tiny
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def memory(monkeypatch):
     def have(num_bytes: float) -> None:
-        monkeypatch.setattr(memory_fit, "available_bytes", lambda: int(num_bytes))
+        monkeypatch.setattr(memory_share, "available_bytes", lambda: int(num_bytes))
 
     have(1e12)
     return have
@@ -45,9 +45,9 @@ def memory(monkeypatch):
 def needs(model, *, num_shards=1):
     """Bytes held, and at the peak, of which the run uses USABLE."""
     shape = read_shape(model)
-    mode = training_mode(config_of(model), num_shards=num_shards, is_half=False)
+    mode = training_mode(config_of(model), num_shards=num_shards, is_half=False, is_on_cpus=True)
     held = held_bytes(shape, mode)
-    return held, (held + copied_bytes(shape, mode) + working_bytes(shape, mode)) / USABLE
+    return held, (held + published_bytes(shape, mode) + working_bytes(shape, mode)) / USABLE
 
 
 def chosen(model, ranks=None, given=None):

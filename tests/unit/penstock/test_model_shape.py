@@ -1,0 +1,99 @@
+"""A model's shape from its folder alone; `test_training_memory` compares the formulas made of it with allocations."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from penstock.model.model_shape import read_shape
+from penstock.model.training_memory import ModelShape
+
+CONFIG = {
+    "vocab_size": 32,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+}
+EMBEDDING, LAYERS = (32, 8), (2, 100)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a model's folder."""
+
+    def write(config, **files):
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        for name, shapes in files.items():
+            tensors = {tensor: np.zeros(shape, np.float16) for tensor, shape in shapes.items()}
+            save_file(tensors, tmp_path / f"{name}.safetensors")
+        return tmp_path
+
+    return write
+
+
+def test_numbers_are_those_of_the_configuration_and_of_the_tensors(folder):
+    path = folder(CONFIG, model={"model.embed": EMBEDDING, "model.layers": LAYERS})
+    assert read_shape(path) == ModelShape(
+        num_params=456,
+        num_layers=2,
+        hidden=8,
+        feed_forward=12,
+        query_width=16,
+        key_width=8,
+        vocab=32,
+        is_tied=True,
+    )
+
+
+def test_an_output_layer_that_is_tied_counts_once(folder):
+    tensors = {"model.embed": EMBEDDING, "model.layers": LAYERS, "lm_head.weight": EMBEDDING}
+    assert read_shape(folder({**CONFIG, "tie_word_embeddings": True}, model=tensors)).num_params == 456
+    untied = read_shape(folder(CONFIG, model=tensors))
+    assert (untied.num_params, untied.is_tied) == (456 + 256, False)
+
+
+def test_parts_are_those_that_the_index_names(folder):
+    path = folder(CONFIG, model={"model.embed": EMBEDDING, "model.layers": LAYERS}, a={"x": EMBEDDING}, b={"y": LAYERS})
+    weight_map = {"x": "a.safetensors", "y": "b.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    assert read_shape(path).num_params == 456
+
+
+def test_experts_count_as_wide_as_those_that_a_token_is_sent_to(folder):
+    config = {**CONFIG, "num_experts_per_tok": 3, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 7}
+    assert read_shape(folder(config, model={"x": LAYERS})).feed_forward == 22
+
+
+def test_a_language_model_within_another_is_read(folder):
+    config = {"text_config": CONFIG, "tie_word_embeddings": False}
+    shape = read_shape(folder(config, model={"x": LAYERS}))
+    assert (shape.hidden, shape.is_tied) == (8, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"hidden_size": 0}, "config.json has no hidden_size"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers in config.json must be a positive integer, not 'many'"),
+        ({"vocab_size": -1}, "vocab_size in config.json must be a positive integer, not -1"),
+    ],
+)
+def test_a_wrong_number_is_named(folder, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        read_shape(folder(CONFIG | change, model={"x": LAYERS}))
+
+
+def test_a_folder_without_weights_and_a_damaged_file_are_refused(folder):
+    path = folder(CONFIG)
+    with pytest.raises(ValueError, match="holds no safetensors files"):
+        read_shape(path)
+    (path / "model.safetensors").write_bytes((2**30).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        read_shape(path)
