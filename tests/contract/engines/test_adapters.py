@@ -226,7 +226,7 @@ def flip_next(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("spoil", ["slot", "padding", "unadapted"])
 @pytest.mark.vllm
 async def test_every_number_of_a_vllm_slot_is_read_back(spoil):
-    from services.generator.engines.vllm import lora_slot
+    from services.generator.engines.vllm.worker import lora_slot
 
     module = lora_slot.BaseLayerWithLoRA()
     module.tp_size = 1

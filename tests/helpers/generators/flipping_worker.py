@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from vllm.lora import lora_model
 
-from services.generator.engines.vllm.weight_transfer import Checkpoint
-from services.generator.engines.vllm.worker_extension import PenstockWorkerExtension
+from services.generator.engines.vllm.worker.weight_transfer import Checkpoint
+from services.generator.engines.vllm.worker.worker_extension import PenstockWorkerExtension
 
 
 class FlippingWorkerExtension(PenstockWorkerExtension):

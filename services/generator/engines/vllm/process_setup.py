@@ -21,7 +21,7 @@ TRANSFER_BACKEND = "penstock"
 """vLLM's name for the weight-transfer engine that `worker_extension` registers."""
 _SCHEDULER = "services.generator.engines.vllm.output_scheduler.HoldingScheduler"
 _ASYNC_SCHEDULER = "services.generator.engines.vllm.output_scheduler.HoldingAsyncScheduler"
-_WORKER_EXTENSION = "services.generator.engines.vllm.worker_extension.PenstockWorkerExtension"
+_WORKER_EXTENSION = "services.generator.engines.vllm.worker.worker_extension.PenstockWorkerExtension"
 
 
 def build_engine(config: VllmEngineConfig, model: ServedModel, *, stream_interval: int) -> AsyncLLM:

@@ -37,6 +37,7 @@ from penstock.model.digests import (
     safetensors_shapes,
     verify_safetensors,
 )
+from penstock.v1.weights_pb2 import TensorInfo
 from services.generator.engine.engine import (
     TIED_HEAD,
     EngineError,
@@ -55,6 +56,7 @@ from services.generator.engine.engine import (
 )
 from services.generator.engine.install_progress import InstallSigns
 from services.generator.engine.lora_checks import AdapterBase, check_update, write_peft_folder
+from services.generator.engine.stacked_experts import split_shapes
 from services.generator.engines.base_config import ServedModel
 from services.generator.engines.vllm.comparison import Comparison, mismatched_tensors
 from services.generator.engines.vllm.config import VllmEngineConfig
@@ -193,7 +195,7 @@ class VllmEngine:
             # Before vLLM is involved: a load that fails halfway leaves it beyond repair.
             check_update(update, self._base)
             if update.adapter is None:
-                check_layout(self._layout, update.tensors, optional=self._optional)
+                self._check_layout(update)
             started_s = time.monotonic()
             async with self._deadline(f"installing version {update.policy_version}"):
                 with self._install_signs.installing(update.path):
@@ -292,7 +294,7 @@ class VllmEngine:
         if update.adapter is None or self._adapters is None:
             await self._transfer(self._running(), update.path)
             return await self._attest([update.path], [tensor.name for tensor in update.tensors])
-        from services.generator.engines.vllm.lora_slot import adapter_request
+        from services.generator.engines.vllm.worker.lora_slot import adapter_request
 
         folder = Path(self._adapters.name) / f"install-{self._num_installs}"
         write_peft_folder(folder, path=update.path, adapter=update.adapter)
@@ -306,6 +308,12 @@ class VllmEngine:
         # The same name for all versions: the adapter is in the slot, and vLLM never looks for it in a folder again.
         self._adapter_request = adapter_request(self._adapters.name)
         return mismatched_tensors(found, [tensor.name for tensor in update.tensors])
+
+    def _check_layout(self, update: WeightUpdate) -> None:
+        """Raises WeightsMismatchError unless the tensors are the model's; either side may stack experts."""
+        offered = split_shapes({tensor.name: tuple(tensor.shape) for tensor in update.tensors})
+        tensors = [TensorInfo(name=name, shape=shape) for name, shape in offered.items()]
+        check_layout(split_shapes(self._layout), tensors, optional=self._optional)
 
     async def _make_ready_for_adapters(self) -> None:
         if self._model.max_lora_rank is None:

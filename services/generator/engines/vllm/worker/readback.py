@@ -7,15 +7,13 @@ loading is not assumed to be correct: this walks the modules, not the loader's m
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -24,32 +22,12 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from services.generator.engines.vllm.worker.experts import held_by_experts
+from services.generator.engines.vllm.worker.loaded_tensor import LoadedTensor
+
 PROBE_FLOPS = 500_000_000
 """Arithmetic that probing one packed layer may cost; costlier layers are sampled, by new random columns each time."""
 MIN_PROBE_COLUMNS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoadedTensor:
-    """Values that the model decodes with, and the part of a checkpoint tensor that they must equal."""
-
-    name: str
-    """Name in the Hugging Face state dict."""
-    tied_name: str | None = None
-    """The tensor that replaces it if the checkpoint omits it as tied."""
-    first_row: int = 0
-    """First of its rows in the checkpoint's tensor."""
-    columns: torch.Tensor | None = None
-    """Its columns of the checkpoint's tensor; all when unset."""
-    values: torch.Tensor
-    """[rows] or [rows, columns]."""
-
-    def matches(self, expected: torch.Tensor) -> bool:
-        """Whether the values equal their part of the checkpoint's tensor, cast to their type."""
-        part = expected.narrow(0, self.first_row, self.values.shape[0]) if expected.dim() else expected
-        if self.columns is not None:
-            part = part[:, self.columns]
-        return bool(torch.equal(part.to(device=self.values.device, dtype=self.values.dtype), self.values))
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -67,6 +45,8 @@ def held_tensors(model: nn.Module) -> Iterator[LoadedTensor]:
             yield from _held_by_linear(module_name, module, packed)
         elif isinstance(module, VocabParallelEmbedding):
             yield _held_by_vocabulary(module_name, module, tied)
+        elif isinstance(module, RoutedExperts):
+            yield from held_by_experts(module_name, module)
         else:
             for name, parameter in module.named_parameters(recurse=False):
                 yield LoadedTensor(name=f"{module_name}.{name}", values=parameter.data)
@@ -146,7 +126,8 @@ def _row_sizes(module: Any) -> list[int]:
 def _num_inputs(module: Any) -> int:
     if isinstance(module, VocabParallelEmbedding):
         return int(module.embedding_dim)
-    return int(module.input_size_per_partition)
+    # A layer that is never split has one size.
+    return int(getattr(module, "input_size_per_partition", module.input_size))
 
 
 def tied_heads(model: nn.Module) -> dict[str, str]:
@@ -160,11 +141,3 @@ def tied_heads(model: nn.Module) -> dict[str, str]:
         elif isinstance(module, VocabParallelEmbedding):
             embeddings[id(module.weight)] = f"{name}.weight"
     return heads
-
-
-@contextlib.contextmanager
-def open_checkpoint(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Map of tensor names to their open files; tensors are read on demand."""
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
-        yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)

@@ -18,13 +18,14 @@ from vllm.platforms import current_platform
 
 from services.generator.engine.install_progress import give_sign
 from services.generator.engines.vllm.comparison import Comparison
-from services.generator.engines.vllm.lora_slot import install_adapter
 from services.generator.engines.vllm.process_setup import TRANSFER_BACKEND
-from services.generator.engines.vllm.readback import held_tensors, open_checkpoint
+from services.generator.engines.vllm.worker.checkpoint_files import complete_origins, open_checkpoint, origins_of
+from services.generator.engines.vllm.worker.lora_slot import install_adapter
+from services.generator.engines.vllm.worker.readback import held_tensors
 
 # vLLM's own extension point: a worker looks it up by this name, in this process, before it loads the model.
 WeightTransferEngineFactory.register_engine(
-    TRANSFER_BACKEND, "services.generator.engines.vllm.weight_transfer", "FileTransferEngine"
+    TRANSFER_BACKEND, "services.generator.engines.vllm.worker.weight_transfer", "FileTransferEngine"
 )
 
 
@@ -62,8 +63,9 @@ class PenstockWorkerExtension:
             for held in held_tensors(model):
                 give_sign(paths[0])
                 name = held.name if held.name in checkpoint else held.tied_name
-                if name is None or name not in checkpoint or not held.matches(checkpoint[name].get_tensor(name)):
+                if name is None or name not in checkpoint or not held.matches(checkpoint[name].read()):
                     differing.add(held.name)
                 else:
                     equal.add(name)
-        return {"differing": sorted(differing), "equal": sorted(equal - differing)}
+            equal = complete_origins(equal - differing, checkpoint)
+            return {"differing": sorted(origins_of(differing, checkpoint)), "equal": sorted(equal)}

@@ -21,12 +21,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from services.generator.engine.install_progress import give_sign
-from services.generator.engines.vllm.readback import linear_parts, open_checkpoint, tied_heads
+from services.generator.engines.vllm.worker.checkpoint_files import StoredTensor, open_checkpoint
+from services.generator.engines.vllm.worker.experts import can_refill, refill_experts
+from services.generator.engines.vllm.worker.readback import linear_parts, tied_heads
 
 
 @dataclass
@@ -103,7 +107,7 @@ class Checkpoint:
     with the old weights.
     """
 
-    def __init__(self, files: dict[str, Any], tied: dict[str, str], *, on_read: Callable[[], None]) -> None:
+    def __init__(self, files: dict[str, StoredTensor], tied: dict[str, str], *, on_read: Callable[[], None]) -> None:
         self._files = files
         self._on_read = on_read
         self._names = {name: name for name in files}
@@ -112,9 +116,7 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """One tensor. Raises KeyError."""
         self._on_read()
-        stored = self._names[name]
-        tensor: torch.Tensor = self._files[stored].get_tensor(stored)
-        return tensor
+        return self._files[self._names[name]].read()
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, each read on demand."""
@@ -122,13 +124,22 @@ class Checkpoint:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether `refill` supports all layers of the model: nothing quantised, no experts."""
-    known = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    return all(
-        type(getattr(module, "quant_method", None)) in known
-        and (isinstance(module, Attention) or not hasattr(module, "process_weights_after_loading"))
-        for module in model.modules()
-    )
+    """Whether `refill` supports all layers of the model: nothing quantised."""
+    return all(_is_plain(module) for module in model.modules())
+
+
+def _is_plain(module: nn.Module) -> bool:
+    if isinstance(module, RoutedExperts):
+        return can_refill(module)
+    if type(getattr(module, "quant_method", None)) not in (
+        type(None),
+        UnquantizedLinearMethod,
+        UnquantizedEmbeddingMethod,
+    ):
+        return False
+    # vLLM counts the method of a layer's experts as a module.
+    prepared = (Attention, UnquantizedFusedMoEMethod)
+    return isinstance(module, prepared) or not hasattr(module, "process_weights_after_loading")
 
 
 def refill(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -142,6 +153,8 @@ def refill(model: nn.Module, checkpoint: Checkpoint) -> None:
             tensor = checkpoint.read(f"{name}.weight")
             module.weight.data[: tensor.shape[0]].copy_(tensor)
             _pack(module)
+        elif isinstance(module, RoutedExperts):
+            refill_experts(name, module, checkpoint.read)
         else:
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 parameter.data.copy_(checkpoint.read(f"{name}.{parameter_name}"))
