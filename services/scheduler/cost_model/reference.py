@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.network import Network
+from services.scheduler.cost_model.pool_memory import PoolMemory
 from services.scheduler.cost_model.replica import ReplicaModel, ReplicaState, tensor_parallel_degrees, usable_bytes
 from services.scheduler.cost_model.training_step import Pool, TrainingStep, gpu_samples_per_second, training_step
 from services.scheduler.problem.plan_document import PlanDocument, Replicas, node_classes, placement_error
@@ -100,6 +101,8 @@ class CostModel:
         """Tensor-parallel degrees that fit, by node entry."""
         self.usable_bytes = {node.name: usable_bytes(problem, node) for node in problem.nodes}
         """Usable memory of each GPU, by node entry."""
+        self.pool_memory = PoolMemory(problem, self.demand, self.usable_bytes)
+        """Which GPUs can train together."""
         self.gpu_training_rate = {
             node.name: gpu_samples_per_second(problem, self.demand, node) for node in problem.nodes
         }
@@ -147,12 +150,8 @@ class CostModel:
         if not plan.gen or not pool:
             key, verb = ("train", "trains") if plan.gen else ("gen", "generates")
             return f"{key}: empty, so nothing {verb}"
-        offered = sum(gpus * self.usable_bytes[node.name] for node, gpus in pool)
-        if offered < (needed := self.demand.training_state_bytes):
-            return (
-                f"training needs {needed / 1e9:.0f} GB, and the training pool's "
-                f"{sum(gpus for _, gpus in pool)} GPUs offer {offered / 1e9:.0f} GB"
-            )
+        if (reason := self.pool_memory.error(pool)) is not None:
+            return reason
         regions = sorted({node.region for node, _ in pool})
         if self.problem.constraints.train_single_region and len(regions) > 1:
             return f"training spans the regions {', '.join(regions)}, and constraints.train_single_region forbids that"

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from penstock.model.training_memory import TrainingMode
+from penstock.model.training_traffic import gathered_bytes, reduced_bytes
 from services.scheduler.cost_model.demand import Demand
 from services.scheduler.cost_model.network import Network
+from services.scheduler.cost_model.pool_memory import model_shape
 from services.scheduler.problem.problem import NodeClass, Problem
 
 Pool = Sequence[tuple[NodeClass, int]]
@@ -49,7 +52,9 @@ def training_step(problem: Problem, demand: Demand, network: Network, pool: Pool
     constants = problem.cost_model
     samples_per_second = sum(gpus * gpu_samples_per_second(problem, demand, node) for node, gpus in pool)
     compute_s = demand.samples_per_step / samples_per_second
-    allreduce_s = _allreduce_s(problem, demand, network, pool)
+    is_sharded = constants.train_pack_tokens > 0
+    exchange = _gathers_and_sums_s if is_sharded else _allreduce_s
+    allreduce_s = exchange(problem, demand, network, pool)
     return TrainingStep(
         compute_s=compute_s,
         allreduce_s=allreduce_s,
@@ -59,16 +64,50 @@ def training_step(problem: Problem, demand: Demand, network: Network, pool: Pool
 
 
 def _allreduce_s(problem: Problem, demand: Demand, network: Network, pool: Pool) -> float:
-    """A ring over the GPUs of one machine, over the NICs of several, or over the slowest link of several regions."""
+    """One sum of 16-bit gradients.
+
+    A ring over the GPUs of one machine, over the NICs of several, or over the slowest link of several regions.
+    """
+    members = pool[0][1] if len(pool) == 1 else len(pool)
+    return _ring_s(problem, network, pool, members=members, traffic_bytes=2 * demand.gradient_bytes)
+
+
+def _gathers_and_sums_s(problem: Problem, demand: Demand, network: Network, pool: Pool) -> float:
+    """What Penstock's trainer exchanges: weights for every pass, and gradients after every backward pass.
+
+    All GPUs take part in every pass, so the one with the most tokens sets their number. Source:
+    `penstock.model.training_traffic`, whose bytes are counted in the trainer's tests.
+    """
+    shape, num_gpus = model_shape(problem), sum(gpus for _, gpus in pool)
+    mode = TrainingMode(num_shards=num_gpus, pack_tokens=problem.cost_model.train_pack_tokens, is_half=True)
+    traffic_bytes = 0.0
+    for task in problem.workload.train_tasks:
+        passes = num_passes(problem, demand, pool) * task.epochs
+        is_trained = task.kind == "train"
+        gathered = gathered_bytes(
+            shape, mode, num_passes=passes if is_trained else 0, num_scoring_passes=0 if is_trained else passes
+        )
+        traffic_bytes += task.scale * (gathered + reduced_bytes(shape, mode, num_passes=passes if is_trained else 0))
+    return _ring_s(problem, network, pool, members=num_gpus, traffic_bytes=traffic_bytes)
+
+
+def num_passes(problem: Problem, demand: Demand, pool: Pool) -> int:
+    """Packs of a step on the GPU that gets the most tokens; tokens are divided in proportion to speed."""
+    rates = [gpu_samples_per_second(problem, demand, node) for node, _ in pool]
+    total = sum(gpus * rate for (_, gpus), rate in zip(pool, rates, strict=True))
+    tokens = demand.samples_per_step * demand.trained_tokens * max(rates) / total
+    return max(1, math.ceil(tokens / problem.cost_model.train_pack_tokens))
+
+
+def _ring_s(problem: Problem, network: Network, pool: Pool, *, members: int, traffic_bytes: float) -> float:
+    """Each of a ring's members sends all of the traffic but its own part, over the slowest of its connections."""
+    if members == 1:
+        return 0.0
     if len(pool) == 1:
-        node, gpus = pool[0]
-        members, bytes_per_second = gpus, problem.gpu_types[node.gpu].ar_bus_GBps * 1e9
+        bytes_per_second = problem.gpu_types[pool[0][0].gpu].ar_bus_GBps * 1e9
     else:
         regions = sorted({node.region for node, _ in pool})
         between = [network.bytes_per_second(one, other) for one, other in combinations(regions, 2)]
-        members = len(pool)
         bytes_per_second = min([node.nic_Gbps * 1e9 / 8 for node, _ in pool] + between)
-    if members == 1:
-        return 0.0
-    traffic_bytes = 2 * (members - 1) / members * demand.gradient_bytes
-    return traffic_bytes / bytes_per_second if bytes_per_second > 0 else math.inf
+    traffic = (members - 1) / members * traffic_bytes
+    return traffic / bytes_per_second if bytes_per_second > 0 else math.inf

@@ -182,6 +182,9 @@ class CostConstants(StrictModel):
     train_overhead_s: NotNegative = 0.0
     """Fixed time of each training step."""
     train_bytes_per_param: Positive = 16.0
+    train_pack_tokens: int = Field(default=0, ge=0, le=100_000_000)
+    """Tokens of a trainer's forward pass. Memory and traffic are then those of Penstock's trainer: even shards over
+    all GPUs of the pool, gathered weights and activations besides, gathers for every pass. 0: RM-1's rules."""
 
     @field_validator("mfu_train", "mfu_infer")
     @classmethod
@@ -239,6 +242,12 @@ class Problem(StrictModel):
     """Published results of a real run; not used."""
     published: Any = None
     """See `measured`."""
+
+    @model_validator(mode="after")
+    def _activations_can_be_counted(self) -> Self:
+        if self.cost_model.train_pack_tokens and self.model.ffn is None:
+            raise ValueError("model.ffn: cost_model.train_pack_tokens needs it for the activations; state it")
+        return self
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:

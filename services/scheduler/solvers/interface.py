@@ -12,6 +12,7 @@ from typing import Protocol
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import NodeClass
 
 Plans = Sequence[PlanDocument]
 TimeLeft = Callable[[], float]
@@ -69,14 +70,21 @@ def infeasibility(model: CostModel) -> str | None:
             f"{problem.model.q_heads} heads; the largest machine ({widest.name}) has {widest.gpus} of "
             f"{model.usable_bytes[widest.name] / 1e9:.0f} GB"
         )
-    offered: dict[str, float] = {}
+    groups: dict[str, list[NodeClass]] = {}
     for node in problem.nodes:
         group = node.region if problem.constraints.train_single_region else "the whole cluster"
-        offered[group] = offered.get(group, 0.0) + node.count * node.gpus * model.usable_bytes[node.name]
+        groups.setdefault(group, []).append(node)
+    if any(model.pool_memory.least_pool(nodes) is not None for nodes in groups.values()):
+        return None
+    offered = {
+        group: sum(node.count * node.gpus * model.usable_bytes[node.name] for node in nodes)
+        for group, nodes in groups.items()
+    }
     largest = max(offered, key=lambda group: offered[group])
     if offered[largest] < demand.training_state_bytes:
         return (
             f"training needs {demand.training_state_bytes / 1e9:.0f} GB, and the largest group of GPUs ({largest}) "
             f"offers {offered[largest] / 1e9:.0f} GB"
         )
-    return None
+    whole = [(node, node.count * node.gpus) for node in groups[largest]]
+    return f"{model.pool_memory.error(whole)}; no smaller choice of GPUs fits, either"

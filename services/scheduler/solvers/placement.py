@@ -31,13 +31,8 @@ class Placement:
         """Least and most GPUs of a training site that can train; least exceeds most if memory is too small."""
         here = [node for node in self._nodes if node.region in home]
         most = sum(node.gpus * node.count for node in here)
-        needed, least = self._model.demand.training_state_bytes, 0
-        for node in sorted(here, key=lambda node: -self._model.usable_bytes[node.name]):
-            room = self._model.usable_bytes[node.name]
-            taken = min(node.gpus * node.count, max(0, -int(-needed // room))) if room > 0 else 0
-            needed -= taken * room
-            least += taken
-        return (max(1, least), most) if needed <= 0 else (most + 1, most)
+        least = self._model.pool_memory.least_pool(here)
+        return (most + 1 if least is None else least, most)
 
     def first_plans(self, home: frozenset[str], num_training: int) -> Iterator[Parts]:
         """First plans: they train on the GPUs best at training, worst at generation, or random ones."""
