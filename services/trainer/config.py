@@ -19,6 +19,7 @@ from penstock.wire.pieces import MAX_GROUP_TOKENS
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
 from services.trainer.algorithms.config import AlgorithmConfig
 from services.trainer.algorithms.registry import ALGORITHMS
+from services.trainer.parallel_config import ParallelConfig
 
 MAX_SAMPLES_PER_GROUP = 1024
 TrackerName = Literal["tensorboard", "wandb", "wandb_offline"]
@@ -239,6 +240,8 @@ class ComputeConfig(StrictModel):
     processes: Annotated[int, Field(ge=1, le=1024)] | Annotated[tuple[Share, ...], Field(min_length=1)] = 1
     """Number of processes over which model and optimiser are sharded (FSDP2), one per GPU, started on the trainer's
     machine or by torchrun on many; or, if devices differ, the share of tokens of each process, in any unit: [1, 2]."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the processes divide the work."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more work. Unset: if they would not fit
     otherwise."""
@@ -257,6 +260,11 @@ class ComputeConfig(StrictModel):
     def shares(self) -> tuple[float, ...]:
         """The share of each process."""
         return (1.0,) * self.processes if isinstance(self.processes, int) else self.processes
+
+    @model_validator(mode="after")
+    def _mesh_has_all_processes(self) -> Self:
+        self.parallel.mesh(len(self.shares))
+        return self
 
 
 class RunSections(StrictModel):

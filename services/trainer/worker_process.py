@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from penstock.process.log_setup import configure_logging
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.coordinator import build_part
-from services.trainer.distributed.launch import DEVICE_KEY, STORE_VARIABLE, Place, TorchrunRuns
+from services.trainer.distributed.launch import DEVICE_KEY, REPLICAS_KEY, STORE_VARIABLE, Place, TorchrunRuns
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.rank_worker import follow, ignore_signals
 from services.trainer.model.backend import Backend
@@ -39,7 +39,14 @@ def main() -> None:
 def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> None:
     # The coordinator names the place, since only it knows the run.
     device = store.get(DEVICE_KEY).decode()
-    group = RankGroup(store, rank=rank, num_ranks=num_ranks, local_rank=local_rank, device=device)
+    group = RankGroup(
+        store,
+        rank=rank,
+        num_ranks=num_ranks,
+        local_rank=local_rank,
+        device=device,
+        num_replicas=int(store.get(REPLICAS_KEY)),
+    )
     follow(group, _build)
     group.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.trainer.config import TrainingConfig
-from services.trainer.distributed.launch import DEVICE_KEY, StartedRanks, TorchrunRuns, end_process
+from services.trainer.distributed.launch import DEVICE_KEY, REPLICAS_KEY, StartedRanks, TorchrunRuns, end_process
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.sharded_backend import ShardedBackend
 from services.trainer.model.backend import Backend, UnsupportedModelError
@@ -36,8 +36,17 @@ def lead(
     started = StartedRanks(num_ranks=num_ranks, on_lost=on_lost)
     store = started.start() if torchrun is None else torchrun.begin()
     store.set(DEVICE_KEY, config.trainer.device)
+    num_replicas, _ = config.trainer.parallel.mesh(num_ranks)
+    store.set(REPLICAS_KEY, str(num_replicas))
     return ShardedBackend(
-        RankGroup(store, rank=0, num_ranks=num_ranks, local_rank=0, device=config.trainer.device),
+        RankGroup(
+            store,
+            rank=0,
+            num_ranks=num_ranks,
+            local_rank=0,
+            device=config.trainer.device,
+            num_replicas=num_replicas,
+        ),
         build=lambda group: build_part(config, group, build),
         config_json=config.model_dump_json(),
         shares=config.trainer.shares,

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 STORE_VARIABLE = "PENSTOCK_RANK_STORE"
 DEVICE_KEY = "device"
 """Key of trainer.device in a run's store."""
+REPLICAS_KEY = "replicas"
+"""Key of trainer.parallel.replicate in a run's store."""
 RANK_LOST_STATUS = 70
 END_TIMEOUT_S = 30.0
 WAIT_TIMEOUT = timedelta(hours=1)

@@ -46,11 +46,15 @@ class RankGroup(Ranks):
         num_ranks: The number of processes.
         local_rank: The index of its GPU on this machine.
         device: trainer.device of the run.
+        num_replicas: Groups of processes that each hold a whole copy of the model; a divisor of their number.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, num_ranks: int, local_rank: int, device: str) -> None:
+    def __init__(
+        self, store: dist.Store, *, rank: int, num_ranks: int, local_rank: int, device: str, num_replicas: int = 1
+    ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
+        self.num_shards = num_ranks // num_replicas
         self._device = _device_of(device, local_rank)
         if self._device.type == "cpu":
             _return_large_blocks()
@@ -59,7 +63,12 @@ class RankGroup(Ranks):
         self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self.checkpoint_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
         self.publish_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
-        self._mesh = init_device_mesh(self._device.type, (num_ranks,))
+        if num_replicas == 1:
+            self._mesh = init_device_mesh(self._device.type, (num_ranks,))
+        else:
+            # Neighbours share a copy: they are on one machine, and gather weights for every pass.
+            sizes, names = (num_replicas, self.num_shards), ("replicate", "shard")
+            self._mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         """The GPU of this process, or the CPU."""

@@ -21,6 +21,8 @@ class Ranks:
     """Of this process; 0 leads."""
     num_ranks = 1
     """Processes, this one included."""
+    num_shards = 1
+    """Processes over which one copy of the model is sharded."""
     checkpoint_group: ProcessGroup | None = None
     """For checkpoints, which are written in the background; None for one process."""
     publish_group: ProcessGroup | None = None

@@ -74,6 +74,8 @@ class Layout:
 def part_of(tensor: Tensor, *, dtype: torch.dtype | None, rank: int) -> Part:
     """This process' part of a tensor, a live view: of a sharded one its shard, of another all in process 0.
 
+    Of several copies of a shard, the first process has it and the others have nothing to write.
+
     Args:
         tensor: As the model holds it.
         dtype: In which floating-point numbers are written; None for their own.
@@ -90,9 +92,19 @@ def part_of(tensor: Tensor, *, dtype: torch.dtype | None, rank: int) -> Part:
         if local.numel() and (tuple(held[1:]) != shape[1:] or any(offsets[1:])):
             raise UnsupportedModelError(f"a tensor of {list(shape)} is sharded by other dimensions than the first")
         begin = offsets[0] * math.prod(shape[1:]) if offsets else 0
+        if not _is_first_copy(tensor):
+            local = local.new_empty(0)
     else:
         local = tensor if rank == 0 else tensor.new_empty(0)
     return Part(shape=shape, dtype=written, begin=begin, elements=local.detach().reshape(-1))
+
+
+def _is_first_copy(tensor: DTensor) -> bool:
+    """Whether this process is the first, in every direction, of those that hold the same shard."""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return not any(
+        index for index, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
+    )
 
 
 def write_together(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer.batches.rank_partition import partition
@@ -63,6 +64,7 @@ CASES = {
         "processes": (1.0, 2.0),
         "algorithm": {"name": "dapo", "kl_coefficient": 0.1},
     },
+    "two copies of the model": {"parallel": {"replicate": 2}},
     "an adapter, activations computed again": {"lora": True, "gradient_checkpointing": True},
 }
 
@@ -100,6 +102,22 @@ def test_two_processes_train_as_one_and_each_reads_the_other_s_checkpoint(model,
             assert train(two, seed) == pytest.approx(train(one, seed), rel=1e-4, abs=1e-5)
         assert_close(weights(two), weights(one))
         assert_refuses_what_goes_wrong_in_one_process(two, tmp_path)
+
+
+def test_two_copies_of_two_shards_train_as_one(model, tmp_path):
+    changes = {"processes": 4, "parallel": {"replicate": 2, "shard": 2}}
+    one = alone(model)
+    with two_processes(model, **changes) as four:
+        for seed in (1, 2):
+            assert train(four, seed) == pytest.approx(train(one, seed), rel=1e-5, abs=1e-5)
+        assert_close(weights(four), weights(one))
+        (tmp_path / "of_four").mkdir()
+        four.write_weights(tmp_path / "published.safetensors").result()
+        four.save(tmp_path / "of_four").result()
+        published = load_file(tmp_path / "published.safetensors")
+        assert_close(published, weights(one))
+        one.load(tmp_path / "of_four")
+        assert train(four, 3) == pytest.approx(train(one, 3), rel=1e-5, abs=1e-5)
 
 
 def test_in_bfloat16_two_processes_compute_as_one(model, tmp_path):

@@ -38,6 +38,7 @@ def config_of(
     gradient_checkpointing: bool | None = False,
     dtype: str = "auto",
     device: str = "cpu",
+    parallel: Mapping[str, int] | None = None,
 ) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
@@ -46,7 +47,12 @@ def config_of(
             "algorithm": dict(algorithm),
             "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1000.0},
             "lora": {"rank": 4} if lora else None,
-            "trainer": {"device": device, "processes": processes, "gradient_checkpointing": gradient_checkpointing},
+            "trainer": {
+                "device": device,
+                "processes": processes,
+                "parallel": dict(parallel or {}),
+                "gradient_checkpointing": gradient_checkpointing,
+            },
         }
     )
 
@@ -61,7 +67,7 @@ def two_processes(model: Path, **changes) -> Iterator[ShardedBackend]:
 
 
 def alone(model: Path, **changes) -> Backend:
-    return local_backend(config_of(model, **{**changes, "processes": 1}))
+    return local_backend(config_of(model, **{**changes, "processes": 1, "parallel": None}))
 
 
 def scores(backend: Backend, trajectories: Sequence[Trajectory], quantity: Quantity) -> np.ndarray:

@@ -1,0 +1,50 @@
+"""The mesh of a trainer's processes: what fits their number, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import ConfigError, validate
+from services.trainer.config import ComputeConfig
+
+
+def made(**settings: object) -> ComputeConfig:
+    return validate(ComputeConfig, settings, source="run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel", "mesh"),
+    [
+        (1, {}, (1, 1)),
+        (8, {}, (1, 8)),
+        (8, {"replicate": 2}, (2, 4)),
+        (8, {"replicate": 8}, (8, 1)),
+        (8, {"replicate": 2, "shard": 4}, (2, 4)),
+        ([1, 2], {"shard": 2}, (1, 2)),
+    ],
+)
+def test_what_is_left_out_is_sharded(processes, parallel, mesh):
+    config = made(processes=processes, parallel=parallel)
+    assert config.parallel.mesh(len(config.shares)) == mesh
+
+
+@pytest.mark.parametrize(
+    ("processes", "parallel", "told"),
+    [
+        (8, {"replicate": 3}, "replicate 3 x shard 2 needs 6 processes, and processes states 8"),
+        (4, {"shard": 8}, "replicate 1 x shard 8 needs 8 processes, and processes states 4"),
+        (1, {"replicate": 2}, "replicate 2 x shard 1 needs 2 processes, and processes states 1"),
+        (4, {"replicate": 2, "shard": 1}, "replicate 2 x shard 1 needs 2 processes, and processes states 4"),
+        (4, {"tensor": 2}, "tensor: 2 is not supported, layers are not split within themselves"),
+        (4, {"pipeline": 2}, "pipeline: 2 is not supported"),
+        (4, {"expert": 4}, "expert: 4 is not supported"),
+        (4, {"context": 2}, "context: 2 is not supported, a sample is computed whole by one process"),
+        (4, {"replicate": 0}, "parallel.replicate"),
+        (4, {"data": 2}, "parallel.data"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(processes, parallel, told):
+    with pytest.raises(ConfigError) as caught:
+        made(processes=processes, parallel=parallel)
+    assert told in str(caught.value), str(caught.value)
+    assert "\n" not in str(caught.value).strip()
