@@ -20,6 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.distributed import DistributedConfig
 
+from penstock.model.weight_index import check_index
 from services.trainer.model.attention import PACKED_ATTENTION
 from services.trainer.model.backend import BackendError, UnsupportedModelError
 from services.trainer.model.precision import MASTER
@@ -78,13 +79,15 @@ def _loaded(
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
     options |= {"attn_implementation": PACKED_ATTENTION, "dtype": dtype}
     try:
+        check_index(path)
         empty = _empty_model(path) if ranks.num_ranks > 1 else None
         if empty is not None and _can_read_parts(empty, ranks.num_shards):
             options |= {"config": empty.config, "distributed_config": DistributedConfig()}
             return _checked(_sharding_first(type(empty), shard), path, options)
         model = _checked(AutoModelForCausalLM, path, options)
     except ValueError as error:
-        raise UnsupportedModelError(f"{path}: {error}") from error
+        text = str(error)
+        raise UnsupportedModelError(text if text.startswith(f"{path}") else f"{path}: {text}") from error
     except KeyError as error:
         # From a table of attention functions in the model's own code.
         raise UnsupportedModelError(f"{path}: its attention cannot be replaced by {error}") from error

@@ -21,7 +21,7 @@ class LoneRank(Ranks):
     shard = RankGroup.shard
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks, self.num_shards = rank, num_ranks, num_ranks
         # A name of its own: PyTorch keeps what it computed for equal meshes, which elsewhere have one rank a process.
         self._mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(f"rank_{rank}",))
 

@@ -93,6 +93,21 @@ def test_parts_of_several_files_are_converted_and_a_critic_reads_the_same(tmp_pa
         assert_is_part(critic, whole.base_model, rank=rank, num_ranks=2)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_index_that_lies_is_refused_in_all_processes(tmp_path, num_ranks):
+    AutoModelForCausalLM.from_config(tiny_config("qwen3")).save_pretrained(tmp_path, max_shard_size="20KB")
+    path = tmp_path / INDEX
+    index = json.loads(path.read_text(encoding="utf-8"))
+    first, *_, last = sorted(index["weight_map"])
+    index["weight_map"][first] = index["weight_map"][last]
+    path.write_text(json.dumps(index), encoding="utf-8")
+    with (
+        pytest.raises(UnsupportedModelError, match=f"weight_map.{first}: .* does not hold it"),
+        one_of(0, num_ranks) as ranks,
+    ):
+        load(tmp_path, ranks)
+
+
 def without(weights, name):
     del weights[name]
 
@@ -174,7 +189,7 @@ def test_an_index_that_names_what_does_not_exist_is_an_error_that_names_it(tmp_p
     AutoModelForCausalLM.from_config(tiny_config("llama")).save_pretrained(tmp_path, max_shard_size="20KB")
     lost = sorted(tmp_path.glob("model-*.safetensors"))[1]
     lost.unlink()
-    with pytest.raises(OSError, match=lost.name), one_of(0, num_ranks) as ranks:
+    with pytest.raises(UnsupportedModelError, match=f"{lost.name}.* is missing"), one_of(0, num_ranks) as ranks:
         load(tmp_path, ranks)
     index = json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != lost.name}

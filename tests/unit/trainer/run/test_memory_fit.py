@@ -19,7 +19,7 @@ from tests.helpers.trainers.two_processes import config_of
 class Others(Ranks):
     """Process 0 of two, of which the other has so much memory."""
 
-    num_ranks = 2
+    num_ranks = num_shards = 2
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
