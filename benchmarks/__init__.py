@@ -33,6 +33,7 @@ SUITES = {
     "trainer.convergence": "learning from samples of a stated age",
     "trainer.logits": "memory and time of the log-probs of long samples",
     "trainer.memory": "memory of each process of a trainer",
+    "trainer.traffic": "bytes between the processes of a trainer",
     "trainer.throughput": "the trainer's step next to a bare PyTorch loop",
     "weights": "publishing, fetching and installing weights",
     "weights.broadcast": "a gloo broadcast of weights next to HTTP",
