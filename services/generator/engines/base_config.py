@@ -40,6 +40,7 @@ class BaseEngineConfig(StrictModel, ABC):
     """Alternative packages, of which it needs one; imported by the name of the first."""
     is_emulated: ClassVar[bool] = False
     """Whether it only emulates GPUs: it needs no GPU and no tokenizer, and several can share a process."""
+    has_tensor_parallel: ClassVar[bool] = True
     has_pipeline_stages: ClassVar[bool] = False
 
     engine: str
@@ -51,7 +52,7 @@ class BaseEngineConfig(StrictModel, ABC):
     num_threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of the engine; matters only when it decodes on a CPU."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
-    """GPUs per model replica, or per pipeline stage of it."""
+    """GPUs per model replica, or per pipeline stage of it; not for transformers."""
     pipeline_parallel: int = Field(default=1, ge=1, le=1024)
     """Pipeline stages of one model replica, each of `tensor_parallel` GPUs; vllm only."""
     max_silence_s: float = Field(default=120.0, gt=0, le=3600)
@@ -64,7 +65,10 @@ class BaseEngineConfig(StrictModel, ABC):
     Unset: 300 s, or three times what the longest may still take at the engine's speed, if that is more."""
 
     @model_validator(mode="after")
-    def _has_its_pipeline_stages(self) -> Self:
+    def _can_be_spread(self) -> Self:
+        if self.tensor_parallel > 1 and not self.has_tensor_parallel:
+            degree = self.tensor_parallel
+            raise ValueError(f"tensor_parallel: {degree} GPUs need the vllm engine, not {self.engine}; leave it 1")
         if self.pipeline_parallel > 1 and not self.has_pipeline_stages:
             stages = self.pipeline_parallel
             raise ValueError(f"pipeline_parallel: {stages} stages need the vllm engine, not {self.engine}; leave it 1")

@@ -13,6 +13,7 @@ class TransformersEngineConfig(BaseEngineConfig):
     """Hugging Face transformers, where vLLM cannot be installed."""
 
     packages = ENGINE_PACKAGES["transformers"]
+    has_tensor_parallel = False
 
     engine: Literal["transformers"] = "transformers"
     """The engine."""

@@ -33,8 +33,9 @@ def test_stages_reach_vllm_and_no_other_engine_takes_them(tmp_path: Path) -> Non
     assert (engine._config.tensor_parallel, engine._config.pipeline_parallel) == (2, 4)
     with pytest.raises(ValueError, match="5 stages for 4 layers"):
         build_engine(tmp_path, pipeline_parallel=5)
-    with pytest.raises(ConfigError, match="need the vllm engine, not transformers"):
-        config(tmp_path, engine="transformers", pipeline_parallel=2)
+    for direction in ("tensor_parallel", "pipeline_parallel"):
+        with pytest.raises(ConfigError, match=f"{direction}: 2 .* need the vllm engine, not transformers"):
+            config(tmp_path, engine="transformers", **{direction: 2})
 
 
 @pytest.mark.parametrize(
