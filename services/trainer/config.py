@@ -264,6 +264,13 @@ class ComputeConfig(StrictModel):
     @model_validator(mode="after")
     def _mesh_has_all_processes(self) -> Self:
         self.parallel.mesh(len(self.shares))
+        num_stages = self.parallel.pipeline
+        for first in range(0, len(self.shares), num_stages):
+            if len(set(shares := self.shares[first : first + num_stages])) > 1:
+                raise ValueError(
+                    f"processes: {list(shares)} are the stages of one pipeline, which have one share; make them equal, "
+                    "and give a slow process fewer layers by parallel.layers_per_stage"
+                )
         return self
 
 
@@ -329,6 +336,17 @@ class TrainingConfig(RunSections):
             others = ", ".join(name for name, each in ALGORITHMS.items() if each.is_off_policy)
             raise ValueError(
                 f"algorithm.num_replayed_groups: {algorithm.name} trains once on a sample; choose {others} or 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        if (stages := self.trainer.parallel.pipeline) > 1 and self.lora is not None:
+            raise ValueError(f"trainer.parallel.pipeline: {stages} is not supported with lora; leave it 1, use shard")
+        if stages > 1 and self.algorithm.definition.has_critic:
+            raise ValueError(
+                f"trainer.parallel.pipeline: {stages} is not supported with the critic of {self.algorithm.name}; "
+                "leave it 1, use shard"
             )
         return self
 

@@ -11,7 +11,6 @@ from penstock.config import StrictModel
 Degree = Annotated[int, Field(ge=1, le=1024)]
 _MISSING = {
     "tensor": "layers are not split within themselves",
-    "pipeline": "layers are not divided over stages",
     "expert": "experts are sharded like all other weights, not sent to",
     "context": "a sample is computed whole by one process",
 }
@@ -28,7 +27,9 @@ class ParallelConfig(StrictModel):
     tensor: Degree = 1
     """Not supported beyond 1: processes that split each layer."""
     pipeline: Degree = 1
-    """Not supported beyond 1: stages of layers."""
+    """Stages of layers into which each copy of the model is cut, one process each, which pass activations on."""
+    layers_per_stage: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None = None
+    """Layers of each stage, first to last: [1, 3]. Unset: as even as possible."""
     expert: Degree = 1
     """Not supported beyond 1: processes that divide the experts of a layer."""
     context: Degree = 1
@@ -41,8 +42,27 @@ class ParallelConfig(StrictModel):
                 raise ValueError(f"{name}: {degree} is not supported, {why}; leave it 1, use shard or replicate")
         return self
 
+    @model_validator(mode="after")
+    def _has_sizes_of_all_stages(self) -> Self:
+        sizes = self.layers_per_stage
+        if sizes is not None and len(sizes) != self.pipeline:
+            raise ValueError(
+                f"layers_per_stage: {list(sizes)} states {len(sizes)} stages, and pipeline {self.pipeline}; "
+                "give one number for each stage"
+            )
+        if self.pipeline > 1 and (self.shard or 1) > 1:
+            raise ValueError(f"shard: {self.shard} is not supported with pipeline; leave it out, use replicate")
+        return self
+
     def mesh(self, num_processes: int) -> tuple[int, int]:
-        """Groups, and processes in each; raises ValueError if that is another number of processes."""
+        """Copies of the model, and processes that share each stage of one; raises ValueError if they do not fit."""
+        if self.pipeline > 1:
+            if (needed := self.replicate * self.pipeline) != num_processes:
+                raise ValueError(
+                    f"parallel: replicate {self.replicate} x pipeline {self.pipeline} needs {needed} processes, and "
+                    f"processes states {num_processes}; change one of them"
+                )
+            return self.replicate, 1
         shard = self.shard or max(1, num_processes // self.replicate)
         if self.replicate * shard != num_processes:
             raise ValueError(

@@ -11,7 +11,14 @@ from transformers.utils.logging import disable_progress_bar
 from penstock.process.log_setup import configure_logging
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.coordinator import build_part
-from services.trainer.distributed.launch import DEVICE_KEY, REPLICAS_KEY, STORE_VARIABLE, Place, TorchrunRuns
+from services.trainer.distributed.launch import (
+    DEVICE_KEY,
+    REPLICAS_KEY,
+    STAGES_KEY,
+    STORE_VARIABLE,
+    Place,
+    TorchrunRuns,
+)
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.rank_worker import follow, ignore_signals
 from services.trainer.model.backend import Backend
@@ -46,6 +53,7 @@ def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> 
         local_rank=local_rank,
         device=device,
         num_replicas=int(store.get(REPLICAS_KEY)),
+        num_stages=int(store.get(STAGES_KEY)),
     )
     follow(group, _build)
     group.close()

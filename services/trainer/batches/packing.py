@@ -224,6 +224,42 @@ def join(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
     )
 
 
+def divide(pack: Pack, most: int) -> list[Pack]:
+    """At most that many packs of the row's segments, in order, of as even lengths as whole segments allow."""
+    ends = np.cumsum(pack.segment_lengths)
+    # A segment goes where its middle lies.
+    middles = ends - np.array(pack.segment_lengths) / 2
+    places = np.minimum(middles * most // ends[-1], most - 1)
+    firsts = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist()]
+    return [_segments(pack, first, stop) for first, stop in zip(firsts, [*firsts[1:], len(ends)], strict=True)]
+
+
+def _segments(pack: Pack, first: int, stop: int) -> Pack:
+    """The segments from `first` up to `stop` alone."""
+    start, end = sum(pack.segment_lengths[:first]), sum(pack.segment_lengths[:stop])
+    targets = slice(*np.searchsorted(pack.target_segments, [first, stop]).tolist())
+
+    def cut(array: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | None:
+        return None if array is None else array[targets]
+
+    return Pack(
+        token_ids=pack.token_ids[start:end],
+        position_ids=pack.position_ids[start:end],
+        segment_lengths=pack.segment_lengths[first:stop],
+        logit_positions=pack.logit_positions[targets] - start,
+        target_ids=pack.target_ids[targets],
+        target_segments=pack.target_segments[targets] - first,
+        behavior_logprobs=pack.behavior_logprobs[targets],
+        advantages=pack.advantages[targets],
+        members=pack.members[first:stop],
+        values=cut(pack.values),
+        returns=cut(pack.returns),
+        proximal_logprobs=cut(pack.proximal_logprobs),
+        reference_logprobs=cut(pack.reference_logprobs),
+        temperatures=cut(pack.temperatures),
+    )
+
+
 def _temperatures(
     members: Sequence[Trajectory], target_segments: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32] | None:

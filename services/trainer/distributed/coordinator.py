@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.trainer.config import TrainingConfig
-from services.trainer.distributed.launch import DEVICE_KEY, REPLICAS_KEY, StartedRanks, TorchrunRuns, end_process
+from services.trainer.distributed.launch import (
+    DEVICE_KEY,
+    REPLICAS_KEY,
+    STAGES_KEY,
+    StartedRanks,
+    TorchrunRuns,
+    end_process,
+)
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.sharded_backend import ShardedBackend
 from services.trainer.model.backend import Backend, UnsupportedModelError
@@ -37,7 +44,9 @@ def lead(
     store = started.start() if torchrun is None else torchrun.begin()
     store.set(DEVICE_KEY, config.trainer.device)
     num_replicas, _ = config.trainer.parallel.mesh(num_ranks)
+    num_stages = config.trainer.parallel.pipeline
     store.set(REPLICAS_KEY, str(num_replicas))
+    store.set(STAGES_KEY, str(num_stages))
     return ShardedBackend(
         RankGroup(
             store,
@@ -46,10 +55,12 @@ def lead(
             local_rank=0,
             device=config.trainer.device,
             num_replicas=num_replicas,
+            num_stages=num_stages,
         ),
         build=lambda group: build_part(config, group, build),
         config_json=config.model_dump_json(),
-        shares=config.trainer.shares,
+        # Of a pipeline, all of whose processes have the same.
+        shares=config.trainer.shares[::num_stages],
         on_lost=on_lost,
         on_close=started.close,
     )

@@ -35,6 +35,8 @@ DEVICE_KEY = "device"
 """Key of trainer.device in a run's store."""
 REPLICAS_KEY = "replicas"
 """Key of trainer.parallel.replicate in a run's store."""
+STAGES_KEY = "stages"
+"""Key of trainer.parallel.pipeline in a run's store."""
 RANK_LOST_STATUS = 70
 END_TIMEOUT_S = 30.0
 WAIT_TIMEOUT = timedelta(hours=1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,7 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from services.trainer.distributed.stages import Stage
 from services.trainer.model.backend import BackendError
 from services.trainer.model.precision import MASTER
 from services.trainer.model.ranks import Ranks
@@ -47,14 +51,25 @@ class RankGroup(Ranks):
         local_rank: The index of its GPU on this machine.
         device: trainer.device of the run.
         num_replicas: Groups of processes that each hold a whole copy of the model; a divisor of their number.
+        num_stages: Stages of layers into which each group cuts it, each held by one process; a divisor likewise.
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, num_ranks: int, local_rank: int, device: str, num_replicas: int = 1
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        num_ranks: int,
+        local_rank: int,
+        device: str,
+        num_replicas: int = 1,
+        num_stages: int = 1,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self.num_shards = num_ranks // num_replicas
+        self.num_shards = num_ranks // (num_replicas * num_stages)
+        self.num_stages = num_stages
+        self.stage = Stage(index=rank // self.num_shards % num_stages, num_stages=num_stages)
         self._device = _device_of(device, local_rank)
         if self._device.type == "cpu":
             _return_large_blocks()
@@ -63,12 +78,53 @@ class RankGroup(Ranks):
         self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self.checkpoint_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
         self.publish_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
-        if num_replicas == 1:
-            self._mesh = init_device_mesh(self._device.type, (num_ranks,))
-        else:
-            # Neighbours share a copy: they are on one machine, and gather weights for every pass.
-            sizes, names = (num_replicas, self.num_shards), ("replicate", "shard")
-            self._mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+        # Neighbours share a copy: they are on one machine, and gather weights for every pass.
+        sizes, names = (num_replicas, num_stages, self.num_shards), ("replicate", "pipeline", "shard")
+        mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+        self._mesh = mesh["shard"] if num_replicas == 1 else mesh["replicate", "shard"]
+        self.ends = self._make_ends() if num_stages > 1 else None
+        """The first and the last stage of this process' pipeline; None in other stages."""
+
+    def _make_ends(self) -> dist.ProcessGroup | None:
+        width = self.num_stages * self.num_shards
+        # Every process takes part in making every group.
+        pairs = [
+            (first + column, first + width - self.num_shards + column)
+            for first in range(0, self.num_ranks, width)
+            for column in range(self.num_shards)
+        ]
+        made = {pair: dist.new_group(pair, timeout=COMPUTE_TIMEOUT) for pair in pairs}
+        return next((group for pair, group in made.items() if self.rank in pair), None)
+
+    @property
+    def elsewhere(self) -> Mapping[str, Tensor]:  # type: ignore[override]
+        """Of the other stages."""
+        return self.stage.elsewhere
+
+    @property
+    def copies(self) -> frozenset[str]:  # type: ignore[override]
+        """Those that the last stage shares with the first."""
+        return self.stage.shared if self.stage.is_last else frozenset()
+
+    @property
+    def scorers(self) -> tuple[int, ...]:
+        """The processes that know results, one for each pack: those of the last stage."""
+        last = self.num_stages - 1
+        return tuple(rank for rank in range(self.num_ranks) if rank // self.num_shards % self.num_stages == last)
+
+    def pack_of(self, rank: int) -> int:
+        """Which of the packs is a process'; the stages of a pipeline have one together."""
+        width = self.num_stages * self.num_shards
+        return rank // width * self.num_shards + rank % self.num_shards
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The process of another stage in this process' pipeline."""
+        return self.rank + (stage - self.stage.index) * self.num_shards
+
+    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None) -> None:
+        """Leave it the modules of this stage."""
+        if self.num_stages > 1:
+            self.stage.cut(model, layers_per_stage)
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         """The GPU of this process, or the CPU."""
@@ -93,11 +149,21 @@ class RankGroup(Ranks):
         if not isinstance(tensor, DTensor):
             return tensor
         full = tensor.full_tensor()
-        return full.cpu() if self.rank == 0 else full.new_empty(0)
+        leads_stage = self.rank % self.num_shards == 0 and self.rank < self.num_stages * self.num_shards
+        return full.cpu() if leads_stage else full.new_empty(0)
 
     def total(self, tensor: Tensor) -> Tensor:
         """Adds up over the mesh."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def norm_of_stages(self, norm: float) -> float:
+        """Of the stages of this process' pipeline, each once."""
+        if self.num_stages == 1:
+            return norm
+        # Every copy of a stage has the same norm, and the sum is over all processes.
+        squares = torch.tensor(norm**2, dtype=torch.float64) * self.num_stages / self.num_ranks
+        dist.all_reduce(squares, group=self._messages)
+        return math.sqrt(float(squares))
 
     def added_up(self, count: int) -> int:
         """An all-reduce of the message group."""

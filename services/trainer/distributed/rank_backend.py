@@ -100,9 +100,7 @@ class RankBackend:
         self._model = self._trained.network
         self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
         with computing_in(self._dtype, self._device):
-            self._token_logprobs = TokenLogprobs(
-                *self._trained.networks, inputs=packed_inputs(self._idle_pack, self._device)
-            )
+            self._token_logprobs = TokenLogprobs(*self._trained.networks, inputs=self._inputs(self._idle_pack))
         named = self._model.named_parameters()
         parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self._learner = Learner(parameters, optimizer, ranks=self._ranks)
@@ -114,6 +112,7 @@ class RankBackend:
             critic=None if self._critic is None else self._critic.learner,
             reference=self._trained.reference_tensors(),
             rank=self._ranks.rank,
+            elsewhere=self._ranks.elsewhere,
         )
         self._checkpoint_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._publish_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
@@ -143,17 +142,8 @@ class RankBackend:
         pack = self._idle_pack if given is None or is_idle else given
         with self._trained.training():
             logprobs = self._logprobs(self._model, pack)
-        outputs = self._loss(
-            LossInputs(
-                trainer_logprobs=logprobs,
-                behavior_logprobs=self._tensor(pack.behavior_logprobs),
-                advantages=self._tensor(pack.advantages),
-                segments=self._tensor(pack.target_segments),
-                proximal_logprobs=None if pack.proximal_logprobs is None else self._tensor(pack.proximal_logprobs),
-                reference_logprobs=self._reference_of_loss(pack),
-            )
-        )
-        loss, totals = _totals(outputs, num_tokens=pack.num_loss_tokens)
+        outputs = self._loss_of(pack, logprobs, self._reference_of_loss(pack))
+        loss, totals = totals_of(outputs, num_tokens=pack.num_loss_tokens)
         is_finite = math.isfinite(loss)
         if not self._ranks.agree(is_finite):
             where = "another process" if is_finite else f"a pack of {pack.num_loss_tokens} loss tokens"
@@ -249,7 +239,7 @@ class RankBackend:
                 "read; finish the run with the version that wrote it"
             )
         self._trained.check_saved(directory)
-        self._num_batches = self._state.restore(directory, group=self._ranks.checkpoint_group)
+        self._num_batches = self._state.restore(directory, group=self._ranks.checkpoint_group, agree=self._ranks.agree)
         self.discard_gradients()
 
     def _publish(self, path: Path, copies: dict[str, Part]) -> WrittenWeights:
@@ -300,6 +290,18 @@ class RankBackend:
             checkpoints_layers=self._settings.gradient_checkpointing,
         )
 
+    def _loss_of(self, pack: Pack, logprobs: Tensor, reference_logprobs: Tensor | None) -> LossOutputs:
+        return self._loss(
+            LossInputs(
+                trainer_logprobs=logprobs,
+                behavior_logprobs=self._tensor(pack.behavior_logprobs),
+                advantages=self._tensor(pack.advantages),
+                segments=self._tensor(pack.target_segments),
+                proximal_logprobs=None if pack.proximal_logprobs is None else self._tensor(pack.proximal_logprobs),
+                reference_logprobs=reference_logprobs,
+            )
+        )
+
     def _reference_of_loss(self, pack: Pack) -> Tensor | None:
         """The pack's own, or a pass of the reference; decided by the settings, so that all processes do the same."""
         if self._settings.loss_reads_reference:
@@ -312,12 +314,18 @@ class RankBackend:
         with torch.no_grad(), self._trained.as_reference() as model:
             return self._logprobs(model, pack)
 
+    def _inputs(self, pack: Pack) -> dict[str, Any]:
+        return packed_inputs(pack, self._device)
+
     def _logprobs(self, model: Any, pack: Pack) -> Tensor:
         """Log-probs of the loss tokens, float32[N]."""
+        return self._logprobs_of(model, pack, self._inputs(pack))
+
+    def _logprobs_of(self, model: Any, pack: Pack, inputs: dict[str, Any]) -> Tensor:
         with computing_in(self._dtype, self._device):
             return self._token_logprobs.of(
                 model,
-                packed_inputs(pack, self._device),
+                inputs,
                 positions_n=self._tensor(pack.logit_positions),
                 targets_n=self._tensor(pack.target_ids),
                 temperatures_n=None if pack.temperatures is None else self._tensor(pack.temperatures),
@@ -357,7 +365,7 @@ def _idle_trajectory(vocab_size: int) -> Trajectory:
     )
 
 
-def _totals(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:
+def totals_of(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:
     """The loss and the report as numbers, with one transfer from the device."""
     scalars = [outputs.loss.detach(), *outputs.sums.values(), *outputs.maxima.values()]
     loss, *values = torch.stack([scalar.float() for scalar in scalars]).tolist()

@@ -82,7 +82,7 @@ class ShardedBackend:
         return self._local.adapter
 
     def forward_backward(self, *packs: Pack | None) -> LossTotals:
-        """Gives each process its pack; the totals are those of all."""
+        """Gives each process its pack, or that of its pipeline; the totals are those of all."""
         totals, answers = self._call(self._local.forward_backward, *packs)
         for answer, _ in answers:
             totals = totals.merged(LossTotals(**answer["totals"]))
@@ -91,7 +91,8 @@ class ShardedBackend:
     def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
         """Gives each process its pack."""
         mine, answers = self._call(self._local.score, *packs, quantity=quantity)
-        return [*mine, *(results["numbers"] for _, results in answers)]
+        found = [*mine, *(results["numbers"] for _, results in answers)]
+        return [found[rank] for rank in self._group.scorers]
 
     def refresh_reference(self) -> None:
         """Every process refreshes its part."""
@@ -138,6 +139,7 @@ class ShardedBackend:
         self, method: Callable[..., _Result], *packs: Pack | None, **details: Any
     ) -> tuple[_Result, list[Answer]]:
         """A method of this process' part and the same of all others', each with its own pack."""
+        # Process 0 has the first.
         return self._everywhere(method.__name__, lambda: method(*packs[:1], **details), packs=packs, **details)
 
     def _everywhere(
@@ -146,7 +148,7 @@ class ShardedBackend:
         """What `here` returns, and the others' answers, in order."""
         try:
             for rank in self._others:
-                arrays = encoded(packs[rank]) if packs else None
+                arrays = encoded(packs[self._group.pack_of(rank)]) if packs else None
                 self._group.send({"op": op, "has_pack": bool(packs), **details}, arrays, to=rank)
             try:
                 result = here()

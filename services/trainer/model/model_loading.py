@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from services.trainer.config import LoraSection
-from services.trainer.model.packing_check import check_packing
+from services.trainer.model.packing_check import check_packing, check_rotary
 from services.trainer.model.precision import MASTER, compute_dtype
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.trained_model import TrainedModel, checkpoint_layers
@@ -35,6 +35,8 @@ class ModelSettings:
     """Keep the model as loaded from `path`, for a loss or advantages that need reference log-probs."""
     loss_reads_reference: bool = True
     """Whether each pack's pass computes them for the loss; else the pack brings them, or only advantages need them."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Of the stages into which the processes cut the model; None for even ones."""
     critic_learning_rate: float | None = None
     """Train a critic beside the model, at this rate; None for no critic."""
     gradient_checkpointing: bool = False
@@ -52,9 +54,20 @@ def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) ->
     own = compute_dtype(settings.dtype, path=settings.path, device=device)
     if settings.lora is not None:
         return _load_adapted(settings, device, ranks, dtype=own)
-    load = partial(load_weights, settings.path, computing=own, device=device, ranks=ranks)
+    load = partial(
+        load_weights,
+        settings.path,
+        computing=own,
+        device=device,
+        ranks=ranks,
+        layers_per_stage=settings.layers_per_stage,
+    )
     model = load(dtype=MASTER)
-    check_packing(model, settings.path, ranks, computing=own)
+    if ranks.num_stages == 1:
+        check_packing(model, settings.path, ranks, computing=own)
+    else:
+        # What can be cut are families known to train on packed rows, and no stage computes log-probs alone.
+        check_rotary(model, f"{settings.path}: {model.config.model_type}")
     if settings.gradient_checkpointing:
         checkpoint_layers(model)
     # It does not learn: in the type in which it computes it computes the same.

@@ -52,7 +52,7 @@ def check_packing(model: PreTrainedModel, path: Path, ranks: Ranks, *, computing
         UnsupportedModelError: It is such a model; the message says why.
     """
     name = f"{path}: {model.config.model_type}"
-    _check_rotary(model, name)
+    check_rotary(model, name)
     with _short_windows(model), computing_in(computing, model.device):
         for check in (_check_own_attention, _check_neighbours):
             problem = _problem(partial(check, dtype=computing), model, name)
@@ -86,7 +86,8 @@ def _refusal(message: str, cause: Exception) -> UnsupportedModelError:
     return refusal
 
 
-def _check_rotary(model: PreTrainedModel, name: str) -> None:
+def check_rotary(model: PreTrainedModel, name: str) -> None:
+    """Refuses, by UnsupportedModelError, rotary embeddings that depend on the longest sample of a row."""
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     for part in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
 
 
 class Ranks:
@@ -22,7 +24,13 @@ class Ranks:
     num_ranks = 1
     """Processes, this one included."""
     num_shards = 1
-    """Processes over which one copy of the model is sharded."""
+    """Processes over which one copy of the model, or of a stage of it, is sharded."""
+    num_stages = 1
+    """Stages of layers into which the model is cut."""
+    elsewhere: Mapping[str, Tensor] = {}
+    """Of a stage the model's other tensors, by name, without memory; known once a model was cut."""
+    copies: frozenset[str] = frozenset()
+    """Tensors that another stage holds, too, and that count there."""
     checkpoint_group: ProcessGroup | None = None
     """For checkpoints, which are written in the background; None for one process."""
     publish_group: ProcessGroup | None = None
@@ -33,6 +41,9 @@ class Ranks:
         if name == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(name)
+
+    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None) -> None:
+        """Leave the model this process' stage; raises UnsupportedModelError if it cannot be divided so."""
 
     def shard(self, network: nn.Module, *, computing: torch.dtype) -> None:
         """Leave each process a part of every parameter; gradients are then summed over processes, in float32.
@@ -49,6 +60,10 @@ class Ranks:
     def total(self, tensor: Tensor) -> Tensor:
         """A number about sharded tensors, added up in every process."""
         return tensor
+
+    def norm_of_stages(self, norm: float) -> float:
+        """The L2 norm of all stages' gradients."""
+        return norm
 
     def added_up(self, count: int) -> int:
         """The sum of the processes' counts."""

@@ -58,11 +58,11 @@ class TrainedModel:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The trained tensors by name, tied ones once; live views."""
-        return _distinct_tensors(self.network)
+        return distinct_tensors(self.network)
 
     def reference_tensors(self) -> dict[str, Tensor]:
         """The reference's weights by name, tied ones once; live views, empty if they cannot change."""
-        return {} if self._reference is None else _distinct_tensors(self._reference)
+        return {} if self._reference is None else distinct_tensors(self._reference)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -109,7 +109,8 @@ class TrainedModel:
         """
 
 
-def _distinct_tensors(network: PreTrainedModel) -> dict[str, Tensor]:
+def distinct_tensors(network: PreTrainedModel) -> dict[str, Tensor]:
+    """A model's tensors by name, tied ones once; live views."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in network.state_dict(keep_vars=True).items():

@@ -7,7 +7,7 @@ not fit the model is refused, in all processes alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def load_weights(
     device: torch.device,
     ranks: Ranks,
     sharded: Modules = lambda model: (model,),
+    layers_per_stage: Sequence[int] | None = None,
 ) -> PreTrainedModel:
     """The model on its device, in evaluation mode, sharded over the processes, all of which call this.
 
@@ -48,6 +49,7 @@ def load_weights(
         device: Of this process.
         ranks: The processes.
         sharded: Its modules that will be called, each of which is sharded with all it contains.
+        layers_per_stage: Of the stages into which the processes cut it; None for even ones.
 
     Raises:
         UnsupportedModelError: The checkpoint does not fit its own configuration, or the model's attention cannot be
@@ -56,7 +58,9 @@ def load_weights(
     """
     problem: BackendError | OSError | None = None
     try:
-        model = _loaded(path, dtype=dtype, computing=computing, ranks=ranks, sharded=sharded)
+        model = _loaded(
+            path, dtype=dtype, computing=computing, ranks=ranks, sharded=sharded, layers_per_stage=layers_per_stage
+        )
     except (BackendError, OSError) as error:
         problem = error
     if not ranks.agree(problem is None):
@@ -69,9 +73,16 @@ def load_weights(
 
 
 def _loaded(
-    path: Path, *, dtype: torch.dtype, computing: torch.dtype, ranks: Ranks, sharded: Modules
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    computing: torch.dtype,
+    ranks: Ranks,
+    sharded: Modules,
+    layers_per_stage: Sequence[int] | None,
 ) -> PreTrainedModel:
     def shard(model: PreTrainedModel) -> None:
+        ranks.cut(model, layers_per_stage)
         for module in sharded(model):
             ranks.shard(module, computing=computing)
 

@@ -87,11 +87,11 @@ def stated_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
-def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> None:
-    """Fills `tensors` with what was written; sharded ones with this process' part.
+def check_resume(tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Whether `read_resume` can fill `tensors`.
 
     Raises:
-        CheckpointMismatchError: One is missing, has another shape or another element type, or a file is damaged.
+        CheckpointMismatchError: One is missing, has another shape or another element type.
     """
     stated = stated_tensors(directory)
     for name, tensor in tensors.items():
@@ -103,6 +103,14 @@ def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proces
                 f"{directory}: {name} is {entry.properties.dtype} {list(entry.size)}, the model has {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
+
+
+def read_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> None:
+    """Fills `tensors`, which were checked, with what was written; sharded ones with this process' part.
+
+    Raises:
+        CheckpointMismatchError: A file is damaged.
+    """
     _expect_to_be_alone(group)
     reader = HuggingFaceStorageReader(str(directory / FOLDER))
     try:

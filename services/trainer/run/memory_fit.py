@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import structlog
@@ -43,7 +44,9 @@ def recomputes_activations(config: TrainingConfig, ranks: Ranks) -> bool:
         return config.trainer.gradient_checkpointing or False
     assert shape is not None
     is_half = compute_dtype(config.model.dtype, path=config.model.path, device=device) == torch.bfloat16
-    mode = training_mode(config, num_shards=ranks.num_shards, is_half=is_half, is_on_cpus=device.type == "cpu")
+    # Stages hold as many parts as the one with the most layers fits into the model.
+    num_parts = ranks.num_shards * max(1, shape.num_layers // _most_layers(config, shape))
+    mode = training_mode(config, num_shards=num_parts, is_half=is_half, is_on_cpus=device.type == "cpu")
     held, most = held_bytes(shape, mode), USABLE * memory
     # On CPUs the processes of a machine share its memory: more of them on the same one have no more.
     spread = "raise trainer.processes" if device.type == "cuda" else "spread trainer.processes over more machines"
@@ -93,6 +96,12 @@ def training_mode(config: TrainingConfig, *, num_shards: int, is_half: bool, is_
         has_adapter=has_adapter,
         is_on_cpus=is_on_cpus,
     )
+
+
+def _most_layers(config: TrainingConfig, shape: ModelShape) -> int:
+    """Layers of the largest stage."""
+    parallel = config.trainer.parallel
+    return max(parallel.layers_per_stage or (math.ceil(shape.num_layers / parallel.pipeline),))
 
 
 def _shape(config: TrainingConfig) -> tuple[ModelShape | None, str]:

@@ -60,7 +60,13 @@ def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
 def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend:
     """The backend, or this process' part of it; raises OSError, BackendError."""
     algorithm = config.algorithm.definition
-    return RankBackend(
+    kind = RankBackend
+    if ranks is not None and ranks.num_stages > 1:
+        # Imported here: it needs torch.distributed.
+        from services.trainer.distributed.stage_backend import StageBackend
+
+        kind = StageBackend
+    return kind(
         model=ModelSettings(
             path=config.model.path,
             lora=config.lora,
@@ -69,6 +75,7 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
             num_threads=config.trainer.num_threads,
             keep_reference=config.algorithm.kl_coefficient > 0,
             loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm),
+            layers_per_stage=config.trainer.parallel.layers_per_stage,
             critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
             gradient_checkpointing=recomputes_activations(config, ranks or Ranks()),
         ),

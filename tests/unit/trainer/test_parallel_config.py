@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import ConfigError, validate
-from services.trainer.config import ComputeConfig
+from services.trainer.config import ComputeConfig, TrainingConfig
 
 
 def made(**settings: object) -> ComputeConfig:
@@ -21,6 +21,8 @@ def made(**settings: object) -> ComputeConfig:
         (8, {"replicate": 8}, (8, 1)),
         (8, {"replicate": 2, "shard": 4}, (2, 4)),
         ([1, 2], {"shard": 2}, (1, 2)),
+        (2, {"pipeline": 2, "layers_per_stage": [1, 3]}, (1, 1)),
+        ([1, 1, 2, 2], {"pipeline": 2, "replicate": 2}, (2, 1)),
     ],
 )
 def test_what_is_left_out_is_sharded(processes, parallel, mesh):
@@ -36,7 +38,12 @@ def test_what_is_left_out_is_sharded(processes, parallel, mesh):
         (1, {"replicate": 2}, "replicate 2 x shard 1 needs 2 processes, and processes states 1"),
         (4, {"replicate": 2, "shard": 1}, "replicate 2 x shard 1 needs 2 processes, and processes states 4"),
         (4, {"tensor": 2}, "tensor: 2 is not supported, layers are not split within themselves"),
-        (4, {"pipeline": 2}, "pipeline: 2 is not supported"),
+        (4, {"pipeline": 2}, "replicate 1 x pipeline 2 needs 2 processes, and processes states 4"),
+        (4, {"pipeline": 2, "shard": 2}, "shard: 2 is not supported with pipeline; leave it out, use replicate"),
+        (2, {"pipeline": 2, "layers_per_stage": [4]}, "layers_per_stage: [4] states 1 stages, and pipeline 2"),
+        (2, {"layers_per_stage": [1, 3]}, "layers_per_stage: [1, 3] states 2 stages, and pipeline 1"),
+        (2, {"pipeline": 2, "layers_per_stage": [0, 4]}, "layers_per_stage"),
+        ([1, 2], {"pipeline": 2}, "processes: [1.0, 2.0] are the stages of one pipeline, which have one share"),
         (4, {"expert": 4}, "expert: 4 is not supported"),
         (4, {"context": 2}, "context: 2 is not supported, a sample is computed whole by one process"),
         (4, {"replicate": 0}, "parallel.replicate"),
@@ -48,3 +55,14 @@ def test_what_does_not_fit_is_refused_by_name(processes, parallel, told):
         made(processes=processes, parallel=parallel)
     assert told in str(caught.value), str(caught.value)
     assert "\n" not in str(caught.value).strip()
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [({"lora": {"rank": 4}}, "with lora"), ({"algorithm": {"name": "ppo"}}, "with the critic of ppo")],
+)
+def test_what_cannot_be_cut_into_stages_is_refused_by_name(other, told):
+    run = {"model": {"path": "m"}, "data": {"train": None}, "trainer": {"processes": 2, "parallel": {"pipeline": 2}}}
+    with pytest.raises(ConfigError) as caught:
+        validate(TrainingConfig, run | other, source="run.yaml")
+    assert f"trainer.parallel.pipeline: 2 is not supported {told}" in str(caught.value)

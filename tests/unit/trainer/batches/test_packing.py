@@ -1,5 +1,7 @@
 """Packs hold every token of every trajectory once, in order, with the right neighbours."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from services.trainer.batches.packing import (
     FULL_ENOUGH,
     Trajectory,
+    divide,
     first_fit_decreasing,
     full_enough,
     join,
@@ -154,3 +157,23 @@ def test_a_trajectory_is_one_row_of_two_tokens_or_more(shape):
             behavior_logprobs=np.zeros(shape, dtype=np.float32),
             advantages=np.zeros(shape, dtype=np.float32),
         )
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 8))
+def test_a_divided_pack_is_what_its_trajectories_make_in_fewer_rows(lengths, most):
+    rng = np.random.default_rng(0)
+    trajectories = [build_trajectory(rng, num_prompt=2, num_completion=length) for length in lengths]
+    parts = divide(join(trajectories, range(len(trajectories))), most)
+    assert len(parts) <= most
+    assert [member for part in parts for member in part.members] == list(range(len(trajectories)))
+    for part in parts:
+        for field in fields(part):
+            expected = getattr(join(trajectories, part.members), field.name)
+            np.testing.assert_array_equal(getattr(part, field.name), expected, err_msg=field.name)
+
+
+def test_equal_trajectories_are_divided_evenly():
+    rng = np.random.default_rng(0)
+    trajectories = [build_trajectory(rng, num_prompt=2, num_completion=6) for _ in range(8)]
+    assert [len(part.members) for part in divide(join(trajectories, range(8)), 4)] == [2, 2, 2, 2]
