@@ -30,6 +30,7 @@ SUITES = {
     "scheduler.instances": "plans and simulations of given problems",
     "scheduler.results": "the papers' comparisons, for docs/results.md",
     "scheduler.validation": "the simulators next to real services",
+    "size": "a run at the size of Qwen3-0.6B end to end: memory, times, bytes",
     "trainer.convergence": "learning from samples of a stated age",
     "trainer.logits": "memory and time of the log-probs of long samples",
     "trainer.memory": "memory of each process of a trainer",

@@ -30,7 +30,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "head_dim": 16,
+            "head_dim": 32,
         },
     }
 )

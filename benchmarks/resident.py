@@ -15,6 +15,11 @@ def peak_mb(pid: int | str = "self") -> float:
     return _status_mb(pid, "VmHWM")
 
 
+def own_mb(pid: int | str = "self") -> float:
+    """What a process has now without pages of files that it maps, which the kernel can take back."""
+    return resident_mb(pid) - _status_mb(pid, "RssFile")
+
+
 def restart_peak(pid: int | str = "self") -> None:
     """Count a process' peak from now on."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")

@@ -3,7 +3,8 @@
 Real processes on the CPU load a Qwen3 with random weights in bfloat16, train on it and save a checkpoint. For each of
 them, MB of resident memory: `idle` with all libraries loaded; the peaks of `start`, of the second `step` (the first one
 makes the moments) and of `checkpoint`. Beside them what `penstock.model.training_memory` says, above `idle`:
-`formula_mb` of start and step, `checkpoint_formula_mb` of a checkpoint, with copies if memory was left for them.
+`formula_mb` of start and step, `checkpoint_formula_mb` of a checkpoint: with copies if memory was left for them, else
+at most that of a step.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ def _formula(config: TrainingConfig, *, has_copies: bool) -> dict[str, float]:
     )
     mode = replace(mode, pack_tokens=PACK_TOKENS)
     held = held_bytes(shape, mode)
-    return {
-        "formula_mb": (held + working_bytes(shape, mode)) / 1e6,
-        "checkpoint_formula_mb": (held + (copied_bytes(shape, mode) if has_copies else 0)) / 1e6,
-    }
+    step = (held + working_bytes(shape, mode)) / 1e6
+    # Without copies, what the allocator has kept from the step remains.
+    checkpoint = (held + copied_bytes(shape, mode)) / 1e6 if has_copies else step
+    return {"formula_mb": step, "checkpoint_formula_mb": checkpoint}
 
 
 def _step(backend: Backend) -> None:

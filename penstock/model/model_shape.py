@@ -12,6 +12,7 @@ from pathlib import Path
 from penstock.model.digests import safetensors_shapes
 from penstock.model.model_folder import read_mapping
 from penstock.model.training_memory import ModelShape
+from penstock.model.weight_index import INDEX_FILE
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -63,13 +64,14 @@ def _shape(config: Config, whole: Config, tensors: Mapping[str, tuple[int, ...]]
 
 def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name; each tensor counts once, in whichever files it is."""
-    files = sorted(folder.glob("*.safetensors"))
-    # Some folders hold the same weights twice, as one file and in parts: the index names those that are loaded.
-    named = read_mapping(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(named, Mapping):
-        files = [path for path in files if path.name in set(named.values())]
+    # As `transformers` looks for them: one file, or those that the index names. Folders hold others as well.
+    files = [path for path in (folder / "model.safetensors",) if path.is_file()]
+    named = read_mapping(folder / INDEX_FILE).get("weight_map")
+    if not files and isinstance(named, Mapping):
+        names = {name for name in named.values() if isinstance(name, str)}
+        files = [path for path in folder.glob("*.safetensors") if path.name in names]
     if not files:
-        raise ValueError("holds no safetensors files")
+        raise ValueError("holds neither model.safetensors nor the files of an index")
     return {name: shape for path in files for name, shape in safetensors_shapes(path).items()}
 
 
