@@ -35,6 +35,7 @@ SUITES = {
     "trainer.logits": "memory and time of the log-probs of long samples",
     "trainer.memory": "memory of each process of a trainer",
     "trainer.traffic": "bytes between the processes of a trainer",
+    "trainer.publication": "publishing next to bare processes that write and digest the same bytes",
     "trainer.throughput": "the trainer's step next to a bare PyTorch loop",
     "weights": "publishing, fetching and installing weights",
     "weights.broadcast": "a gloo broadcast of weights next to HTTP",

@@ -23,6 +23,7 @@ from typing import Any
 from penstock.model.digests import TensorPlace, digests_at, safetensors_places
 from penstock.transfer.chunks import chunk_spans, chunks_at
 
+TIMEOUT_S = 600.0
 _processes = multiprocessing.get_context("spawn")
 
 
@@ -37,11 +38,15 @@ def measure_bare(model: Path, *, processes: int, repetitions: int, is_busy: bool
     others = [_processes.Process(target=_compute, daemon=True) for _ in range(processes if is_busy else 0)]
     for process in (*others, *workers):
         process.start()
-    spans = [ends.get(timeout=600) for _ in range(processes * repetitions)]
-    for worker in workers:
-        worker.join()
-    for other in others:
-        other.kill()
+    try:
+        for worker in workers:
+            worker.join(TIMEOUT_S)
+            if worker.exitcode != 0:
+                raise RuntimeError(f"a bare process ended with {worker.exitcode}")
+    finally:
+        for process in (*others, *workers):
+            process.kill()
+    spans = [ends.get(timeout=1) for _ in range(processes * repetitions)]
     found = []
     for number in range(repetitions):
         mine = [(begin, end) for each, begin, end in spans if each == number]
