@@ -8,7 +8,7 @@ what an allocator cannot use come on top.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STATE_BYTES = 16
 """Of a parameter that is trained: weight, gradient and two moments in float32."""
@@ -36,6 +36,8 @@ class ModelShape:
     vocab: int
     is_tied: bool
     """Embedding and output layer are one."""
+    has_logits: bool = True
+    """False for a stage of layers that does not end in the output layer."""
 
     @property
     def embedding_params(self) -> int:
@@ -51,6 +53,21 @@ class ModelShape:
     def layer_params(self) -> float:
         """Of one layer."""
         return (self.num_params - self.root_params) / self.num_layers
+
+    def stage(self, num_layers: int, *, is_first: bool, is_last: bool) -> ModelShape:
+        """The shape of a run of its layers: with the embedding if they are the first, the output layer if the last."""
+        if is_first and is_last:
+            return self
+        num_ends = is_first + is_last
+        return replace(
+            self,
+            num_params=num_layers * self.layer_params + num_ends * self.embedding_params,
+            num_layers=num_layers,
+            vocab=self.vocab * num_ends,
+            # An end holds one of the two.
+            is_tied=True,
+            has_logits=is_last,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +151,8 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
 
 def _logits_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     """A slice of logits, with its copy in 16 bits, and the gradient of the output layer's weight."""
+    if not shape.has_logits:
+        return 0.0
     positions = min(mode.pack_tokens, max(1, LOGITS_BYTES // (4 * shape.vocab)))
     # Added up over slices in float32, each slice's in 16 bits.
     logits = positions * shape.vocab * (6 if mode.is_half else 4)

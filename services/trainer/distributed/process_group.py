@@ -69,7 +69,8 @@ class RankGroup(Ranks):
         self.num_ranks = num_ranks
         self.num_shards = num_ranks // (num_replicas * num_stages)
         self.num_stages = num_stages
-        self.stage = Stage(index=rank // self.num_shards % num_stages, num_stages=num_stages)
+        self.stage_index = rank // self.num_shards % num_stages
+        self.stage = Stage(index=self.stage_index, num_stages=num_stages)
         self._device = _device_of(device, local_rank)
         if self._device.type == "cpu":
             _return_large_blocks()

@@ -27,6 +27,8 @@ class Ranks:
     """Processes over which one copy of the model, or of a stage of it, is sharded."""
     num_stages = 1
     """Stages of layers into which the model is cut."""
+    stage_index = 0
+    """Of this process' stage, from that of the embedding on."""
     elsewhere: Mapping[str, Tensor] = {}
     """Of a stage the model's other tensors, by name, without memory; known once a model was cut."""
     copies: frozenset[str] = frozenset()

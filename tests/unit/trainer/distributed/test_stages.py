@@ -3,9 +3,10 @@
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.model.model_shape import read_shape
 from services.trainer.distributed.stages import Stage, divided
 from services.trainer.model.backend import UnsupportedModelError
-from tests.helpers.models.model_families import FAMILIES
+from tests.helpers.models.model_families import FAMILIES, save_tiny
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,16 @@ def test_stages_hold_every_tensor_once_but_tied_embeddings():
         assert not held[-1] & stage.elsewhere.keys()
     assert held[0] & held[2] == {"model.embed_tokens.weight"}
     assert sum(map(len, held)) == len(whole) + 1
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_formula_of_memory_counts_each_stage_s_weights(tmp_path, is_tied):
+    folder = save_tiny("qwen3", tmp_path, num_hidden_layers=4, tie_word_embeddings=is_tied)
+    shape = read_shape(folder)
+    for index, num_layers in enumerate((1, 2, 1)):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        Stage(index=index, num_stages=3).cut(model, (1, 2, 1))
+        held = sum(parameter.numel() for parameter in model.parameters())
+        expected = shape.stage(num_layers, is_first=index == 0, is_last=index == 2).num_params
+        # The last norm is divided over all layers.
+        assert expected == pytest.approx(held, abs=model.config.hidden_size)
