@@ -31,6 +31,7 @@ SUITES = {
     "scheduler.results": "the papers' comparisons, for docs/results.md",
     "scheduler.validation": "the simulators next to real services",
     "size": "a run at the size of Qwen3-0.6B end to end: memory, times, bytes",
+    "trainer.bare_publication": "bare processes that copy, write and digest the bytes of a version",
     "trainer.convergence": "learning from samples of a stated age",
     "trainer.logits": "memory and time of the log-probs of long samples",
     "trainer.memory": "memory of each process of a trainer",
