@@ -26,7 +26,7 @@ def _suites() -> dict[str, str]:
 
 
 def _listed() -> str:
-    lines = [f"  {name:<23}{what}" for name, what in _suites().items()]
+    lines = [f"  {name:<25}{what}" for name, what in _suites().items()]
     return "\n".join(("\b", "Suites:", *lines)) if lines else _NOT_INSTALLED
 
 

@@ -30,6 +30,9 @@ class ParallelConfig(StrictModel):
     """Stages of layers into which each copy of the model is cut, one process each, which pass activations on."""
     layers_per_stage: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None = None
     """Layers of each stage, first to last: [1, 3]. Unset: as even as possible."""
+    islands: Annotated[tuple[Degree, ...], Field(min_length=2)] | None = None
+    """Processes of each island, [4, 2]: groups of unlike sizes that each shard a whole copy of weights and optimiser.
+    Gradients are summed between islands once an optimiser step. Instead of replicate, shard and pipeline."""
     expert: Degree = 1
     """Not supported beyond 1: processes that divide the experts of a layer."""
     context: Degree = 1
@@ -54,8 +57,26 @@ class ParallelConfig(StrictModel):
             raise ValueError(f"shard: {self.shard} is not supported with pipeline; leave it out, use replicate")
         return self
 
+    @model_validator(mode="after")
+    def _has_islands_alone(self) -> Self:
+        degrees = {"replicate": self.replicate, "shard": self.shard or 1, "pipeline": self.pipeline}
+        beside = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        if self.islands is not None and beside:
+            raise ValueError(
+                f"islands: {list(self.islands)} each shard a copy of their own, {beside[0]} is not supported beside "
+                "them; leave it out"
+            )
+        return self
+
     def mesh(self, num_processes: int) -> tuple[int, int]:
-        """Copies of the model, and processes that share each stage of one; raises ValueError if they do not fit."""
+        """Copies of the model, and processes that share a stage of one, at most; ValueError if they do not fit."""
+        if self.islands is not None:
+            if (needed := sum(self.islands)) != num_processes:
+                raise ValueError(
+                    f"parallel: islands {list(self.islands)} need {needed} processes, and processes states "
+                    f"{num_processes}; change one of them"
+                )
+            return len(self.islands), max(self.islands)
         if self.pipeline > 1:
             if (needed := self.replicate * self.pipeline) != num_processes:
                 raise ValueError(

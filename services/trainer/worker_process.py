@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from services.trainer.config import TrainingConfig
 from services.trainer.distributed.coordinator import build_part
 from services.trainer.distributed.launch import (
     DEVICE_KEY,
+    ISLANDS_KEY,
     REPLICAS_KEY,
     STAGES_KEY,
     STORE_VARIABLE,
@@ -54,6 +56,7 @@ def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> 
         device=device,
         num_replicas=int(store.get(REPLICAS_KEY)),
         num_stages=int(store.get(STAGES_KEY)),
+        islands=json.loads(store.get(ISLANDS_KEY)),
     )
     follow(group, _build)
     group.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.launch import (
     DEVICE_KEY,
+    ISLANDS_KEY,
     REPLICAS_KEY,
     STAGES_KEY,
     StartedRanks,
@@ -46,7 +48,9 @@ def lead(
     num_replicas, _ = config.trainer.parallel.mesh(num_ranks)
     num_stages = config.trainer.parallel.pipeline
     store.set(REPLICAS_KEY, str(num_replicas))
+    islands = config.trainer.parallel.islands or ()
     store.set(STAGES_KEY, str(num_stages))
+    store.set(ISLANDS_KEY, json.dumps(islands))
     return ShardedBackend(
         RankGroup(
             store,
@@ -56,6 +60,7 @@ def lead(
             device=config.trainer.device,
             num_replicas=num_replicas,
             num_stages=num_stages,
+            islands=islands,
         ),
         build=lambda group: build_part(config, group, build),
         config_json=config.model_dump_json(),

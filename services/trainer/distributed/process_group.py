@@ -20,11 +20,12 @@ import safetensors.numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from services.trainer.distributed.island_gradients import Islands
 from services.trainer.distributed.stages import Stage
 from services.trainer.model.backend import BackendError
 from services.trainer.model.precision import MASTER
@@ -52,6 +53,7 @@ class RankGroup(Ranks):
         device: trainer.device of the run.
         num_replicas: Groups of processes that each hold a whole copy of the model; a divisor of their number.
         num_stages: Stages of layers into which each group cuts it, each held by one process; a divisor likewise.
+        islands: Processes of each island, which all hold a copy of the model sharded over them; instead of the others.
     """
 
     def __init__(
@@ -64,10 +66,13 @@ class RankGroup(Ranks):
         device: str,
         num_replicas: int = 1,
         num_stages: int = 1,
+        islands: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self.num_shards = num_ranks // (num_replicas * num_stages)
+        self._islands = Islands(islands or (num_ranks,), rank=rank)
+        self.is_copy = self._islands.own > 0
+        self.num_shards = islands[self._islands.own] if islands else num_ranks // (num_replicas * num_stages)
         self.num_stages = num_stages
         self.stage_index = rank // self.num_shards % num_stages
         self.stage = Stage(index=self.stage_index, num_stages=num_stages)
@@ -79,12 +84,21 @@ class RankGroup(Ranks):
         self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self.checkpoint_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
         self.publish_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
-        # Neighbours share a copy: they are on one machine, and gather weights for every pass.
-        sizes, names = (num_replicas, num_stages, self.num_shards), ("replicate", "pipeline", "shard")
-        mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
-        self._mesh = mesh["shard"] if num_replicas == 1 else mesh["replicate", "shard"]
+        self._between_islands = dist.new_group(timeout=COMPUTE_TIMEOUT) if islands else None
+        self._mesh = self._island_mesh() if islands else self._make_mesh(num_replicas)
         self.ends = self._make_ends() if num_stages > 1 else None
         """The first and the last stage of this process' pipeline; None in other stages."""
+
+    def _make_mesh(self, num_replicas: int) -> DeviceMesh:
+        # Neighbours share a copy: they are on one machine, and gather weights for every pass.
+        sizes, names = (num_replicas, self.num_stages, self.num_shards), ("replicate", "pipeline", "shard")
+        mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+        return mesh["shard"] if num_replicas == 1 else mesh["replicate", "shard"]
+
+    def _island_mesh(self) -> DeviceMesh:
+        # Every process takes part in making every group.
+        groups = [dist.new_group(list(ranks), timeout=COMPUTE_TIMEOUT) for ranks in self._islands.ranks]
+        return DeviceMesh.from_group(groups[self._islands.own], self._device.type)
 
     def _make_ends(self) -> dist.ProcessGroup | None:
         width = self.num_stages * self.num_shards
@@ -157,8 +171,18 @@ class RankGroup(Ranks):
         """Adds up over the mesh."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def norm_of_stages(self, norm: float) -> float:
-        """Of the stages of this process' pipeline, each once."""
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Over islands; copies of one mesh sum them in each backward pass."""
+        if self._between_islands is not None:
+            self._islands.sum_gradients(gradients, group=self._between_islands)
+
+    def whole_norm(self, norm: float) -> float:
+        """Of the stages of this process' pipeline, each once; of islands the first one's."""
+        if self._between_islands is not None:
+            # Each adds up its shards in an order of its own, and clipping by other numbers would part the copies.
+            shared = torch.tensor(norm, dtype=torch.float64)
+            dist.broadcast(shared, 0, group=self._messages)
+            return float(shared)
         if self.num_stages == 1:
             return norm
         # Every copy of a stage has the same norm, and the sum is over all processes.

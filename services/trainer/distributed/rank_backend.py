@@ -254,7 +254,10 @@ class RankBackend:
 
     def _save(self, directory: Path, resume: dict[str, Tensor]) -> None:
         group = self._ranks.checkpoint_group
-        write_resume(resume, directory, group=group)
+        # DCP takes shards of one mesh alone; what is not sharded is a process' own, or the same in all.
+        left_out = DTensor if self._ranks.is_copy else ()
+        own = {name: tensor for name, tensor in resume.items() if not isinstance(tensor, left_out)}
+        write_resume(own, directory, group=group)
         write_together(
             directory / self._trained.weights_file,
             self._parts(self._state.weights_in(resume)),
@@ -271,7 +274,8 @@ class RankBackend:
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         dtype, rank = self._trained.published_dtype, self._ranks.rank
-        return {name: part_of(tensor, dtype=dtype, rank=rank) for name, tensor in tensors.items()}
+        parts = {name: part_of(tensor, dtype=dtype, rank=rank) for name, tensor in tensors.items()}
+        return {name: part.left_to_others() for name, part in parts.items()} if self._ranks.is_copy else parts
 
     def _writers(self, group: ProcessGroup | None) -> Writers:
         return Writers(rank=self._ranks.rank, num_ranks=self._ranks.num_ranks, group=group)

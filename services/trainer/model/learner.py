@@ -35,13 +35,14 @@ class Learner:
             parameter.grad = torch.zeros_like(parameter)
 
     def gradient_norm(self) -> float:
-        """L2 norm of the accumulated gradient, of all processes."""
+        """L2 norm of the accumulated gradient, of all processes, which add it up; once for an optimiser step."""
+        self._ranks.sum_gradients(self._gradients())
         counted = [
             parameter.grad
             for name, parameter in self.parameters.items()
             if parameter.grad is not None and name not in self._ranks.copies
         ]
-        return self._ranks.norm_of_stages(float(self._ranks.total(torch.nn.utils.get_total_norm(counted))))
+        return self._ranks.whole_norm(float(self._ranks.total(torch.nn.utils.get_total_norm(counted))))
 
     def step(self, *, divisor: int, norm: float, learning_rate: float) -> None:
         """Divides the gradient, clips it, takes the optimiser step and clears it.

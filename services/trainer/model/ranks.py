@@ -33,6 +33,8 @@ class Ranks:
     """Of a stage the model's other tensors, by name, without memory; known once a model was cut."""
     copies: frozenset[str] = frozenset()
     """Tensors that another stage holds, too, and that count there."""
+    is_copy = False
+    """Whether other processes write all that this one holds."""
     checkpoint_group: ProcessGroup | None = None
     """For checkpoints, which are written in the background; None for one process."""
     publish_group: ProcessGroup | None = None
@@ -59,12 +61,15 @@ class Ranks:
         """All of a tensor in process 0, on the CPU if it had to be gathered; unspecified in the others."""
         return tensor
 
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Leave accumulated gradients the sum over all copies of the model that do not sum them in each pass."""
+
     def total(self, tensor: Tensor) -> Tensor:
         """A number about sharded tensors, added up in every process."""
         return tensor
 
-    def norm_of_stages(self, norm: float) -> float:
-        """The L2 norm of all stages' gradients."""
+    def whole_norm(self, norm: float) -> float:
+        """The L2 norm of all stages' gradients, the same number in every process."""
         return norm
 
     def added_up(self, count: int) -> int:

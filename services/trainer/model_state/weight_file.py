@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,6 +53,10 @@ class Part:
         """The same in memory of its own, on the CPU and in the type in which they are written."""
         copy = torch.empty(self.elements.shape, dtype=self.dtype, pin_memory=self.elements.is_cuda)
         return Part(shape=self.shape, dtype=self.dtype, begin=self.begin, elements=copy.copy_(self.elements))
+
+    def left_to_others(self) -> Part:
+        """The same tensor, of which this process writes nothing."""
+        return replace(self, begin=0, elements=self.elements.new_empty(0))
 
     @property
     def num_bytes(self) -> int:

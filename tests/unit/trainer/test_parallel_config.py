@@ -46,6 +46,10 @@ def test_what_is_left_out_is_sharded(processes, parallel, mesh):
         ([1, 2], {"pipeline": 2}, "processes: [1.0, 2.0] are the stages of one pipeline, which have one share"),
         (4, {"expert": 4}, "expert: 4 is not supported"),
         (4, {"context": 2}, "context: 2 is not supported, a sample is computed whole by one process"),
+        (3, {"islands": [2, 2]}, "islands [2, 2] need 4 processes, and processes states 3; change one of them"),
+        (3, {"islands": [2, 1], "replicate": 3}, "replicate 3 is not supported beside them; leave it out"),
+        (3, {"islands": [2, 1], "shard": 2}, "shard 2 is not supported beside them"),
+        (3, {"islands": [3]}, "parallel.islands"),
         (4, {"replicate": 0}, "parallel.replicate"),
         (4, {"data": 2}, "parallel.data"),
     ],
@@ -66,3 +70,9 @@ def test_what_cannot_be_cut_into_stages_is_refused_by_name(other, told):
     with pytest.raises(ConfigError) as caught:
         validate(TrainingConfig, run | other, source="run.yaml")
     assert f"trainer.parallel.pipeline: 2 is not supported {told}" in str(caught.value)
+
+
+def test_islands_have_all_processes_and_their_shares():
+    config = made(processes=[1, 1, 2], parallel={"islands": [2, 1]})
+    assert config.parallel.mesh(3) == (2, 2)
+    assert config.shares == (1.0, 1.0, 2.0)
