@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.trainer.batches.rank_partition import partition
-from tests.contract.trainer.test_pipeline_stages import assert_trains_as_one, made
+from tests.contract.trainer.test_pipeline_stages import assert_equal, assert_trains_as_one, made
 from tests.contract.trainer.test_sharded_trainer import random_trajectories, train
 from tests.helpers.trainers.two_processes import alone, two_processes, weights
 
@@ -34,6 +34,17 @@ def test_islands_of_other_sizes_train_as_one_process(model, islands):
     one = alone(model)
     with two_processes(model, processes=sum(islands), parallel={"islands": islands}) as many:
         assert_trains_as_one(many, one)
+
+
+@pytest.mark.parametrize("other", [{"lora": True}, {"algorithm": {"name": "ppo"}}])
+def test_adapters_and_critics_train_in_islands_as_in_one_process(model, tmp_path, other):
+    one = alone(model, **other)
+    with two_processes(model, **UNLIKE, **other) as three:
+        assert train(three, 2) == pytest.approx(train(one, 2), rel=1e-5, abs=1e-5)
+        assert_equal(weights(three), weights(one))
+        three.save(tmp_path).result()
+        one.load(tmp_path)
+        assert_bit_equal(weights(one), weights(three))
 
 
 def test_a_checkpoint_continues_in_one_process_and_one_s_in_islands(model, tmp_path):
