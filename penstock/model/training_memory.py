@@ -69,6 +69,17 @@ class ModelShape:
             has_logits=is_last,
         )
 
+    def split(self, num_splits: int) -> ModelShape:
+        """The shape of what one of several processes has of it that split each layer between them."""
+        layers = self.num_params - self.root_params
+        return replace(
+            self,
+            num_params=self.root_params + layers / num_splits,
+            feed_forward=self.feed_forward // num_splits,
+            query_width=self.query_width // num_splits,
+            key_width=self.key_width // num_splits,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingMode:

@@ -264,13 +264,13 @@ class ComputeConfig(StrictModel):
     @model_validator(mode="after")
     def _mesh_has_all_processes(self) -> Self:
         self.parallel.mesh(len(self.shares))
-        num_stages = self.parallel.pipeline
-        for first in range(0, len(self.shares), num_stages):
-            if len(set(shares := self.shares[first : first + num_stages])) > 1:
-                raise ValueError(
-                    f"processes: {list(shares)} are the stages of one pipeline, which have one share; make them equal, "
-                    "and give a slow process fewer layers by parallel.layers_per_stage"
-                )
+        num_together = self.parallel.pipeline * self.parallel.tensor
+        for first in range(0, len(self.shares), num_together):
+            if len(set(shares := self.shares[first : first + num_together])) > 1:
+                who, fix = "the stages of one pipeline", ", and give a slow process fewer layers by layers_per_stage"
+                if self.parallel.tensor > 1:
+                    who, fix = "processes that split layers between them", ""
+                raise ValueError(f"processes: {list(shares)} are {who}, which have one share; make them equal{fix}")
         return self
 
 
@@ -340,14 +340,15 @@ class TrainingConfig(RunSections):
         return self
 
     @model_validator(mode="after")
-    def _check_stages(self) -> Self:
-        if (stages := self.trainer.parallel.pipeline) > 1 and self.lora is not None:
-            raise ValueError(f"trainer.parallel.pipeline: {stages} is not supported with lora; leave it 1, use shard")
-        if stages > 1 and self.algorithm.definition.has_critic:
-            raise ValueError(
-                f"trainer.parallel.pipeline: {stages} is not supported with the critic of {self.algorithm.name}; "
-                "leave it 1, use shard"
-            )
+    def _check_stages_and_splits(self) -> Self:
+        others = {"lora": self.lora is not None}
+        others[f"the critic of {self.algorithm.name}"] = self.algorithm.definition.has_critic
+        for name in ("pipeline", "tensor"):
+            degree = getattr(self.trainer.parallel, name)
+            for other in (other for other, is_there in others.items() if is_there and degree > 1):
+                raise ValueError(
+                    f"trainer.parallel.{name}: {degree} is not supported with {other}; leave it 1, use shard"
+                )
         return self
 
     @model_validator(mode="after")

@@ -10,8 +10,7 @@ from penstock.config import StrictModel
 
 Degree = Annotated[int, Field(ge=1, le=1024)]
 _MISSING = {
-    "tensor": "layers are not split within themselves",
-    "expert": "experts are sharded like all other weights, not sent to",
+    "expert": "processes that split layers by tensor divide their experts as well",
     "context": "a sample is computed whole by one process",
 }
 """What a direction that the trainer does not have would do."""
@@ -25,14 +24,14 @@ class ParallelConfig(StrictModel):
     shard: Degree | None = None
     """Processes of a group, over which weights, gradients and optimiser are sharded. Unset: all there are."""
     tensor: Degree = 1
-    """Not supported beyond 1: processes that split each layer."""
+    """Processes that split each layer between them by heads, columns and whole experts, for the same tokens."""
     pipeline: Degree = 1
     """Stages of layers into which each copy of the model is cut, one process each, which pass activations on."""
     layers_per_stage: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None = None
     """Layers of each stage, first to last: [1, 3]. Unset: as even as possible."""
     islands: Annotated[tuple[Degree, ...], Field(min_length=2)] | None = None
     """Processes of each island, [4, 2]: groups of unlike sizes that each shard a whole copy of weights and optimiser.
-    Gradients are summed between islands once an optimiser step. Instead of replicate, shard and pipeline."""
+    Gradients are summed between islands once an optimiser step. Instead of replicate, shard, tensor and pipeline."""
     expert: Degree = 1
     """Not supported beyond 1: processes that divide the experts of a layer."""
     context: Degree = 1
@@ -55,11 +54,18 @@ class ParallelConfig(StrictModel):
             )
         if self.pipeline > 1 and (self.shard or 1) > 1:
             raise ValueError(f"shard: {self.shard} is not supported with pipeline; leave it out, use replicate")
+        if self.pipeline > 1 and self.tensor > 1:
+            raise ValueError(f"tensor: {self.tensor} is not supported with pipeline; leave it 1, use replicate")
         return self
 
     @model_validator(mode="after")
     def _has_islands_alone(self) -> Self:
-        degrees = {"replicate": self.replicate, "shard": self.shard or 1, "pipeline": self.pipeline}
+        degrees = {
+            "replicate": self.replicate,
+            "shard": self.shard or 1,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+        }
         beside = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         if self.islands is not None and beside:
             raise ValueError(
@@ -84,10 +90,11 @@ class ParallelConfig(StrictModel):
                     f"processes states {num_processes}; change one of them"
                 )
             return self.replicate, 1
-        shard = self.shard or max(1, num_processes // self.replicate)
-        if self.replicate * shard != num_processes:
+        shard = self.shard or max(1, num_processes // (self.replicate * self.tensor))
+        if (needed := self.replicate * shard * self.tensor) != num_processes:
+            split = f" x tensor {self.tensor}" if self.tensor > 1 else ""
             raise ValueError(
-                f"parallel: replicate {self.replicate} x shard {shard} needs {self.replicate * shard} processes, and "
+                f"parallel: replicate {self.replicate} x shard {shard}{split} needs {needed} processes, and "
                 f"processes states {num_processes}; change one of them"
             )
         return self.replicate, shard

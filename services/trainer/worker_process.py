@@ -16,6 +16,7 @@ from services.trainer.distributed.launch import (
     DEVICE_KEY,
     ISLANDS_KEY,
     REPLICAS_KEY,
+    SPLITS_KEY,
     STAGES_KEY,
     STORE_VARIABLE,
     Place,
@@ -56,6 +57,7 @@ def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> 
         device=device,
         num_replicas=int(store.get(REPLICAS_KEY)),
         num_stages=int(store.get(STAGES_KEY)),
+        num_splits=int(store.get(SPLITS_KEY)),
         islands=json.loads(store.get(ISLANDS_KEY)),
     )
     follow(group, _build)

@@ -10,6 +10,7 @@ from services.trainer.distributed.launch import (
     DEVICE_KEY,
     ISLANDS_KEY,
     REPLICAS_KEY,
+    SPLITS_KEY,
     STAGES_KEY,
     StartedRanks,
     TorchrunRuns,
@@ -49,7 +50,9 @@ def lead(
     num_stages = config.trainer.parallel.pipeline
     store.set(REPLICAS_KEY, str(num_replicas))
     islands = config.trainer.parallel.islands or ()
+    num_splits = config.trainer.parallel.tensor
     store.set(STAGES_KEY, str(num_stages))
+    store.set(SPLITS_KEY, str(num_splits))
     store.set(ISLANDS_KEY, json.dumps(islands))
     return ShardedBackend(
         RankGroup(
@@ -60,12 +63,13 @@ def lead(
             device=config.trainer.device,
             num_replicas=num_replicas,
             num_stages=num_stages,
+            num_splits=num_splits,
             islands=islands,
         ),
         build=lambda group: build_part(config, group, build),
         config_json=config.model_dump_json(),
-        # Of a pipeline, all of whose processes have the same.
-        shares=config.trainer.shares[::num_stages],
+        # Of processes that have packs together, and the same share.
+        shares=config.trainer.shares[:: num_stages * num_splits],
         on_lost=on_lost,
         on_close=started.close,
     )

@@ -36,6 +36,7 @@ DEVICE_KEY = "device"
 REPLICAS_KEY = "replicas"
 """Key of trainer.parallel.replicate in a run's store."""
 STAGES_KEY = "stages"
+SPLITS_KEY = "splits"
 ISLANDS_KEY = "islands"
 """Key of trainer.parallel.pipeline in a run's store."""
 RANK_LOST_STATUS = 70

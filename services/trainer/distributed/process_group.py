@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from services.trainer.distributed.island_gradients import Islands
+from services.trainer.distributed.split_layers import DIMENSION, SplitLayers
 from services.trainer.distributed.stages import Stage
 from services.trainer.model.backend import BackendError
 from services.trainer.model.precision import MASTER
@@ -53,10 +54,11 @@ class RankGroup(Ranks):
         device: trainer.device of the run.
         num_replicas: Groups of processes that each hold a whole copy of the model; a divisor of their number.
         num_stages: Stages of layers into which each group cuts it, each held by one process; a divisor likewise.
+        num_splits: Processes that split each layer between them; a divisor likewise.
         islands: Processes of each island, which all hold a copy of the model sharded over them; instead of the others.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the directions of its mesh
         self,
         store: dist.Store,
         *,
@@ -66,15 +68,18 @@ class RankGroup(Ranks):
         device: str,
         num_replicas: int = 1,
         num_stages: int = 1,
+        num_splits: int = 1,
         islands: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
         self._islands = Islands(islands or (num_ranks,), rank=rank)
-        self.is_copy = self._islands.own > 0
-        self.num_shards = islands[self._islands.own] if islands else num_ranks // (num_replicas * num_stages)
+        self.num_shards = (
+            islands[self._islands.own] if islands else num_ranks // (num_replicas * num_stages * num_splits)
+        )
         self.num_stages = num_stages
-        self.stage_index = rank // self.num_shards % num_stages
+        self.num_splits = num_splits
+        self.stage_index = rank // self.num_shards % num_stages if num_stages > 1 else 0
         self.stage = Stage(index=self.stage_index, num_stages=num_stages)
         self._device = _device_of(device, local_rank)
         if self._device.type == "cpu":
@@ -85,14 +90,20 @@ class RankGroup(Ranks):
         self.checkpoint_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
         self.publish_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
         self._between_islands = dist.new_group(timeout=COMPUTE_TIMEOUT) if islands else None
+        self._split_layers: SplitLayers | None = None
         self._mesh = self._island_mesh() if islands else self._make_mesh(num_replicas)
         self.ends = self._make_ends() if num_stages > 1 else None
         """The first and the last stage of this process' pipeline; None in other stages."""
 
     def _make_mesh(self, num_replicas: int) -> DeviceMesh:
-        # Neighbours share a copy: they are on one machine, and gather weights for every pass.
-        sizes, names = (num_replicas, self.num_stages, self.num_shards), ("replicate", "pipeline", "shard")
+        # Neighbours share layers, or else a copy: they are on one machine, and exchange most.
+        sizes = (num_replicas, self.num_stages, self.num_shards, self.num_splits)
+        names = ("replicate", "pipeline", "shard", DIMENSION)
         mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=names)
+        if self.num_splits > 1:
+            # By which PyTorch adds up norms at once.
+            mesh["shard", DIMENSION]._flatten()
+            self._split_layers = SplitLayers(mesh[DIMENSION], num_shards=self.num_shards)
         return mesh["shard"] if num_replicas == 1 else mesh["replicate", "shard"]
 
     def _island_mesh(self) -> DeviceMesh:
@@ -122,13 +133,17 @@ class RankGroup(Ranks):
         return self.stage.shared if self.stage.is_last else frozenset()
 
     @property
-    def scorers(self) -> tuple[int, ...]:
-        """The processes that know results, one for each pack: those of the last stage."""
+    def scorers(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The processes that know results, one for each pack: those of the last stage, and the first of each split."""
+        if self.num_splits > 1:
+            return tuple(range(0, self.num_ranks, self.num_splits))
         last = self.num_stages - 1
         return tuple(rank for rank in range(self.num_ranks) if rank // self.num_shards % self.num_stages == last)
 
     def pack_of(self, rank: int) -> int:
-        """Which of the packs is a process'; the stages of a pipeline have one together."""
+        """Which of the packs is a process'; stages of a pipeline, and those that split layers, have one together."""
+        if self.num_splits > 1:
+            return rank // self.num_splits
         width = self.num_stages * self.num_shards
         return rank // width * self.num_shards + rank % self.num_shards
 
@@ -140,6 +155,8 @@ class RankGroup(Ranks):
         """Leave it the modules of this stage."""
         if self.num_stages > 1:
             self.stage.cut(model, layers_per_stage)
+        if self._split_layers is not None:
+            self._split_layers.split(model)
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         """The GPU of this process, or the CPU."""
@@ -164,21 +181,32 @@ class RankGroup(Ranks):
         if not isinstance(tensor, DTensor):
             return tensor
         full = tensor.full_tensor()
-        leads_stage = self.rank % self.num_shards == 0 and self.rank < self.num_stages * self.num_shards
+        width = self.num_shards * self.num_splits
+        leads_stage = self.rank % width == 0 and self.rank < self.num_stages * width
         return full.cpu() if leads_stage else full.new_empty(0)
 
     def total(self, tensor: Tensor) -> Tensor:
         """Adds up over the mesh."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Over islands; copies of one mesh sum them in each backward pass."""
+    def is_copy(self, tensor: Tensor) -> bool:
+        """What is sharded is written by the first island, and what is not split by the first of those that split."""
+        if not isinstance(tensor, DTensor):
+            return False
+        if self._split_layers is not None and not self._split_layers.has_split(tensor):
+            return self.rank % self.num_splits > 0
+        return self._islands.own > 0
+
+    def sum_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Over islands or processes that split layers; copies of one mesh sum them in each backward pass."""
         if self._between_islands is not None:
-            self._islands.sum_gradients(gradients, group=self._between_islands)
+            self._islands.sum_gradients([*gradients.values()], group=self._between_islands)
+        if self._split_layers is not None:
+            self._split_layers.sum_gradients(gradients)
 
     def whole_norm(self, norm: float) -> float:
         """Of the stages of this process' pipeline, each once; of islands the first one's."""
-        if self._between_islands is not None:
+        if self._between_islands is not None or self.num_splits > 1:
             # Each adds up its shards in an order of its own, and clipping by other numbers would part the copies.
             shared = torch.tensor(norm, dtype=torch.float64)
             dist.broadcast(shared, 0, group=self._messages)

@@ -154,7 +154,8 @@ class RankBackend:
         # Activations that are computed again need the same dropout.
         with self._trained.training():
             (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
-        return LossTotals() if is_idle else totals
+        # Of processes that have a pack together, one reports it.
+        return LossTotals() if is_idle or self._ranks.rank not in self._ranks.scorers else totals
 
     def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
         """One pass of the policy, the reference or the critic over this process' own pack, the only one in `packs`."""
@@ -255,8 +256,7 @@ class RankBackend:
     def _save(self, directory: Path, resume: dict[str, Tensor]) -> None:
         group = self._ranks.checkpoint_group
         # DCP takes shards of one mesh alone; what is not sharded is a process' own, or the same in all.
-        left_out = DTensor if self._ranks.is_copy else ()
-        own = {name: tensor for name, tensor in resume.items() if not isinstance(tensor, left_out)}
+        own = {name: tensor for name, tensor in resume.items() if not self._ranks.is_copy(tensor)}
         write_resume(own, directory, group=group)
         write_together(
             directory / self._trained.weights_file,
@@ -275,7 +275,8 @@ class RankBackend:
     def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         dtype, rank = self._trained.published_dtype, self._ranks.rank
         parts = {name: part_of(tensor, dtype=dtype, rank=rank) for name, tensor in tensors.items()}
-        return {name: part.left_to_others() for name, part in parts.items()} if self._ranks.is_copy else parts
+        is_copy = self._ranks.is_copy
+        return {name: part.left_to_others() if is_copy(tensors[name]) else part for name, part in parts.items()}
 
     def _writers(self, group: ProcessGroup | None) -> Writers:
         return Writers(rank=self._ranks.rank, num_ranks=self._ranks.num_ranks, group=group)

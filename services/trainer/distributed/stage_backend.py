@@ -163,7 +163,7 @@ class StageBackend(RankBackend):
     def _absent_part(self, tensor: Tensor) -> Part:
         published = self._trained.published_dtype
         dtype = published if published is not None and tensor.is_floating_point() else tensor.dtype
-        return Part(shape=tuple(tensor.shape), dtype=dtype, begin=0, elements=torch.empty(0, dtype=dtype))
+        return Part(shape=tuple(tensor.shape), dtype=dtype, begin=0, stride=0, elements=torch.empty(0, 0, dtype=dtype))
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All stages' weights, whole in process 0."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from services.trainer.config import OptimizerConfig
 from services.trainer.model.ranks import Ranks
@@ -23,7 +25,7 @@ class Learner:
     def __init__(self, parameters: Mapping[str, Tensor], settings: OptimizerConfig, *, ranks: Ranks) -> None:
         self.parameters = parameters
         self.optimizer = torch.optim.AdamW(
-            parameters.values(),
+            [{"params": parameters_of_mesh} for parameters_of_mesh in _by_mesh(parameters.values())],
             lr=settings.learning_rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
@@ -36,13 +38,11 @@ class Learner:
 
     def gradient_norm(self) -> float:
         """L2 norm of the accumulated gradient, of all processes, which add it up; once for an optimiser step."""
-        self._ranks.sum_gradients(self._gradients())
-        counted = [
-            parameter.grad
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None and name not in self._ranks.copies
-        ]
-        return self._ranks.whole_norm(float(self._ranks.total(torch.nn.utils.get_total_norm(counted))))
+        gradients = {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
+        self._ranks.sum_gradients(gradients)
+        counted = [gradient for name, gradient in gradients.items() if name not in self._ranks.copies]
+        norms = [float(self._ranks.total(torch.nn.utils.get_total_norm(each))) for each in _by_mesh(counted)]
+        return self._ranks.whole_norm(math.hypot(*norms))
 
     def step(self, *, divisor: int, norm: float, learning_rate: float) -> None:
         """Divides the gradient, clips it, takes the optimiser step and clears it.
@@ -54,7 +54,8 @@ class Learner:
         """
         # One pass over the gradients: the division and the clipping together.
         clip = min(1.0, self._max_grad_norm / (norm + 1e-6))
-        torch._foreach_mul_(self._gradients(), clip / divisor)
+        for gradients in self._gradients():
+            torch._foreach_mul_(gradients, clip / divisor)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -62,7 +63,16 @@ class Learner:
 
     def discard_gradients(self) -> None:
         """Zeroes the accumulated gradient."""
-        torch._foreach_zero_(self._gradients())
+        for gradients in self._gradients():
+            torch._foreach_zero_(gradients)
 
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+    def _gradients(self) -> list[list[Tensor]]:
+        return _by_mesh(each.grad for each in self.parameters.values() if each.grad is not None)
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Lists of tensors that are sharded over the same processes: PyTorch takes no others together."""
+    lists: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return [*lists.values()]

@@ -25,6 +25,8 @@ class Ranks:
     """Processes, this one included."""
     num_shards = 1
     """Processes over which one copy of the model, or of a stage of it, is sharded."""
+    num_splits = 1
+    """Processes that split each layer between them, and compute the same tokens."""
     num_stages = 1
     """Stages of layers into which the model is cut."""
     stage_index = 0
@@ -33,8 +35,8 @@ class Ranks:
     """Of a stage the model's other tensors, by name, without memory; known once a model was cut."""
     copies: frozenset[str] = frozenset()
     """Tensors that another stage holds, too, and that count there."""
-    is_copy = False
-    """Whether other processes write all that this one holds."""
+    scorers: Sequence[int] = (0,)
+    """Ranks of the processes that report results, one for each pack."""
     checkpoint_group: ProcessGroup | None = None
     """For checkpoints, which are written in the background; None for one process."""
     publish_group: ProcessGroup | None = None
@@ -47,7 +49,7 @@ class Ranks:
         return torch.device(name)
 
     def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None) -> None:
-        """Leave the model this process' stage; raises UnsupportedModelError if it cannot be divided so."""
+        """Leave the model this process' part of its layers; raises UnsupportedModelError if it cannot be divided so."""
 
     def shard(self, network: nn.Module, *, computing: torch.dtype) -> None:
         """Leave each process a part of every parameter; gradients are then summed over processes, in float32.
@@ -61,8 +63,12 @@ class Ranks:
         """All of a tensor in process 0, on the CPU if it had to be gathered; unspecified in the others."""
         return tensor
 
-    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Leave accumulated gradients the sum over all copies of the model that do not sum them in each pass."""
+    def is_copy(self, tensor: Tensor) -> bool:
+        """Whether another process writes all that this one holds of a tensor."""
+        return False
+
+    def sum_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Leave accumulated gradients, by name, the sum over all processes that do not add them up in each pass."""
 
     def total(self, tensor: Tensor) -> Tensor:
         """A number about sharded tensors, added up in every process."""

@@ -92,7 +92,7 @@ def _loaded(
     try:
         check_index(path)
         empty = _empty_model(path) if ranks.num_ranks > 1 else None
-        if empty is not None and _can_read_parts(empty, ranks.num_shards):
+        if empty is not None and _can_read_parts(empty, ranks.num_shards * ranks.num_splits):
             options |= {"config": empty.config, "distributed_config": DistributedConfig()}
             return _checked(_sharding_first(type(empty), shard), path, options)
         model = _checked(AutoModelForCausalLM, path, options)
@@ -113,7 +113,7 @@ def _empty_model(path: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
-def _can_read_parts(empty: PreTrainedModel, num_shards: int) -> bool:
+def _can_read_parts(empty: PreTrainedModel, num_parts: int) -> bool:
     """Whether every part can be read alone: as it is in the files, or as a stack of whole experts.
 
     Other conversions need whole tensors, and the loader fails in a process that has no expert of a layer.
@@ -127,7 +127,7 @@ def _can_read_parts(empty: PreTrainedModel, num_shards: int) -> bool:
             return False
         for name, parameter in empty.named_parameters():
             is_stacked = any(target in name for target in conversion.target_patterns)
-            if is_stacked and len(parameter.chunk(num_shards)) < num_shards:
+            if is_stacked and len(parameter.chunk(num_parts)) < num_parts:
                 return False
     return True
 

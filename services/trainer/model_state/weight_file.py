@@ -1,7 +1,7 @@
 """Writes one safetensors file from several processes: each writes the part of every tensor that it holds in its place.
 
-FSDP shards tensors by rows, so that a process' part of one is a run of consecutive bytes in the file. Nothing is
-gathered. The file is laid out as by safetensors' own `save_file`, whatever the number of processes: the same tensors
+A process' part of a tensor is a run of rows, or of columns within rows: runs of consecutive bytes in the file. Nothing
+is gathered. The file is laid out as by safetensors' own `save_file`, whatever the number of processes: the same tensors
 make the same bytes.
 
 Promises:
@@ -38,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The consecutive elements of a tensor that one process holds."""
+    """The elements of a tensor that one process holds: runs of consecutive ones, at equal distances."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -46,17 +46,19 @@ class Part:
     """In which they are written."""
     begin: int
     """Index of the first of them in the whole tensor."""
+    stride: int
+    """From the begin of a run to that of the next; of no meaning for a single one."""
     elements: Tensor
-    """[n], of any type, perhaps none."""
+    """[runs, n], of any type, perhaps none."""
 
     def copied(self) -> Part:
         """The same in memory of its own, on the CPU and in the type in which they are written."""
         copy = torch.empty(self.elements.shape, dtype=self.dtype, pin_memory=self.elements.is_cuda)
-        return Part(shape=self.shape, dtype=self.dtype, begin=self.begin, elements=copy.copy_(self.elements))
+        return replace(self, elements=copy.copy_(self.elements))
 
     def left_to_others(self) -> Part:
         """The same tensor, of which this process writes nothing."""
-        return replace(self, begin=0, elements=self.elements.new_empty(0))
+        return replace(self, begin=0, elements=self.elements.new_empty(0, 0))
 
     @property
     def num_bytes(self) -> int:
@@ -86,21 +88,25 @@ def part_of(tensor: Tensor, *, dtype: torch.dtype | None, rank: int) -> Part:
         rank: Of this process.
 
     Raises:
-        UnsupportedModelError: It is sharded otherwise than by rows.
+        UnsupportedModelError: It is sharded by other dimensions than the first two.
     """
     written = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    shape, begin = tuple(tensor.shape), 0
+    shape = tuple(tensor.shape)
+    row, begin, num_runs = math.prod(shape[1:]), 0, 1
     if isinstance(tensor, DTensor):
         held, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local = tensor.to_local()
-        if local.numel() and (tuple(held[1:]) != shape[1:] or any(offsets[1:])):
-            raise UnsupportedModelError(f"a tensor of {list(shape)} is sharded by other dimensions than the first")
-        begin = offsets[0] * math.prod(shape[1:]) if offsets else 0
+        if local.numel() and (tuple(held[2:]) != shape[2:] or any(offsets[2:])):
+            raise UnsupportedModelError(f"a tensor of {list(shape)} is sharded by other dimensions than the first two")
+        begin = sum(offset * math.prod(shape[number + 1 :]) for number, offset in enumerate(offsets[:2]))
+        # Columns of some rows: as many runs as rows.
+        num_runs = held[0] if tuple(held[1:2]) != shape[1:2] else 1
         if not _is_first_copy(tensor):
             local = local.new_empty(0)
     else:
         local = tensor if rank == 0 else tensor.new_empty(0)
-    return Part(shape=shape, dtype=written, begin=begin, elements=local.detach().reshape(-1))
+    elements = local.detach().reshape(num_runs, -1) if local.numel() else local.new_empty(0, 0)
+    return Part(shape=shape, dtype=written, begin=begin, stride=row, elements=elements)
 
 
 def _is_first_copy(tensor: DTensor) -> bool:
@@ -174,7 +180,9 @@ def _fill(path: Path, parts: Mapping[str, Part], layout: Layout) -> None:
         for name, part in parts.items():
             # Here and not before: of a type that differs, one tensor at a time is converted.
             elements = part.elements.to(device="cpu", dtype=part.dtype)
-            _write_at(descriptor, elements, layout.places[name] + part.begin * part.dtype.itemsize)
+            for number, run in enumerate(elements):
+                first = part.begin + number * part.stride
+                _write_at(descriptor, run, layout.places[name] + first * part.dtype.itemsize)
     finally:
         os.close(descriptor)
 

@@ -46,7 +46,7 @@ def recomputes_activations(config: TrainingConfig, ranks: Ranks) -> bool:
         return config.trainer.gradient_checkpointing or False
     assert shape is not None
     is_half = compute_dtype(config.model.dtype, path=config.model.path, device=device) == torch.bfloat16
-    shape = _stage_shape(config, shape, ranks)
+    shape = _stage_shape(config, shape, ranks).split(ranks.num_splits)
     mode = training_mode(config, num_shards=ranks.num_shards, is_half=is_half, is_on_cpus=device.type == "cpu")
     held = held_bytes(shape, mode)
     # On CPUs the processes of a machine share its memory: more of them on the same one have no more.

@@ -23,6 +23,9 @@ def made(**settings: object) -> ComputeConfig:
         ([1, 2], {"shard": 2}, (1, 2)),
         (2, {"pipeline": 2, "layers_per_stage": [1, 3]}, (1, 1)),
         ([1, 1, 2, 2], {"pipeline": 2, "replicate": 2}, (2, 1)),
+        (8, {"tensor": 2}, (1, 4)),
+        (8, {"tensor": 2, "replicate": 2}, (2, 2)),
+        ([1, 1, 2, 2], {"tensor": 2, "shard": 2}, (1, 2)),
     ],
 )
 def test_what_is_left_out_is_sharded(processes, parallel, mesh):
@@ -37,7 +40,10 @@ def test_what_is_left_out_is_sharded(processes, parallel, mesh):
         (4, {"shard": 8}, "replicate 1 x shard 8 needs 8 processes, and processes states 4"),
         (1, {"replicate": 2}, "replicate 2 x shard 1 needs 2 processes, and processes states 1"),
         (4, {"replicate": 2, "shard": 1}, "replicate 2 x shard 1 needs 2 processes, and processes states 4"),
-        (4, {"tensor": 2}, "tensor: 2 is not supported, layers are not split within themselves"),
+        (4, {"tensor": 3}, "replicate 1 x shard 1 x tensor 3 needs 3 processes, and processes states 4"),
+        (4, {"pipeline": 2, "tensor": 2}, "tensor: 2 is not supported with pipeline; leave it 1, use replicate"),
+        ([1, 2], {"tensor": 2}, "processes: [1.0, 2.0] are processes that split layers between them, which have one"),
+        (3, {"islands": [2, 1], "tensor": 2}, "tensor 2 is not supported beside them; leave it out"),
         (4, {"pipeline": 2}, "replicate 1 x pipeline 2 needs 2 processes, and processes states 4"),
         (4, {"pipeline": 2, "shard": 2}, "shard: 2 is not supported with pipeline; leave it out, use replicate"),
         (2, {"pipeline": 2, "layers_per_stage": [4]}, "layers_per_stage: [4] states 1 stages, and pipeline 2"),
@@ -61,15 +67,16 @@ def test_what_does_not_fit_is_refused_by_name(processes, parallel, told):
     assert "\n" not in str(caught.value).strip()
 
 
+@pytest.mark.parametrize("direction", ["pipeline", "tensor"])
 @pytest.mark.parametrize(
     ("other", "told"),
     [({"lora": {"rank": 4}}, "with lora"), ({"algorithm": {"name": "ppo"}}, "with the critic of ppo")],
 )
-def test_what_cannot_be_cut_into_stages_is_refused_by_name(other, told):
-    run = {"model": {"path": "m"}, "data": {"train": None}, "trainer": {"processes": 2, "parallel": {"pipeline": 2}}}
+def test_what_cannot_be_cut_or_split_is_refused_by_name(direction, other, told):
+    run = {"model": {"path": "m"}, "data": {"train": None}, "trainer": {"processes": 2, "parallel": {direction: 2}}}
     with pytest.raises(ConfigError) as caught:
         validate(TrainingConfig, run | other, source="run.yaml")
-    assert f"trainer.parallel.pipeline: 2 is not supported {told}" in str(caught.value)
+    assert f"trainer.parallel.{direction}: 2 is not supported {told}" in str(caught.value)
 
 
 def test_islands_have_all_processes_and_their_shares():

@@ -1,0 +1,200 @@
+"""Splits each layer within itself over processes that compute the same tokens (tensor parallel).
+
+Each of them has some of the heads, some of the columns of the feed-forward network, and whole experts. What attention
+and feed-forward network receive is the same everywhere, and what they answer is added up; so are, backwards, the
+gradients of what they received. Embedding, norms between them and output layer are the same in all.
+
+Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from services.trainer.model.backend import UnsupportedModelError
+
+DIMENSION = "tensor"
+"""Of the mesh of a trainer's processes."""
+FAMILIES = frozenset(("llama", "qwen2", "qwen3", "qwen3_moe"))
+"""Model types whose modules have the names below, and which are tested."""
+_REGIONS = ("self_attn", "mlp")
+"""Of a layer: what comes in is whole, what goes out is added up."""
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_COLUMNS = ("o_proj", "down_proj")
+_EXPERTS = "experts"
+
+
+class SplitLayers:
+    """The split of a run's models over one mesh, seen from one of its processes.
+
+    Args:
+        mesh: Of one dimension: the processes that share layers.
+        num_shards: Processes over which what each of them has is sharded further.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, num_shards: int) -> None:
+        self._mesh = mesh
+        self._group = mesh.get_group()
+        self._num_shards = num_shards
+        self._size = mesh.size()
+        self.partial: frozenset[str] = frozenset()
+        """Parameters that all have, and whose gradients lack the share of the others; known once a model was split."""
+
+    def split(self, model: PreTrainedModel) -> None:
+        """Leave it this process' part of all layers, in place, before or after its weights are read.
+
+        Raises:
+            UnsupportedModelError: It is of another family, or cannot be divided so.
+        """
+        self._check(model)
+        partial: set[str] = set()
+        for number, layer in enumerate(model.model.layers):
+            for name in _REGIONS:
+                region = getattr(layer, name)
+                for module in region.modules():
+                    self._split_module(module)
+                inside = region.named_parameters(prefix=f"model.layers.{number}.{name}")
+                partial.update(path for path, parameter in inside if not isinstance(parameter, DTensor))
+                region.register_forward_pre_hook(self._enter, with_kwargs=True)
+                region.register_forward_hook(self._leave)
+        self.partial = frozenset(partial)
+
+    def has_split(self, tensor: Tensor) -> bool:
+        """Whether each process has another part of a sharded tensor."""
+        return isinstance(tensor, DTensor) and DIMENSION in (tensor.device_mesh.mesh_dim_names or ())
+
+    def sum_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Complete the gradients of parameters that all processes have, by name, so that their copies stay equal.
+
+        Where every process has the whole gradient it becomes their mean: libraries may add it up in unlike orders.
+        """
+        for name, gradient in gradients.items():
+            if self.has_split(gradient):
+                continue
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            dist.all_reduce(local, group=self._group)
+            if name not in self.partial:
+                local /= self._size
+
+    def _check(self, model: PreTrainedModel) -> None:
+        config = model.config
+        found = config.name_or_path or config.model_type
+        if config.model_type not in FAMILIES:
+            raise UnsupportedModelError(
+                f"trainer.parallel.tensor: layers of {config.model_type} cannot be split, only those of "
+                f"{', '.join(sorted(FAMILIES))}; leave it 1"
+            )
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_experts"):
+            number = getattr(config, name, None)
+            if number is not None and number % self._size:
+                raise UnsupportedModelError(
+                    f"trainer.parallel.tensor: {self._size} does not divide {name} {number} of {found}; change it"
+                )
+        for layer in model.model.layers:
+            for path, module in layer.named_modules():
+                if path.endswith(_BY_COLUMNS) and getattr(module, "bias", None) is not None:
+                    raise UnsupportedModelError(
+                        f"trainer.parallel.tensor: {path} of {found} has a bias, which is not supported; leave it 1"
+                    )
+
+    def _split_module(self, module: nn.Module) -> None:
+        """Split the module's own parameters, if they are to be."""
+        for name, child in module.named_children():
+            if name in _BY_ROWS:
+                self._split_parameters(child, dim=0)
+            elif name in _BY_COLUMNS:
+                self._split_parameters(child, dim=1)
+            elif name == _EXPERTS:
+                self._split_parameters(child, dim=0)
+                child.num_experts //= self._size
+                # Its functions leave out what is sent to nobody only if told so.
+                child._is_expert_parallel = True
+                child.register_forward_pre_hook(self._keep_own_experts)
+
+    def _split_parameters(self, module: nn.Module, *, dim: int) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            own = parameter.detach().chunk(self._size, dim)[self._mesh.get_local_rank()].clone()
+            if len(own.chunk(self._num_shards)) < self._num_shards:
+                raise UnsupportedModelError(
+                    f"trainer.parallel.tensor: {list(parameter.shape)} numbers of {name} cannot be divided over "
+                    f"tensor {self._size} x shard {self._num_shards} processes; lower one of them"
+                )
+            split = DTensor.from_local(own, self._mesh, [Shard(dim)], run_check=False)
+            setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+        module.register_forward_pre_hook(_show_own)
+        module.register_forward_hook(_hide_own, always_call=True)
+
+    def _keep_own_experts(self, experts: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, index, weights = inputs
+        own = index - self._mesh.get_local_rank() * experts.num_experts
+        is_own = (own >= 0) & (own < experts.num_experts)
+        # One beyond the last is nobody's, in all of `transformers`' implementations.
+        return hidden, own.where(is_own, experts.num_experts), weights.where(is_own, 0.0)
+
+    def _enter(self, _region: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        if inputs:
+            return (_Entering.apply(inputs[0], self._group), *inputs[1:]), named
+        return inputs, named | {"hidden_states": _Entering.apply(named["hidden_states"], self._group)}
+
+    def _leave(self, _region: nn.Module, _inputs: object, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return _Leaving.apply(output[0], self._group), *output[1:]
+        return _Leaving.apply(output, self._group)
+
+
+class _Entering(torch.autograd.Function):  # type: ignore[misc]  # torch declares no types for it
+    """The same; backwards, the sum of all processes' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+class _Leaving(torch.autograd.Function):  # type: ignore[misc]
+    """The sum of all processes' results; backwards the same."""
+
+    @staticmethod
+    def forward(_ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(part, group)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def _own_parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            yield name, parameter
+
+
+def _show_own(module: nn.Module, _inputs: object) -> None:
+    """While it computes, the module's parameters are its own part of them: plain tensors, through which gradients go.
+
+    FSDP has gathered them by now, over its own dimensions of the mesh.
+    """
+    module.__dict__.update({name: parameter.to_local() for name, parameter in _own_parts(module)})
+
+
+def _hide_own(module: nn.Module, _inputs: object, _output: object) -> None:
+    for name, _ in _own_parts(module):
+        module.__dict__.pop(name, None)
