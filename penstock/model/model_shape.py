@@ -20,6 +20,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _FEED_FORWARDS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
+_NORMS = ("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 _TEXT = ("text_config", "llm_config")
 """Where models of several media keep their language model's configuration."""
 _OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
@@ -59,6 +60,8 @@ def _shape(config: Config, whole: Config, tensors: Mapping[str, tuple[int, ...]]
         key_width=(_first(config, ("num_key_value_heads",)) or num_heads) * head_size,
         vocab=_needed(config, ("vocab_size",)),
         is_tied=is_tied,
+        num_norms=_num_norms(tensors, hidden, num_layers=_needed(config, _LAYERS)),
+        num_chosen_experts=_first(config, _CHOSEN_EXPERTS) or 0,
     )
 
 
@@ -73,6 +76,12 @@ def _tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     if not files:
         raise ValueError("holds neither model.safetensors nor the files of an index")
     return {name: shape for path in files for name, shape in safetensors_shapes(path).items()}
+
+
+def _num_norms(tensors: Mapping[str, tuple[int, ...]], hidden: int, *, num_layers: int) -> float:
+    """Of hidden states in a layer; the last one of all belongs to none."""
+    num_norms = sum(shape == (hidden,) and name.endswith(_NORMS) for name, shape in tensors.items())
+    return (num_norms - 1) / num_layers if num_norms > num_layers else 2.0
 
 
 def _text_config(config: Config) -> Config:

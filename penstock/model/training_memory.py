@@ -16,6 +16,8 @@ SAVED_BYTES = 12
 """Of them, those that a checkpoint holds: all but the gradient."""
 LOGITS_BYTES = 512 << 20
 """Logits that exist at a time, float32; those of one position if they are larger."""
+ROUTED_GRADIENTS = 2
+"""Of each copy of a token that is sent to an expert, those that exist at a time."""
 GRADIENT_BYTES = 4
 """Of a parameter, as processes add gradients up."""
 
@@ -36,6 +38,10 @@ class ModelShape:
     vocab: int
     is_tied: bool
     """Embedding and output layer are one."""
+    num_chosen_experts: int = 0
+    """Experts that a token is sent to, each of which takes a copy of it; 0 without experts."""
+    num_norms: float = 2.0
+    """Norms of a layer's hidden states."""
     has_logits: bool = True
     """False for a stage of layers that does not end in the output layer."""
 
@@ -145,11 +151,14 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
         # Without gradients of weights, and with copies of none: the weights of a layer, and of the next.
         gathered = 0.0 if mode.num_shards == 1 else mode.weight_bytes * (shape.root_params + 2 * shape.layer_params)
         return gathered + max(of_logits, kept + layer_activations if mode.checkpoints_layers else 0)
+    # Before a layer's activations are freed, experts' gradients of all copies of its tokens exist as well.
+    of_layer = kept + (layer_activations if mode.checkpoints_layers else 0)
+    of_layer += ROUTED_GRADIENTS * shape.num_chosen_experts * hidden
     if mode.num_shards == 1:
         # Autocast keeps a copy of all weights that are multiplied. Tied, both gradients and their sum exist at once.
         copies = 2 * (shape.num_params - (0 if shape.is_tied else shape.embedding_params)) if mode.is_half else 0
         gradients = 4 * shape.embedding_params * (3 if shape.is_tied else 1)
-        return copies + max(of_logits, kept + layer_activations if mode.checkpoints_layers else 0, gradients)
+        return copies + max(of_logits, of_layer, gradients)
     root, layer = mode.weight_bytes * shape.root_params, mode.weight_bytes * shape.layer_params
     gradient = mode.weight_bytes * shape.embedding_params
     sent = GRADIENT_BYTES * (2 if mode.is_on_cpus else 1)
@@ -175,7 +184,12 @@ def _logits_bytes(shape: ModelShape, mode: TrainingMode) -> float:
 
 
 def _activation_bytes(shape: ModelShape, mode: TrainingMode) -> float:
-    """Of a token in one layer: norms keep inputs and results, products their inputs."""
+    """Of a token in one layer: norms keep inputs and results, products their inputs, experts copies of both."""
+    copies, norms = shape.num_chosen_experts * shape.hidden, 8 * shape.num_norms * shape.hidden
+    # Experts multiply in the type of the weights that they are given: in 16 bits only if those are gathered.
+    is_half_in_experts = mode.is_half and mode.num_shards > 1
+    experts = (4 if is_half_in_experts else 8) * copies
     if mode.is_half:
-        return 20 * shape.hidden + 18 * shape.query_width + 10 * shape.key_width + 8 * shape.feed_forward
-    return 24 * shape.hidden + 20 * shape.query_width + 16 * shape.key_width + 16 * shape.feed_forward
+        feed_forward = (8 if is_half_in_experts or not copies else 16) * shape.feed_forward
+        return norms + 4 * shape.hidden + 18 * shape.query_width + 10 * shape.key_width + feed_forward + experts
+    return norms + 8 * shape.hidden + 20 * shape.query_width + 16 * shape.key_width + 16 * shape.feed_forward + experts

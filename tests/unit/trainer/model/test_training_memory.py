@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from penstock.model.model_shape import read_shape
 from penstock.model.training_memory import TrainingMode, held_bytes, working_bytes
@@ -22,8 +22,18 @@ from tests.unit.trainer.builders import build_trajectory
 from tests.unit.trainer.distributed.test_rank_backend import build_backend
 from tests.unit.trainer.model.test_architectures import EXACT
 
-UNLIKE = {"deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "olmoe", "qwen3_moe", "starcoder2"}
-"""Their layers keep up to twice as much, or less: routed copies of tokens, more norms, no gate."""
+UNLIKE = {"gpt2", "llama4_text", "starcoder2"}
+"""Their layers keep more, or less: no gate, activation functions of several steps, experts that all tokens pass."""
+
+WIDE = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 
 
 def trained_backend(path, ranks=None, **settings):
@@ -82,16 +92,7 @@ def test_every_family_needs_what_the_formula_says(tmp_path, family, checkpoints_
 def qwen3(request, tmp_path_factory):
     """Layers wide enough for weights to outweigh everything else, as in real models."""
     path = tmp_path_factory.mktemp("qwen3")
-    config = Qwen3Config(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=request.param,
-    )
+    config = Qwen3Config(**WIDE | {"vocab_size": 2048}, tie_word_embeddings=request.param)
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(path)
     return path
 
@@ -119,6 +120,22 @@ def test_one_process_needs_what_the_formula_says(qwen3, dtype, checkpoints_layer
     shape, mode = read_shape(qwen3), mode_of(backend, num_tokens=256, checkpoints_layers=checkpoints_layers)
     assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
     assert not memory.collectives
+
+
+@pytest.mark.parametrize("checkpoints_layers", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_chosen", "width"), [(2, 64), (4, 96)])
+def test_experts_need_what_the_formula_says(tmp_path, num_chosen, width, num_ranks, dtype, checkpoints_layers):
+    """At so many tokens that most of it are activations."""
+    experts = {"num_experts": 8, "num_experts_per_tok": num_chosen, "moe_intermediate_size": width}
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**WIDE, **experts)).bfloat16().save_pretrained(tmp_path)
+    with one_of(0, num_ranks) as ranks:
+        settings = {"dtype": dtype, "gradient_checkpointing": checkpoints_layers}
+        backend = trained_backend(tmp_path, ranks if num_ranks > 1 else None, **settings)
+        memory = measured(backend, num_tokens=768)
+    shape, mode = read_shape(tmp_path), mode_of(backend, num_tokens=768, checkpoints_layers=checkpoints_layers)
+    assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("checkpoints_layers", [False, True])
