@@ -117,7 +117,8 @@ class SpanRead:
             self._raise_if_stopped()
             landing.add(piece)
             self.on_received(came_bytes)
-            self._stopped.wait(self.rate.delay_s(came_bytes))
+            if delay_s := self.rate.delay_s(came_bytes):
+                self._stopped.wait(delay_s)
 
     def _finish(self, response: HTTPResponse) -> None:
         """Leave the connection ready for the next request, where the answer ends with the last chunk."""
