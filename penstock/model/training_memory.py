@@ -186,10 +186,8 @@ def _logits_bytes(shape: ModelShape, mode: TrainingMode) -> float:
 def _activation_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     """Of a token in one layer: norms keep inputs and results, products their inputs, experts copies of both."""
     copies, norms = shape.num_chosen_experts * shape.hidden, 8 * shape.num_norms * shape.hidden
-    # Experts multiply in the type of the weights that they are given: in 16 bits only if those are gathered.
-    is_half_in_experts = mode.is_half and mode.num_shards > 1
-    experts = (4 if is_half_in_experts else 8) * copies
     if mode.is_half:
-        feed_forward = (8 if is_half_in_experts or not copies else 16) * shape.feed_forward
-        return norms + 4 * shape.hidden + 18 * shape.query_width + 10 * shape.key_width + feed_forward + experts
-    return norms + 8 * shape.hidden + 20 * shape.query_width + 16 * shape.key_width + 16 * shape.feed_forward + experts
+        widths = 18 * shape.query_width + 10 * shape.key_width + 8 * shape.feed_forward
+        return norms + 4 * shape.hidden + widths + 4 * copies
+    widths = 20 * shape.query_width + 16 * shape.key_width + 16 * shape.feed_forward
+    return norms + 8 * shape.hidden + widths + 8 * copies

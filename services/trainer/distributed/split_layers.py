@@ -9,7 +9,7 @@ Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from services.trainer.model.backend import UnsupportedModelError
+from services.trainer.model.parameter_views import compute_with
 
 DIMENSION = "tensor"
 """Of the mesh of a trainer's processes."""
@@ -129,8 +130,8 @@ class SplitLayers:
                 )
             split = DTensor.from_local(own, self._mesh, [Shard(dim)], run_check=False)
             setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-        module.register_forward_pre_hook(_show_own)
-        module.register_forward_hook(_hide_own, always_call=True)
+        # FSDP has gathered them by then, over its own dimensions of the mesh.
+        compute_with(module, _own_part)
 
     def _keep_own_experts(self, experts: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, index, weights = inputs
@@ -181,20 +182,5 @@ def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def _own_parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module._parameters.items():
-        if isinstance(parameter, DTensor):
-            yield name, parameter
-
-
-def _show_own(module: nn.Module, _inputs: object) -> None:
-    """While it computes, the module's parameters are its own part of them: plain tensors, through which gradients go.
-
-    FSDP has gathered them by now, over its own dimensions of the mesh.
-    """
-    module.__dict__.update({name: parameter.to_local() for name, parameter in _own_parts(module)})
-
-
-def _hide_own(module: nn.Module, _inputs: object, _output: object) -> None:
-    for name, _ in _own_parts(module):
-        module.__dict__.pop(name, None)
+def _own_part(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -23,9 +23,12 @@ from transformers.distributed import DistributedConfig
 from penstock.model.weight_index import check_index
 from services.trainer.model.attention import PACKED_ATTENTION
 from services.trainer.model.backend import BackendError, UnsupportedModelError
+from services.trainer.model.parameter_views import compute_with
 from services.trainer.model.precision import MASTER
 from services.trainer.model.ranks import Ranks
 
+_STACK = 3
+"""Dimensions of the weights of all experts of a layer."""
 _log = structlog.get_logger()
 Modules = Callable[[PreTrainedModel], Iterable[nn.Module]]
 
@@ -68,8 +71,19 @@ def load_weights(
     if computing != MASTER:
         # Whatever layers multiply in, and whatever their weights are held or gathered in, they add up in float32.
         model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.to(MASTER))
+        if ranks.num_ranks == 1:
+            _multiply_experts_in(computing, model)
     # Of a sharded model only buffers move; the call also lets FSDP take over the parameters that were read.
     return model.eval().to(device)
+
+
+def _multiply_experts_in(computing: torch.dtype, model: PreTrainedModel) -> None:
+    """As autocast does for all other products, and FSDP by what it gathers: stacks of experts multiply in their own."""
+    for module in model.modules():
+        is_stack = any(parameter.dim() == _STACK for parameter in module.parameters(recurse=False))
+        # Autocast knows convolutions, whose weights have as many dimensions.
+        if is_stack and not isinstance(module, nn.Conv1d):
+            compute_with(module, lambda parameter: parameter.to(computing))
 
 
 def _loaded(
