@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from penstock.model.model_shape import read_shape
 from services.trainer.batches.rank_partition import partition
-from services.trainer.model.backend import BackendError, NonFiniteLossError
+from services.trainer.model.backend import NonFiniteLossError
 from tests.contract.trainer.test_pipeline_stages import assert_equal, assert_stepped_alike, assert_trains_as_one, made
 from tests.contract.trainer.test_sharded_trainer import random_trajectories, train
 from tests.helpers.trainers.two_processes import alone, scores, two_processes, weights
@@ -117,22 +117,3 @@ def test_a_loss_that_is_not_finite_is_refused_in_all_and_they_go_on(model):
         two.discard_gradients()
         assert_equal(weights(two), before)
         assert train(two, 5)["grad_norm"] > 0
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "processes", "told"),
-    [
-        ("qwen2", {"intermediate_size": 49}, 2, "tensor: 2 does not divide intermediate_size 49 of"),
-        ("qwen2", {}, 4, "tensor: 4 does not divide num_key_value_heads 2 of .*; change it"),
-        ("llama", {"attention_bias": True}, 2, r"tensor: self_attn.o_proj of .* has a bias"),
-        ("gpt2", {}, 2, "tensor: layers of gpt2 cannot be split, only those of llama"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(tmp_path, family, changes, processes, told):
-    folder = made(tmp_path / "model", family, is_tied=False)
-    if changes:
-        config = AutoConfig.from_pretrained(folder)
-        config.update(changes)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with pytest.raises(BackendError, match=told):
-        two_processes(folder, processes=processes, parallel={"tensor": processes}).__enter__()
