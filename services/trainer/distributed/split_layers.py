@@ -116,7 +116,7 @@ class SplitLayers:
             elif name == _EXPERTS:
                 self._split_parameters(child, dim=0)
                 child.num_experts //= self._size
-                # Its functions leave out what is sent to nobody only if told so.
+                # Without it, its functions do not leave out what is sent to no expert here.
                 child._is_expert_parallel = True
                 child.register_forward_pre_hook(self._keep_own_experts)
 
@@ -137,7 +137,7 @@ class SplitLayers:
         hidden, index, weights = inputs
         own = index - self._mesh.get_local_rank() * experts.num_experts
         is_own = (own >= 0) & (own < experts.num_experts)
-        # One beyond the last is nobody's, in all of `transformers`' implementations.
+        # One beyond the last means none, in all of `transformers`' implementations.
         return hidden, own.where(is_own, experts.num_experts), weights.where(is_own, 0.0)
 
     def _enter(self, _region: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:

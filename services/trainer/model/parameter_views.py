@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def compute_with(module: nn.Module, view: Callable[[Tensor], Tensor]) -> None:
-    """While the module computes, each of its own parameters is what `view` makes of it, anew in each pass."""
+    """While the module computes, each of its own parameters is what `view` makes of it in that pass."""
 
     def show(_module: nn.Module, _inputs: object) -> None:
         # What is in `__dict__` is found before parameters are looked for.

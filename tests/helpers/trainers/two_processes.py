@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.batches.packing import Trajectory
@@ -59,11 +60,16 @@ def config_of(
 
 @contextmanager
 def two_processes(model: Path, **changes) -> Iterator[ShardedBackend]:
-    backend = lead(config_of(model, **changes), build=local_backend, torchrun=None, on_lost=on_lost)
     try:
-        yield backend
+        backend = lead(config_of(model, **changes), build=local_backend, torchrun=None, on_lost=on_lost)
+        try:
+            yield backend
+        finally:
+            backend.close()
     finally:
-        backend.close()
+        # One that broke cannot be closed, and this process can have no other while it lasts.
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def alone(model: Path, **changes) -> Backend:

@@ -41,7 +41,7 @@ def one_process(rank, sizes, folder):
 def test_every_process_holds_its_rows_of_the_sum(tmp_path, sizes):
     mp.start_processes(one_process, args=(sizes, tmp_path), nprocs=sum(sizes), start_method="fork")
     for rank in range(sum(sizes)):
-        for tensor, (start, found) in enumerate(torch.load(tmp_path / f"{rank}.pt")):
+        for tensor, (start, found) in enumerate(torch.load(tmp_path / f"{rank}.pt", weights_only=True)):
             total = whole(0, tensor)
             for island in range(1, len(sizes)):
                 total += whole(island, tensor)

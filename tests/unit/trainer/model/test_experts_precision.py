@@ -3,8 +3,8 @@
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from tests.contract.trainer.test_sharded_trainer import random_trajectories, train
 from tests.helpers.models.model_families import save_tiny
+from tests.helpers.trainers.equal_training import random_trajectories, train
 from tests.helpers.trainers.two_processes import alone, scores
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from penstock.model.model_shape import read_shape
 from services.trainer.batches.rank_partition import partition
-from services.trainer.model.backend import NonFiniteLossError
-from tests.contract.trainer.test_pipeline_stages import assert_equal, assert_stepped_alike, assert_trains_as_one, made
-from tests.contract.trainer.test_sharded_trainer import random_trajectories, train
+from tests.helpers.trainers.equal_training import (
+    assert_bit_equal,
+    assert_continues_in_shards,
+    assert_each_resumes_the_other,
+    assert_goes_on_after_a_loss_that_is_not_finite,
+    assert_stepped_alike,
+    assert_trains_as_one,
+    made,
+    random_trajectories,
+    train,
+)
 from tests.helpers.trainers.two_processes import alone, scores, two_processes, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -46,8 +52,6 @@ def test_copies_that_split_layers_train_as_one_process(model):
 )
 def test_two_that_split_layers_and_two_shards_of_them_train_write_and_resume_as_one(tmp_path, family, processes):
     folder = made(tmp_path / "model", family, is_tied=family == "qwen3")
-    for name in ("of_split", "of_one"):
-        (tmp_path / name).mkdir()
     one = alone(folder)
     with two_processes(folder, processes=processes, parallel=SPLIT) as many:
         assert len(many.shares) == processes // 2
@@ -57,21 +61,8 @@ def test_two_that_split_layers_and_two_shards_of_them_train_write_and_resume_as_
         assert expected == pytest.approx(held_here, rel=0.03)
         assert_trains_as_one(many, one)
         held = weights(many)
-        written = many.write_weights(tmp_path / "published").result()
-        published = load_file(tmp_path / "published")
-        assert published.keys() == held.keys()
-        assert all(torch.equal(published[name], held[name]) for name in held)
-        many.save(tmp_path / "of_split").result()
-        AutoModelForCausalLM.from_pretrained(tmp_path / "of_split")
-        # Exactly: one process holds the same bits, and so do those that resume from its checkpoint.
-        one.load(tmp_path / "of_split")
-        assert one.write_weights(tmp_path / "by_one").result().tensors == written.tensors
-        one.save(tmp_path / "of_one").result()
-        train(many, 2)
-        many.load(tmp_path / "of_one")
-        assert many.write_weights(tmp_path / "again").result().tensors == written.tensors
-        after = train(many, 2)
-        assert after == pytest.approx(train(one, 2), rel=1e-5, abs=1e-5)
+        assert_each_resumes_the_other(many, one, tmp_path)
+        assert_bit_equal(load_file(tmp_path / "published"), held)
 
 
 def test_a_checkpoint_continues_in_shards(model, tmp_path):
@@ -81,11 +72,7 @@ def test_a_checkpoint_continues_in_shards(model, tmp_path):
         two.save(tmp_path / "saved").result()
         held = weights(two)
         after = train(two, 2)
-    with two_processes(model) as shards:
-        shards.load(tmp_path / "saved")
-        resumed = weights(shards)
-        assert all(torch.equal(resumed[name], held[name]) for name in held)
-        assert train(shards, 2) == pytest.approx(after, rel=1e-5, abs=1e-5)
+    assert_continues_in_shards(model, tmp_path / "saved", held=held, after=after)
 
 
 def test_a_reference_and_recomputed_activations_are_split_too(model):
@@ -108,12 +95,4 @@ def test_in_bfloat16_their_products_differ_by_rounding(model):
 
 def test_a_loss_that_is_not_finite_is_refused_in_all_and_they_go_on(model):
     with two_processes(model, parallel=SPLIT) as two:
-        before = weights(two)
-        poisoned = random_trajectories(1, count=2)
-        poisoned[1].advantages[:] = np.nan
-        ((pack,),) = partition(poisoned, max_pack_tokens=64, shares=two.shares)
-        with pytest.raises(NonFiniteLossError):
-            two.forward_backward(pack)
-        two.discard_gradients()
-        assert_equal(weights(two), before)
-        assert train(two, 5)["grad_norm"] > 0
+        assert_goes_on_after_a_loss_that_is_not_finite(two)

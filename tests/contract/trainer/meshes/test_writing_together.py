@@ -23,8 +23,8 @@ from penstock.transfer.chunks import chunks_of
 from services.trainer.model_state.agreement import Writers
 from services.trainer.model_state.weight_digests import digest_together
 from services.trainer.model_state.weight_file import part_of, write_together
-from tests.contract.trainer.test_sharded_trainer import train
 from tests.helpers.full_disk import largest_file
+from tests.helpers.trainers.equal_training import train
 from tests.helpers.trainers.two_processes import alone, two_processes, weights
 from tests.unit.trainer.builders import save_tiny_qwen2
 

@@ -16,8 +16,9 @@ from services.trainer.batches.rank_partition import partition
 from services.trainer.model.backend import CheckpointMismatchError, NonFiniteLossError
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_settings import step_settings
+from tests.helpers.trainers.equal_training import random_trajectories, train
 from tests.helpers.trainers.two_processes import alone, assert_close, config_of, scores, two_processes, weights
-from tests.unit.trainer.builders import build_group, build_trajectory, save_tiny_qwen2
+from tests.unit.trainer.builders import build_group, save_tiny_qwen2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -25,27 +26,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny_qwen2(tmp_path_factory.mktemp("model"))
-
-
-def random_trajectories(seed, count=11):
-    rng = np.random.default_rng(seed)
-    return [
-        build_trajectory(rng, num_prompt=int(rng.integers(1, 8)), num_completion=int(rng.integers(1, 24)))
-        for _ in range(count)
-    ]
-
-
-def train(backend, seed):
-    """A step as the trainer takes it; returns what was reported."""
-    trajectories = random_trajectories(seed)
-    totals = [
-        backend.forward_backward(*packs) for packs in partition(trajectories, max_pack_tokens=48, shares=backend.shares)
-    ]
-    merged = totals[0]
-    for other in totals[1:]:
-        merged = merged.merged(other)
-    metrics = backend.optimizer_step(divisor=merged.num_tokens)
-    return {**merged.means(), "grad_norm": metrics.grad_norm}
 
 
 def train_in_minibatches(backend):

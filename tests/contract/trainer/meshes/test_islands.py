@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from services.trainer.batches.rank_partition import partition
-from tests.contract.trainer.test_pipeline_stages import assert_equal, assert_trains_as_one, made
-from tests.contract.trainer.test_sharded_trainer import random_trajectories, train
+from tests.helpers.trainers.equal_training import (
+    assert_bit_equal,
+    assert_equal,
+    assert_trains_as_one,
+    made,
+    random_trajectories,
+    train,
+)
 from tests.helpers.trainers.two_processes import alone, two_processes, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -61,11 +67,6 @@ def test_a_checkpoint_continues_in_one_process_and_one_s_in_islands(model, tmp_p
         three.load(tmp_path / "one")
         assert_bit_equal(weights(three), weights(one))
         assert train(three, 2) == pytest.approx(train(one, 2), rel=1e-4, abs=1e-5)
-
-
-def assert_bit_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
 def test_the_published_file_is_that_of_one_process(model, tmp_path):
