@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import PreTrainedModel
 
 from services.trainer.distributed.island_gradients import Islands
@@ -84,6 +85,8 @@ class RankGroup(Ranks):
         self._device = _device_of(device, local_rank)
         if self._device.type == "cpu":
             _return_large_blocks()
+        # PyTorch remembers the results of operations with their mesh, and takes an equal mesh of an earlier run for this one.
+        _clear_sharding_prop_cache()
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COMPUTE_TIMEOUT)
         self._messages = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)

@@ -7,6 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from services.trainer.distributed.process_group import RankGroup, _return_large_blocks
 
 MIB = 2**20
 COUNTS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -31,10 +36,6 @@ def test_large_blocks_go_back_to_the_system():
 
 def num_given_back() -> int:
     """How many of the blocks that are allocated from now on the system would get back."""
-    import torch
-
-    from services.trainer.distributed.process_group import _return_large_blocks
-
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = Mallinfo2
     # Freed once, such a block makes glibc keep blocks up to its size.
@@ -45,3 +46,13 @@ def num_given_back() -> int:
     found = int(libc.mallinfo2().hblks - before)
     del blocks
     return found
+
+
+def test_a_process_that_serves_one_run_after_the_other_computes_on_the_mesh_of_each():
+    for _run in range(2):
+        group = RankGroup(dist.HashStore(), rank=0, num_ranks=1, local_rank=0, device="cpu")
+        try:
+            parts = DTensor.from_local(torch.ones(2), group._mesh, [Shard(0)])
+            assert (parts + parts).device_mesh is group._mesh
+        finally:
+            group.close()
