@@ -140,11 +140,9 @@ class StartedRanks:
         path = str(Path(self._folder.name) / "store")
         stay_on_loopback()
         for rank in range(1, self.num_ranks):
-            environment = {**_child_environment(), STORE_VARIABLE: path}
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.num_ranks)}
-            # The kernel ends them with the thread that starts them, which lives as long as the run.
-            command = bound(sys.executable, "-P", "-m", "services.trainer.worker_process", ends_by=signal.SIGKILL)
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            environment = {STORE_VARIABLE: path, "WORLD_SIZE": str(self.num_ranks)}
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = start_rank(environment)
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
         return dist.FileStore(path, self.num_ranks)
@@ -166,6 +164,13 @@ class StartedRanks:
         status = process.wait()
         if not self._is_closing.is_set():
             self.on_lost(f"its process {rank} ended with status {status}; the log above says why")
+
+
+def start_rank(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a process of this machine's trainer; `environment` is added to that of this process."""
+    # The kernel ends it with the thread that starts it, which lives as long as the run.
+    command = bound(sys.executable, "-P", "-m", "services.trainer.worker_process", ends_by=signal.SIGKILL)
+    return subprocess.Popen(command, env={**_child_environment(), **environment}, stdin=subprocess.DEVNULL)
 
 
 def _below(name: str, store: Store) -> Store:

@@ -85,7 +85,7 @@ class RankGroup(Ranks):
         self._device = _device_of(device, local_rank)
         if self._device.type == "cpu":
             _return_large_blocks()
-        # PyTorch remembers the results of operations with their mesh, and takes an equal mesh of an earlier run for this one.
+        # PyTorch remembers results with their mesh, and would take an equal one of an earlier run for this run's.
         _clear_sharding_prop_cache()
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=COMPUTE_TIMEOUT)

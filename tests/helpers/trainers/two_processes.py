@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.batches.packing import Trajectory
 from services.trainer.config import TrainingConfig
+from services.trainer.distributed import launch
 from services.trainer.distributed.coordinator import lead
 from services.trainer.distributed.sharded_backend import ShardedBackend
 from services.trainer.model.backend import Backend, Quantity
 from services.trainer.run.policy_loading import local_backend
 from services.trainer.step.prior_passes import Scoring
+from tests.helpers.trainers.warm_ranks import WarmRank
 
 DAPO: Mapping[str, object] = {"name": "dapo"}
 
@@ -61,7 +64,9 @@ def config_of(
 @contextmanager
 def two_processes(model: Path, **changes) -> Iterator[ShardedBackend]:
     try:
-        backend = lead(config_of(model, **changes), build=local_backend, torchrun=None, on_lost=on_lost)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "start_rank", WarmRank)
+            backend = lead(config_of(model, **changes), build=local_backend, torchrun=None, on_lost=on_lost)
         try:
             yield backend
         finally:
