@@ -17,9 +17,14 @@ from penstock.model.weight_index import INDEX_FILE
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
-_FEED_FORWARDS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_FEED_FORWARDS = ("intermediate_size", "ffn_dim", "ffn_hidden_size")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
+_ALL_EXPERTS_TYPES = ("llama4_text",)
+"""Whose code sends every token to every expert, with a weight of zero to those not chosen, beside a shared one."""
+_ACTIVATIONS = ("hidden_act", "activation_function")
+_STEPS_KEPT = {"gelu_new": 3, "xielu": 3}
+"""Activation functions of several steps: tensors that these keep for their gradients beside input and result."""
 _NORMS = ("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 _TEXT = ("text_config", "llm_config")
 """Where models of several media keep their language model's configuration."""
@@ -56,12 +61,13 @@ def _shape(config: Config, whole: Config, tensors: Mapping[str, tuple[int, ...]]
         num_layers=_needed(config, _LAYERS),
         hidden=hidden,
         feed_forward=_feed_forward(config, hidden),
+        num_feed_forward_copies=_num_feed_forward_copies(config, tensors),
         query_width=num_heads * head_size,
         key_width=(_first(config, ("num_key_value_heads",)) or num_heads) * head_size,
         vocab=_needed(config, ("vocab_size",)),
         is_tied=is_tied,
         num_norms=_num_norms(tensors, hidden, num_layers=_needed(config, _LAYERS)),
-        num_chosen_experts=_first(config, _CHOSEN_EXPERTS) or 0,
+        num_chosen_experts=_num_chosen_experts(config) or 0,
     )
 
 
@@ -89,12 +95,29 @@ def _text_config(config: Config) -> Config:
     return next((each for each in inner if isinstance(each, Mapping)), config)
 
 
+def _num_chosen_experts(config: Config) -> int | None:
+    """Experts that compute a token; None without experts."""
+    names = ("num_local_experts",) if config.get("model_type") in _ALL_EXPERTS_TYPES else _CHOSEN_EXPERTS
+    return _first(config, names)
+
+
 def _feed_forward(config: Config, hidden: int) -> int:
-    chosen = _first(config, _CHOSEN_EXPERTS)
+    chosen = _num_chosen_experts(config)
     if chosen is None:
-        return _first(config, _FEED_FORWARDS) or 4 * hidden
+        # GPT-2 states null for the default; its configurations may hold the others' numbers as well, unused.
+        names = ("n_inner",) if "n_inner" in config else _FEED_FORWARDS
+        return _first(config, names) or 4 * hidden
     width = _first(config, _EXPERT_WIDTHS) or 0
+    if config.get("model_type") in _ALL_EXPERTS_TYPES:
+        return (chosen + 1) * width
     return chosen * width + (_first(config, ("shared_expert_intermediate_size",)) or 0)
+
+
+def _num_feed_forward_copies(config: Config, tensors: Mapping[str, tuple[int, ...]]) -> int:
+    """With a gate both of its factors, the gate before its activation function, and the product; else two."""
+    function = next((value for name in _ACTIVATIONS if isinstance(value := config.get(name), str)), "")
+    is_gated = _num_chosen_experts(config) is not None or any("gate" in name for name in tensors)
+    return (4 if is_gated else 2) + _STEPS_KEPT.get(function, 0)
 
 
 def _needed(config: Config, names: tuple[str, ...]) -> int:

@@ -1,9 +1,8 @@
 """How much memory a process of a trainer needs, from a few numbers of its model: for trainers, planners and validators.
 
 Counted is what PyTorch allocates for AdamW with weights, gradients and moments of float32, sharded by layers (FSDP2), a
-pack at a time. Activations are those of a decoder layer with a gated feed-forward network and norms of queries and keys
-(Qwen3); models without these norms need less, up to a tenth of a layer's. Libraries, CUDA's own memory and
-what an allocator cannot use come on top.
+pack at a time. Activations are those of a decoder layer with norms of queries and keys (Qwen3); models without these
+norms need less, up to a tenth of a layer's. Libraries, CUDA's own memory and what an allocator cannot use come on top.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ class ModelShape:
     """Embedding and output layer are one."""
     num_chosen_experts: int = 0
     """Experts that a token is sent to, each of which takes a copy of it; 0 without experts."""
+    num_feed_forward_copies: int = 4
+    """Tensors of the feed-forward network's width that a layer keeps for its gradient: four with a gate."""
     num_norms: float = 2.0
     """Norms of a layer's hidden states."""
     has_logits: bool = True
@@ -186,8 +187,9 @@ def _logits_bytes(shape: ModelShape, mode: TrainingMode) -> float:
 def _activation_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     """Of a token in one layer: norms keep inputs and results, products their inputs, experts copies of both."""
     copies, norms = shape.num_chosen_experts * shape.hidden, 8 * shape.num_norms * shape.hidden
+    feed_forward = shape.num_feed_forward_copies * shape.feed_forward
     if mode.is_half:
-        widths = 18 * shape.query_width + 10 * shape.key_width + 8 * shape.feed_forward
+        widths = 18 * shape.query_width + 10 * shape.key_width + 2 * feed_forward
         return norms + 4 * shape.hidden + widths + 4 * copies
-    widths = 20 * shape.query_width + 16 * shape.key_width + 16 * shape.feed_forward
+    widths = 20 * shape.query_width + 16 * shape.key_width + 4 * feed_forward
     return norms + 8 * shape.hidden + widths + 8 * copies

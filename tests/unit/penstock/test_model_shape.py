@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 
 def test_numbers_are_those_of_the_configuration_and_of_the_tensors(folder):
-    path = folder(CONFIG, model={"model.embed": EMBEDDING, "model.layers": LAYERS})
+    path = folder(CONFIG, model={"model.embed": EMBEDDING, "model.gate_proj": LAYERS})
     assert read_shape(path) == ModelShape(
         num_params=456,
         num_layers=2,
@@ -68,6 +68,21 @@ def test_parts_are_those_that_the_index_names(folder):
 def test_experts_count_as_wide_as_those_that_a_token_is_sent_to(folder):
     config = {**CONFIG, "num_experts_per_tok": 3, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 7}
     assert read_shape(folder(config, model={"x": LAYERS})).feed_forward == 22
+
+
+def test_where_every_expert_computes_every_token_all_count(folder):
+    config = {**CONFIG, "model_type": "llama4_text", "num_local_experts": 4, "num_experts_per_tok": 1}
+    shape = read_shape(folder(config, model={"x": LAYERS}))
+    assert (shape.num_chosen_experts, shape.feed_forward, shape.num_feed_forward_copies) == (4, (4 + 1) * 12, 4)
+
+
+def test_a_network_without_a_gate_keeps_what_its_activation_function_keeps(folder):
+    plain = read_shape(folder({**CONFIG, "hidden_act": "gelu"}, model={"x": LAYERS}))
+    assert (plain.feed_forward, plain.num_feed_forward_copies) == (12, 2)
+    # The width that GPT-2 states is n_inner.
+    config = {**CONFIG, "n_inner": None, "activation_function": "gelu_new"}
+    shape = read_shape(folder(config, model={"x": LAYERS}))
+    assert (shape.feed_forward, shape.num_feed_forward_copies) == (32, 5)
 
 
 def test_a_language_model_within_another_is_read(folder):
