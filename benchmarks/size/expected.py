@@ -24,8 +24,9 @@ def model_mb(model: Path, mode: TrainingMode, *, kv_cache_gib: float) -> dict[st
     # A version is copied and written while the next step is computed.
     training = held_bytes(shape, mode) + working_bytes(shape, mode) + published_bytes(shape, mode)
     weights = WEIGHT_BYTES * shape.num_params
-    # Both map the file of the version that they check, or install.
-    engine = 2 * weights + kv_cache_gib * GIB
+    # Both map the file of the version that they check, or install. vLLM packs the output layer beside its weight, which
+    # may be the embedding's.
+    engine = 2 * weights + WEIGHT_BYTES * shape.embedding_params + kv_cache_gib * GIB
     return {
         "trainer": training / 1e6,
         "trainer-1": training / 1e6,

@@ -479,8 +479,11 @@ async def test_vllm_takes_versions_layer_by_layer_where_it_cannot_refill(
         np.testing.assert_allclose(
             logprobs_of(spans), recompute(model_path, tokens_of(spans), weights=path), rtol=0, atol=1e-4
         )
+        # Neither the start nor a reload leaves a copy of the embedding that nothing multiplies.
+        assert await engine._llm.collective_rpc("penstock_packed") == [[[True], [False]]]
     await engine._llm.collective_rpc("penstock_reload_layerwise", args=(False,))
     await take_initial(engine, model_path)
+    assert await engine._llm.collective_rpc("penstock_packed") == [[[True], [False]]]
 
 
 async def test_truncated_and_greedy_logprobs_are_those_of_what_was_sampled_from(

@@ -5,6 +5,9 @@
 vLLM's layerwise reload fits every model and keeps CUDA graphs valid. On a CPU its Python code costs as much as
 several decoding steps of a tiny model, so plain models on one CPU worker are refilled module by module instead. In both
 cases attestation afterwards checks the result.
+
+On a CPU vLLM also packs the embedding, for products that an output head of its own computes; that copy is dropped, and
+what loading freed is returned to the kernel.
 """
 
 from __future__ import annotations
@@ -24,13 +27,21 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from penstock.process.malloc import give_back
 from services.generator.engine.install_progress import give_sign
 from services.generator.engines.vllm.worker.checkpoint_files import StoredTensor, open_checkpoint
 from services.generator.engines.vllm.worker.experts import can_refill, refill_experts
 from services.generator.engines.vllm.worker.readback import linear_parts, tied_heads
+
+KEPT_BYTES = 64 * 2**20
+"""Of weights that are replaced one by one, after which what that freed is returned to the kernel."""
 
 
 @dataclass
@@ -59,7 +70,8 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  #
         self._is_refilling = False
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to connect to."""
+        """Nothing to connect to; frees what the start left."""
+        self._free_unused()
 
     def start_weight_update(self) -> None:
         """Sets up the layerwise reload, if it is used."""
@@ -87,13 +99,18 @@ class FileTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  #
 
     def finish_weight_update(self) -> None:
         """Ends the layerwise reload, if it is used."""
-        if self._is_refilling:
-            return
-        with torch.inference_mode():
-            finalize_layerwise_reload(self.model, self.model_config)
+        if not self._is_refilling:
+            with torch.inference_mode():
+                finalize_layerwise_reload(self.model, self.model_config)
+        self._free_unused()
 
     def shutdown(self) -> None:
         """Nothing to release."""
+
+    def _free_unused(self) -> None:
+        if self.device.type == "cpu":
+            drop_unused_copies(self.model)
+            give_back()
 
     def _can_refill(self) -> bool:
         is_whole = self.parallel_config.world_size == 1
@@ -145,10 +162,14 @@ def _is_plain(module: nn.Module) -> bool:
 def refill(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Writes the checkpoint into one CPU worker's plain model, repacking packed layers."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    num_bytes = 0
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
             parts = [part for part, _ in linear_parts(name, module, packed)]
-            _refill_linear(module, parts, checkpoint)
+            num_bytes += _refill_linear(module, parts, checkpoint)
+            if num_bytes > KEPT_BYTES:
+                give_back()
+                num_bytes = 0
         elif isinstance(module, VocabParallelEmbedding):
             tensor = checkpoint.read(f"{name}.weight")
             module.weight.data[: tensor.shape[0]].copy_(tensor)
@@ -160,7 +181,17 @@ def refill(model: nn.Module, checkpoint: Checkpoint) -> None:
                 parameter.data.copy_(checkpoint.read(f"{name}.{parameter_name}"))
 
 
-def _refill_linear(module: Any, parts: list[str], checkpoint: Checkpoint) -> None:
+def drop_unused_copies(model: nn.Module) -> None:
+    """Drops packed embeddings where an output head of its own multiplies, tied or not."""
+    modules = list(model.modules())
+    if any(isinstance(module, ParallelLMHead) for module in modules):
+        for module in modules:
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+                vars(module).pop("cpu_linear", None)
+
+
+def _refill_linear(module: Any, parts: list[str], checkpoint: Checkpoint) -> int:
+    """Returns the weight's bytes."""
     weight = torch.cat([checkpoint.read(f"{part}.weight") for part in parts]).to(module.params_dtype)
     if module.weight.numel():
         module.weight.data.copy_(weight)
@@ -171,8 +202,11 @@ def _refill_linear(module: Any, parts: list[str], checkpoint: Checkpoint) -> Non
         # Some CPU kernels keep the bias in float32, after rounding it to the layer's type.
         module.bias.data.copy_(torch.cat([checkpoint.read(f"{part}.bias") for part in parts]).to(module.params_dtype))
     _pack(module)
+    return int(weight.nbytes)
 
 
 def _pack(module: Any) -> None:
     if hasattr(module, "cpu_linear"):
+        # Before the new one is made: a head's takes as much as its weight.
+        module.cpu_linear = None
         module.quant_method.process_weights_after_loading(module)
