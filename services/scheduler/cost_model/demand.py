@@ -18,6 +18,10 @@ class Demand:
     samples_per_step: float
     weight_bytes: float
     """Bytes of one copy of the weights."""
+    expert_bytes: float
+    """Those of them that are experts of a mixture."""
+    expert_share: float
+    """Of a layer's experts, those that a token is sent to."""
     completion_tokens: float
     trained_tokens: float
     """Tokens of prompt and completion."""
@@ -39,6 +43,15 @@ class Demand:
     training_state_bytes: float
     """Weights, gradients and optimiser state of everything that the training pool stores."""
 
+    def read_weight_bytes(self, batch: float) -> float:
+        """Bytes of weights that a decode step of this many sequences reads: of experts, those that a token is sent to.
+
+        Tokens are sent to experts independently and evenly, so that an expert stays unread with probability
+        (1 - share) ** batch.
+        """
+        unread_share: float = (1 - self.expert_share) ** batch
+        return self.weight_bytes - self.expert_bytes * unread_share
+
 
 def demand_of(problem: Problem) -> Demand:
     """The demand of the problem's model and workload."""
@@ -48,6 +61,8 @@ def demand_of(problem: Problem) -> Demand:
     prompt_sharers = workload.group_size if constants.prefix_sharing else 1
     # The input embedding is looked up, not multiplied; where it is tied, the output embedding is still multiplied.
     matmul_params = model.params - (0 if model.tied_embeddings else model.vocab * model.hidden)
+    # A token multiplies the experts that it is sent to.
+    matmul_params -= model.expert_params * (1 - model.expert_share)
     attention = 2.0 * model.layers * model.q_heads * model.head_dim
     kv_bytes = 2.0 * model.layers * model.kv_heads * model.head_dim * model.kv_bytes
     prompt_kv = kv_bytes * prompt * mean
@@ -63,6 +78,8 @@ def demand_of(problem: Problem) -> Demand:
     return Demand(
         samples_per_step=float(workload.prompts_per_step * workload.group_size),
         weight_bytes=model.params * model.weight_bytes,
+        expert_bytes=model.expert_params * model.weight_bytes,
+        expert_share=model.expert_share,
         completion_tokens=mean,
         trained_tokens=prompt + mean,
         longest_completion_tokens=workload.output_len.longest,

@@ -87,18 +87,19 @@ class PoolMemory:
 
 
 def model_shape(problem: Problem) -> ModelShape:
-    """The numbers of the problem's model that memory and traffic depend on; it states `ffn`."""
+    """The numbers of the problem's model that memory and traffic depend on; it states `ffn` or experts."""
     model = problem.model
-    assert model.ffn is not None
+    assert model.token_ffn is not None
     return ModelShape(
         num_params=model.params,
         num_layers=model.layers,
         hidden=model.hidden,
-        feed_forward=model.ffn,
+        feed_forward=model.token_ffn,
         query_width=model.q_heads * model.head_dim,
         key_width=model.kv_heads * model.head_dim,
         vocab=model.vocab,
         is_tied=model.tied_embeddings,
+        num_chosen_experts=model.experts_per_token or 0,
     )
 
 

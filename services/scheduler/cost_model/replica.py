@@ -78,7 +78,8 @@ class ReplicaModel:
         """Time of one decode step of this many sequences with the mean context."""
         demand = self._demand
         read_per_sequence = demand.kv_read_bytes / demand.completion_tokens
-        read_s = (demand.weight_bytes + self._kv_copies * batch * read_per_sequence) / self._read_bytes_per_second
+        read_bytes = demand.read_weight_bytes(batch) + self._kv_copies * batch * read_per_sequence
+        read_s = read_bytes / self._read_bytes_per_second
         flops = batch * (demand.flops_per_token + demand.flops_per_kv_byte * read_per_sequence)
         compute_s = flops / self._decode_flops_per_second
         return max(read_s, compute_s) + self._step_overhead_s + batch * self._overhead_s_per_sequence

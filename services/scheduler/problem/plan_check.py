@@ -106,11 +106,12 @@ def _even_shards(problem: Problem, machines: dict[str, NodeClass], plan: PlanDoc
         num_params=model.params,
         num_layers=model.layers,
         hidden=model.hidden,
-        feed_forward=model.ffn or 0,
+        feed_forward=model.token_ffn or 0,
         query_width=model.q_heads * model.head_dim,
         key_width=model.kv_heads * model.head_dim,
         vocab=model.vocab,
         is_tied=model.tied_embeddings,
+        num_chosen_experts=model.experts_per_token or 0,
     )
     pack = problem.cost_model.train_pack_tokens
     working_GB = min(
