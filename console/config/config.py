@@ -38,7 +38,7 @@ from penstock.security.addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses
 from services.broker.storage.redis.address import parse_redis_url
 from services.generator.engines.base_config import BaseEngineConfig
-from services.generator.engines.registry import engine_keys, split_engine
+from services.generator.engines.registry import check_recorder, engine_keys, split_engine
 from services.reward.config import RewardModelConfig
 from services.scheduler.config import CostModelName
 from services.trainer.config import RunSections
@@ -255,6 +255,12 @@ class RunConfig(RunSections, NetworkConfig):
                 f"generator.max_context_tokens: {most} is less than data.max_prompt_tokens + sampling.max_new_tokens "
                 f"= {needed}; raise it, or lower one of the two"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_records_routes(self) -> Self:
+        if self.algorithm.routing_replay and self.starts_generators:
+            check_recorder(self.generator, field="algorithm.routing_replay")
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from typing import Any
 
 from console.config.config import RunConfig
 from penstock.model.model_folder import TOKENIZER_FILE
+from penstock.model.routers import NoRoutersError, read_routers
 from services.trainer.data.prompt_rows import DataError, Row, read_rows
 
 _TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -57,6 +58,17 @@ def text_problem(config: RunConfig) -> str | None:
         "transformers (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or score what generators send, "
         "unchecked, with reward.trusts_generator_text=true"
     )
+
+
+def routing_problem(config: RunConfig) -> str | None:
+    """Why the model's experts cannot be recorded and replayed; None if they can, or need not."""
+    if not config.algorithm.routing_replay:
+        return None
+    try:
+        read_routers(config.model.path, field="algorithm.routing_replay")
+    except NoRoutersError as error:
+        return str(error)
+    return None
 
 
 def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:

@@ -24,7 +24,7 @@ from console.launch.ports import listen_problem
 from console.launch.probes import redis_problem, service_problem
 from console.launch.supervisor import console_argv, service_environment
 from console.node.config import read_node
-from console.run.model_check import context_problem, data_problems, model_problems, text_problem
+from console.run.model_check import context_problem, data_problems, model_problems, routing_problem, text_problem
 from penstock.config import ConfigError
 from penstock.process.disk import free_bytes, full_message
 from penstock.rewards.wire import THIRD_PARTY
@@ -60,7 +60,8 @@ async def check_run(
     if config.endpoints.trainer is None:
         found = model_problems(config.model.path)
         if not found:
-            found = [problem for problem in (context_problem(config), text_problem(config)) if problem]
+            checks = (context_problem(config), text_problem(config), routing_problem(config))
+            found = [problem for problem in checks if problem]
         problems += found
         data, warnings = data_problems(config)
         problems += data

@@ -16,13 +16,16 @@ import numpy.typing as npt
 
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Float32, Int32, float32_bytes, int32_bytes
+from penstock.wire.routes import Routes
 
 MAX_TOKENS_PER_CHUNK = 16_384
 MAX_TEXT_BYTES = 8 * 1024 * 1024
 """The broker's limit, 8 bytes per token of the longest completion; longer text is cut for the reward model."""
+MAX_ROUTE_BYTES_PER_CHUNK = 2 * 1024 * 1024
+"""Of the rows of its tokens; those of a prompt come with its first ones."""
 _BYTES_PER_TOKEN = 8
-_Part = tuple[int, Int32, Float32]
-"""The version, tokens and log-probs of one `append`, or the rest of them."""
+_Part = tuple[int, Int32, Float32, Routes | None]
+"""The version, tokens, log-probs and routes of one `append`, or the rest of them."""
 _Number = TypeVar("_Number", np.int32, np.float32)
 
 
@@ -73,7 +76,7 @@ class SampleStream:
         self._listener = listener
         self._on_change = on_change
         self._parts: deque[_Part] = deque()
-        self._num_tokens = 0
+        self._num_tokens = self._route_bytes = 0
         self._text = b""
         self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -85,22 +88,29 @@ class SampleStream:
     @property
     def buffered_bytes(self) -> int:
         """Approximate size of the next chunks on the wire."""
-        return self._num_tokens * _BYTES_PER_TOKEN + len(self._text)
+        return self._num_tokens * _BYTES_PER_TOKEN + self._route_bytes + len(self._text)
 
     @property
     def is_dirty(self) -> bool:
         """Whether there is something to send."""
         return self._num_tokens > 0 or self._finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
 
-    def append(self, token_ids: Int32, logprobs: Float32, *, policy_version: int) -> None:
-        """Append tokens [n] and log-probs [n] sampled by one policy version; ignored after `finish`."""
+    def append(self, token_ids: Int32, logprobs: Float32, *, policy_version: int, routes: Routes | None = None) -> None:
+        """Append tokens [n] and log-probs [n] sampled by one policy version; ignored after `finish`.
+
+        `routes` has a row for each token, after those of the prompt where these are the sample's first tokens.
+        """
         if self.is_closed or self._is_finished or not len(token_ids):
             return
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs")
-        self._parts.append((policy_version, token_ids, logprobs))
+        if routes is not None and len(routes) < len(token_ids):
+            raise ValueError(f"{len(token_ids)} tokens with {len(routes)} rows of routes")
+        before_bytes = self.buffered_bytes
+        self._parts.append((policy_version, token_ids, logprobs, routes))
         self._num_tokens += len(token_ids)
-        self._on_change(self, len(token_ids) * _BYTES_PER_TOKEN)
+        self._route_bytes += 0 if routes is None else routes.nbytes
+        self._on_change(self, self.buffered_bytes - before_bytes)
 
     def finish(self, reason: types_pb2.FinishReason.ValueType, *, text: str = "") -> None:
         """Set the finish reason, of which only the first counts; `text` is the whole completion."""
@@ -149,9 +159,11 @@ class SampleStream:
             logprobs=float32_bytes(logprobs),
             policy_versions=_version_runs(taken),
             token_shard=self.token_shard,
+            routes=b"".join([routes.tobytes() for _, _, _, routes in taken if routes is not None]),
         )
         self._offset += len(token_ids)
         self._num_tokens -= len(token_ids)
+        self._route_bytes -= len(chunk.routes)
         if not self._parts:
             chunk.finish_reason = self._finish_reason
             chunk.text = self._text.decode()
@@ -162,17 +174,22 @@ class SampleStream:
         taken: list[_Part] = []
         room = MAX_TOKENS_PER_CHUNK
         while self._parts and room:
-            version, token_ids, logprobs = self._parts.popleft()
+            version, token_ids, logprobs, routes = self._parts.popleft()
+            if routes is not None:
+                room = min(room, max(1, MAX_ROUTE_BYTES_PER_CHUNK // routes[0].nbytes))
             if len(token_ids) > room:
-                self._parts.appendleft((version, token_ids[room:], logprobs[room:]))
+                # Rows of the prompt come before those of the tokens.
+                rest = None if routes is None else routes[len(routes) - len(token_ids) + room :]
+                self._parts.appendleft((version, token_ids[room:], logprobs[room:], rest))
                 token_ids, logprobs = token_ids[:room], logprobs[:room]
-            taken.append((version, token_ids, logprobs))
+                routes = None if routes is None or rest is None else routes[: len(routes) - len(rest)]
+            taken.append((version, token_ids, logprobs, routes))
             room -= len(token_ids)
         return taken
 
     def _clear(self) -> None:
         self._parts.clear()
-        self._num_tokens = 0
+        self._num_tokens = self._route_bytes = 0
         self._text = b""
         self._finish_reason = types_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -188,5 +205,5 @@ def _version_runs(parts: list[_Part]) -> types_pb2.VersionRuns:
     lengths: list[int] = []
     for version, same in groupby(parts, key=itemgetter(0)):
         versions.append(version)
-        lengths.append(sum(len(token_ids) for _, token_ids, _ in same))
+        lengths.append(sum(len(part[1]) for part in same))
     return types_pb2.VersionRuns(versions=np.asarray(versions, "<i8").tobytes(), lengths=int32_bytes(lengths))

@@ -176,6 +176,7 @@ class RunLimits(_message.Message):
     SCORING_LEASE_FIELD_NUMBER: _builtins.int
     MAX_LEASES_PER_SAMPLE_FIELD_NUMBER: _builtins.int
     TOKEN_SILENCE_FIELD_NUMBER: _builtins.int
+    ROUTING_FIELD_NUMBER: _builtins.int
     groups_per_step: _builtins.int
     """Groups in one step of the run, of which the trainer may make several optimiser steps, >= 1."""
     group_size: _builtins.int
@@ -205,6 +206,12 @@ class RunLimits(_message.Message):
         max_completion_tokens takes at the speed measured of the generator's samples, where that is more.
         """
 
+    @_builtins.property
+    def routing(self) -> _types_pb2.RoutingShape:
+        """The form of the routes that every sample of a training group must come with, for a trainer that replays them. Rows
+        count as tokens do in the bounds of a group. Unset: routes are refused.
+        """
+
     def __init__(
         self,
         *,
@@ -217,10 +224,11 @@ class RunLimits(_message.Message):
         scoring_lease: _duration_pb2.Duration | None = ...,
         max_leases_per_sample: _builtins.int = ...,
         token_silence: _duration_pb2.Duration | None = ...,
+        routing: _types_pb2.RoutingShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["generation_lease", b"generation_lease", "scoring_lease", b"scoring_lease", "token_silence", b"token_silence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation_lease", b"generation_lease", "routing", b"routing", "scoring_lease", b"scoring_lease", "token_silence", b"token_silence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_lease", b"generation_lease", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_completion_tokens", b"max_completion_tokens", "max_leases_per_sample", b"max_leases_per_sample", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "scoring_lease", b"scoring_lease", "token_silence", b"token_silence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_lease", b"generation_lease", "group_size", b"group_size", "groups_per_step", b"groups_per_step", "max_completion_tokens", b"max_completion_tokens", "max_leases_per_sample", b"max_leases_per_sample", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "routing", b"routing", "scoring_lease", b"scoring_lease", "token_silence", b"token_silence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -652,6 +660,7 @@ class GeneratorHello(_message.Message):
     LISTENS_IN_PLAIN_TEXT_FIELD_NUMBER: _builtins.int
     MAY_MOVE_FIELD_NUMBER: _builtins.int
     ACCEPTS_LEASE_BATCHES_FIELD_NUMBER: _builtins.int
+    ROUTING_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     generator_id: _builtins.str
@@ -674,6 +683,10 @@ class GeneratorHello(_message.Message):
     def profile(self) -> Global___GeneratorProfile:
         """How fast it is, where it knows."""
 
+    @_builtins.property
+    def routing(self) -> _types_pb2.RoutingShape:
+        """The form of the routes that it records; refused unless it is the run's. Unset if it records none."""
+
     def __init__(
         self,
         *,
@@ -687,10 +700,11 @@ class GeneratorHello(_message.Message):
         listens_in_plain_text: _builtins.bool = ...,
         may_move: _builtins.bool = ...,
         accepts_lease_batches: _builtins.bool = ...,
+        routing: _types_pb2.RoutingShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_lease_batches", b"accepts_lease_batches", "endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_lease_batches", b"accepts_lease_batches", "endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "routing", b"routing", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -339,6 +339,7 @@ class TokenChunk(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_SHARD_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease under which it was decoded."""
     offset: _builtins.int
@@ -357,6 +358,12 @@ class TokenChunk(_message.Message):
     """
     token_shard: _builtins.int
     """The token shard of the sample's group, as its lease named it; 0 if the lease named none."""
+    routes: _builtins.bytes
+    """Experts that the router of each layer chose, in a run with RunLimits.routing, else empty: a row for each token, of
+    the position whose output it was drawn from (the token before it). A chunk with tokens at offset 0 has the rows of
+    the prompt's earlier positions before them, num_prompt_tokens - 1. So the chunks of a sample, joined, have the rows
+    of all its positions but the last. A row: experts_per_token ids of each layer, uint8, or uint16 beyond 256 experts.
+    """
     @_builtins.property
     def key(self) -> Global___SampleKey:
         """Which sample."""
@@ -378,14 +385,45 @@ class TokenChunk(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         text: _builtins.str = ...,
         token_shard: _builtins.int = ...,
+        routes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "policy_versions", b"policy_versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "key", b"key", "lease_id", b"lease_id", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "offset", b"offset", "policy_versions", b"policy_versions", "text", b"text", "token_ids", b"token_ids", "token_shard", b"token_shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "key", b"key", "lease_id", b"lease_id", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "offset", b"offset", "policy_versions", b"policy_versions", "routes", b"routes", "text", b"text", "token_ids", b"token_ids", "token_shard", b"token_shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenChunk: _TypeAlias = TokenChunk  # noqa: Y015
+
+@_typing.final
+class RoutingShape(_message.Message):
+    """The form of recorded routes: which experts a mixture of experts chose for each token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_EXPERTS_FIELD_NUMBER: _builtins.int
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    num_layers: _builtins.int
+    """Layers that have a router, 1 to 1,024."""
+    num_experts: _builtins.int
+    """Experts of each, 2 to 65,536."""
+    experts_per_token: _builtins.int
+    """Experts that each layer chooses for a token, 1 to num_experts."""
+    def __init__(
+        self,
+        *,
+        num_layers: _builtins.int = ...,
+        num_experts: _builtins.int = ...,
+        experts_per_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts_per_token", b"experts_per_token", "num_experts", b"num_experts", "num_layers", b"num_layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutingShape: _TypeAlias = RoutingShape  # noqa: Y015
 
 @_typing.final
 class Score(_message.Message):
@@ -478,6 +516,7 @@ class Trajectory(_message.Message):
     FINISH_TIME_FIELD_NUMBER: _builtins.int
     SCORE_TIME_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     num_leases: _builtins.int
     """How many leases the sample needed; 1 when no generator was lost."""
     token_ids: _builtins.bytes
@@ -498,6 +537,8 @@ class Trajectory(_message.Message):
     """The generator that finished it."""
     text: _builtins.str
     """The whole completion as text. Set where it is exported; left out of microbatches, since trainers do not read it."""
+    routes: _builtins.bytes
+    """Rows of the prompt's and the completion's positions but the last; see TokenChunk. Empty in a run without routing."""
     @_builtins.property
     def key(self) -> Global___SampleKey:
         """Which sample."""
@@ -546,10 +587,11 @@ class Trajectory(_message.Message):
         finish_time: _timestamp_pb2.Timestamp | None = ...,
         score_time: _timestamp_pb2.Timestamp | None = ...,
         text: _builtins.str = ...,
+        routes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish_time", b"finish_time", "key", b"key", "lease_time", b"lease_time", "policy_versions", b"policy_versions", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "finish_reason", b"finish_reason", "finish_time", b"finish_time", "generator_id", b"generator_id", "key", b"key", "lease_time", b"lease_time", "loss_mask", b"loss_mask", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "num_leases", b"num_leases", "policy_versions", b"policy_versions", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "finish_reason", b"finish_reason", "finish_time", b"finish_time", "generator_id", b"generator_id", "key", b"key", "lease_time", b"lease_time", "loss_mask", b"loss_mask", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "num_leases", b"num_leases", "policy_versions", b"policy_versions", "routes", b"routes", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

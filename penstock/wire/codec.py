@@ -24,7 +24,7 @@ _FIXED_BYTES = {1: 8, 5: 4}
 """Size of protobuf's wire types of fixed size."""
 _TRAJECTORIES = types_pb2.TrajectoryGroup.TRAJECTORIES_FIELD_NUMBER
 SERIALIZED_WHOLE_BYTES = 1024 * 1024
-"""Of token ids in a group: with more it is large."""
+"""Of token ids and routes in a group: with more it is large."""
 Packed = bytes | memoryview
 """A serialized TrajectoryGroups, or a part of one."""
 MAX_FIELDS = 4_096
@@ -133,7 +133,7 @@ def group_parts(group: types_pb2.TrajectoryGroup) -> list[bytes]:
     Serializing a message takes up to four times its size beside the result, so a large group is done by the sample.
     """
     samples = group.trajectories
-    if len(samples) < 2 or sum(len(sample.token_ids) for sample in samples) < SERIALIZED_WHOLE_BYTES:
+    if len(samples) < 2 or sum(len(each.token_ids) + len(each.routes) for each in samples) < SERIALIZED_WHOLE_BYTES:
         return [group.SerializeToString()]
     head = types_pb2.TrajectoryGroup(prompt=group.prompt if group.HasField("prompt") else None)
     parts = [head.SerializeToString()]

@@ -14,10 +14,12 @@ from penstock.errors import InvalidFieldError
 
 MAX_GROUP_TOKENS = 1 << 24
 """group_size x max_completion_tokens of a run: more is refused when the run is opened."""
+MAX_TOKEN_BYTES = 25
+"""Id, log-prob, mask, advantage, and a version run of its own; typically 8. Routes come on top, and lower the tokens of
+a group in proportion (`routes.RoutingShape.max_group_tokens`)."""
 MAX_GROUP_BYTES = 448 * 1024 * 1024
-"""A group that a run of MAX_GROUP_TOKENS allows is never larger: a token takes at most 25 bytes (id, log-prob, mask,
-advantage, and a version run of its own), typically 8, and 48 MiB are left for prompt, text and the other fields of the
-samples. Redis takes values of up to 512 MiB."""
+"""A group that a run of MAX_GROUP_TOKENS allows is never larger: a token takes at most MAX_TOKEN_BYTES, and 48 MiB are
+left for prompt, text and the other fields of the samples. Redis takes values of up to 512 MiB."""
 MAX_EXPORTED_BYTES = 1536 * 1024 * 1024
 """The same with the text of every completion, which takes at most 4 MiB each and 1 GiB a group."""
 MAX_WHOLE_BYTES = 4 * 1024 * 1024

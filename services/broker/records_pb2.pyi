@@ -372,6 +372,7 @@ class CompactSample(_message.Message):
     POLICY_VERSIONS_FIELD_NUMBER: _builtins.int
     MASK_RUNS_FIELD_NUMBER: _builtins.int
     DEFLATED_TEXT_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     """Completion tokens."""
     token_ids: _builtins.bytes
@@ -382,6 +383,8 @@ class CompactSample(_message.Message):
     """Behaviour log-probs in nats, float32 each."""
     deflated_text: _builtins.bytes
     """The completion's text in UTF-8, as a zlib stream; empty if there is none."""
+    routes: _builtins.bytes
+    """As in TokenChunk."""
     @_builtins.property
     def policy_versions(self) -> _types_pb2.VersionRuns:
         """Policy versions, in as few runs as they fit."""
@@ -401,10 +404,11 @@ class CompactSample(_message.Message):
         policy_versions: _types_pb2.VersionRuns | None = ...,
         mask_runs: _abc.Iterable[_builtins.int] | None = ...,
         deflated_text: _builtins.bytes = ...,
+        routes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_versions", b"policy_versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deflated_text", b"deflated_text", "logprobs", b"logprobs", "mask_runs", b"mask_runs", "num_tokens", b"num_tokens", "policy_versions", b"policy_versions", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deflated_text", b"deflated_text", "logprobs", b"logprobs", "mask_runs", b"mask_runs", "num_tokens", b"num_tokens", "policy_versions", b"policy_versions", "routes", b"routes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -975,6 +979,7 @@ class SampleTail(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     IS_REPORTED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease under which it accepts chunks, or accepted the last ones. Without its last part, and
     without generator_id and last_chunk_s, once the run knows that all samples of the group have ended.
@@ -999,6 +1004,8 @@ class SampleTail(_message.Message):
     """Whether the run has confirmed that end."""
     attempt: _builtins.int
     """Number of restarts, each of which discarded its tokens."""
+    num_prompt_tokens: _builtins.int
+    """Length of the prompt in tokens; set in a run that records routes only."""
     def __init__(
         self,
         *,
@@ -1013,10 +1020,11 @@ class SampleTail(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         is_reported: _builtins.bool = ...,
         attempt: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "max_version", b"max_version", "min_version", b"min_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "attempt", b"attempt", "finish_reason", b"finish_reason", "generator_id", b"generator_id", "is_reported", b"is_reported", "is_sealed", b"is_sealed", "last_chunk_s", b"last_chunk_s", "lease_id", b"lease_id", "max_version", b"max_version", "min_version", b"min_version", "num_tokens", b"num_tokens", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "attempt", b"attempt", "finish_reason", b"finish_reason", "generator_id", b"generator_id", "is_reported", b"is_reported", "is_sealed", b"is_sealed", "last_chunk_s", b"last_chunk_s", "lease_id", b"lease_id", "max_version", b"max_version", "min_version", b"min_version", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
     _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015

@@ -12,7 +12,7 @@ from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, RunId, StrictModel, 
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.engines.base_config import ServedModel
-from services.generator.engines.registry import DEFAULT_ENGINE, EngineConfig
+from services.generator.engines.registry import DEFAULT_ENGINE, EngineConfig, check_recorder
 
 MAX_INSTANCES = 256
 """Generators of one process."""
@@ -113,4 +113,11 @@ class GeneratorConfig(MeasuredConfig, ServedModel):
         for engine in (instance.engine or self.engine for instance in self.instances):
             if not engine.is_emulated:
                 raise ValueError(f"instances: {engine.engine} engines need a process each; only emulated ones share")
+        return self
+
+    @model_validator(mode="after")
+    def _can_record_routes(self) -> Self:
+        for engine in (self.engine, *(instance.engine for instance in self.instances if instance.engine is not None)):
+            if self.records_routes:
+                check_recorder(engine, field="records_routes")
         return self

@@ -25,12 +25,13 @@ from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.clock import SystemClock
 from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.model.model_folder import TextDecoder
+from penstock.model.routers import read_routers
 from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.process.grace_periods import ENGINE_STOP_S
 from penstock.process.tasks import end
 from penstock.security import NO_SECURITY, Security
-from penstock.v1 import broker_pb2, generator_pb2
+from penstock.v1 import broker_pb2, generator_pb2, types_pb2
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import drained
@@ -117,8 +118,12 @@ class Generator:
             flush_interval_s=config.flush_interval_s,
             security=security,
         )
+        self._routing: types_pb2.RoutingShape | None = None
+        if config.records_routes:
+            self._routing = read_routers(config.model_path, field="records_routes").shape.to_proto()
         self._parts = RolloutParts(
             engine=engine,
+            records_routes=config.records_routes,
             tokens=self._tokens,
             held=self._held,
             text=text,
@@ -234,6 +239,7 @@ class Generator:
             endpoint=self._config.listen,
             profile=_to_message(self._engine.profile(), max_leases=self._config.engine.max_concurrent_samples),
             listens_in_plain_text=bool(self._security.plain_listeners),
+            routing=self._routing,
         )
         self._session = LeaseSession(self._broker, hello=hello, handler=self._lease_handler, security=self._security)
         self._leasing = asyncio.create_task(self._session.run())

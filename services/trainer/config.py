@@ -352,6 +352,19 @@ class TrainingConfig(RunSections):
         return self
 
     @model_validator(mode="after")
+    def _can_replay_routes(self) -> Self:
+        parallel = self.trainer.parallel
+        degrees = {"pipeline": parallel.pipeline, "tensor": parallel.tensor, "replicate": parallel.replicate}
+        others = {f"{name} {degree}": degree > 1 for name, degree in degrees.items()}
+        others[f"islands {list(parallel.islands or ())}"] = parallel.islands is not None
+        for other in (other for other, is_there in others.items() if is_there and self.algorithm.routing_replay):
+            raise ValueError(
+                f"algorithm.routing_replay: true is not supported with trainer.parallel {other}; set it to false, or "
+                "use shard alone"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_groups(self) -> Self:
         algorithm = self.algorithm
         if algorithm.overlong_buffer_tokens > self.sampling.max_new_tokens:

@@ -33,21 +33,26 @@ class GivenUpError(ServiceUnavailableError):
     """A group was dropped while it was being sent; its reader must start over."""
 
 
-def size_bytes(record: GroupRecord) -> int:
-    """Approximate size of a record's groups in a message."""
+def size_bytes(record: GroupRecord, row_bytes: int) -> int:
+    """Approximate size of a record's groups in a message, with routes of `row_bytes` a token."""
     if record.HasField("put"):
         return payload_bytes(record)
-    return BYTES_PER_TOKEN * sum(sample.num_tokens for sample in record.samples)
+    return sum(_sample_bytes(record, index, row_bytes) for index in range(len(record.samples)))
 
 
-def is_large(record: GroupRecord) -> bool:
+def _sample_bytes(group: GroupRecord, index: int, row_bytes: int) -> int:
+    num_tokens = group.samples[index].num_tokens
+    return BYTES_PER_TOKEN * num_tokens + row_bytes * (num_tokens + group.num_prompt_tokens)
+
+
+def is_large(record: GroupRecord, row_bytes: int) -> bool:
     """Whether a record from `portions` is one group that should be sent in pieces."""
-    return size_bytes(record) > MAX_WHOLE_BYTES
+    return size_bytes(record, row_bytes) > MAX_WHOLE_BYTES
 
 
 def portions(record: GroupRecord) -> list[GroupRecord]:
     """The record itself; for a large put copies, each with groups of at most MAX_WHOLE_BYTES or with a single one."""
-    if num_groups(record) == 1 or not is_large(record):
+    if num_groups(record) == 1 or payload_bytes(record) <= MAX_WHOLE_BYTES:
         return [record]
     batches = batched(record.put.group_bytes, int, MAX_WHOLE_BYTES)
     return cut_at(record, [0, *accumulate(map(len, batches))])
@@ -104,9 +109,8 @@ async def _group_parts(
         _note_lost(group.group_id, len(kept_indices(group)), left_out)
         return
     head = types_pb2.TrajectoryGroup(prompt=prompts[group.group_id], min_policy_version=group_version(group) or 0)
-    for indices in batched(
-        kept_indices(group), lambda index: BYTES_PER_TOKEN * group.samples[index].num_tokens, READ_BYTES
-    ):
+    row_bytes = replica.row_bytes
+    for indices in batched(kept_indices(group), lambda index: _sample_bytes(group, index, row_bytes), READ_BYTES):
         samples = [(group.group_id, index) for index in indices]
         stored = await replica.chunks(samples, [group.token_shard] * len(samples))
         if not all(stored):

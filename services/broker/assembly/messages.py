@@ -69,6 +69,7 @@ def trajectory(group: GroupRecord, index: int, stored: StoredSample, *, has_text
         finish_time=timestamp(sample.finish_s),
         score_time=timestamp(sample.score_s),
         text=stored.text if has_text else "",
+        routes=stored.routes,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import islice
 
 from penstock.errors import InvalidFieldError
@@ -78,11 +79,11 @@ async def load_frames(
         InvalidFieldError: A group does not fit a message, and the consumer accepts no pieces.
         ServiceUnavailableError: A large group was dropped meanwhile.
     """
-    frames, number = Frames(policy_version), 0
+    frames, number, row_bytes = Frames(policy_version), 0, replica.row_bytes
     numbered = ((number, record) for number, members in enumerate(microbatches) for record in members)
-    for batch in batched(numbered, _read_ahead_bytes, MAX_READ_AHEAD_BYTES):
+    for batch in batched(numbered, partial(_read_ahead_bytes, row_bytes=row_bytes), MAX_READ_AHEAD_BYTES):
         _microbatch, first = batch[0]
-        if is_large(first) and hello.accepts_group_pieces:
+        if is_large(first, row_bytes) and hello.accepts_group_pieces:
             async with aclosing(read_pieces(replica, first)) as pieces:
                 async for piece in pieces:
                     frames.add_piece(piece)
@@ -100,10 +101,10 @@ async def load_frames(
             yield frame
 
 
-def _read_ahead_bytes(numbered: tuple[int, GroupRecord]) -> float:
+def _read_ahead_bytes(numbered: tuple[int, GroupRecord], *, row_bytes: int) -> float:
     """The size of a record with the number of its microbatch; a large one is read alone."""
     _number, record = numbered
-    return math.inf if is_large(record) else size_bytes(record)
+    return math.inf if is_large(record, row_bytes) else size_bytes(record, row_bytes)
 
 
 def _add(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from penstock.errors import InvalidFieldError, require
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.routes import RouteFacts, read_facts
 from services.broker.ingest.token_arrays import check_tokens, version_ranges
 
 MAX_TEXT_BYTES = 8 * 1024 * 1024
@@ -38,6 +39,8 @@ class ChunkFacts(NamedTuple):
     """Why the chunk is malformed; empty if it is valid."""
     payload: bytes
     """The TokenChunk without key and lease."""
+    routes: RouteFacts
+    """Checked by `ChunkRules`, since their form is the run's."""
 
     @property
     def end(self) -> int:
@@ -110,10 +113,11 @@ def _facts(chunks: Sequence[types_pb2.TokenChunk], looks: Sequence[_Look], fault
     # Column by column: most of it then runs in C.
     places = list(map(_PLACE, chunks))
     keys = [_KEY(chunk.key) for chunk in chunks]
+    routes = [read_facts(chunk.routes) for chunk in chunks]
     payloads = map(_payload, chunks)
     return [
-        ChunkFacts._make((*key, *place, *look, fault, payload))
-        for key, place, look, payload in zip(keys, places, looks, payloads, strict=True)
+        ChunkFacts._make((*key, *place, *look, fault, *kept))
+        for key, place, look, *kept in zip(keys, places, looks, payloads, routes, strict=True)
     ]
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from penstock.wire.routes import RouteFacts
+
 
 @dataclass(slots=True, kw_only=True)
 class PutGroup:
@@ -19,6 +21,8 @@ class PutGroup:
     min_versions: Sequence[int]
     max_versions: Sequence[int]
     rewards: Sequence[float]
+    num_prompt_tokens: int
+    routes: Sequence[RouteFacts]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class PutGroups:
     min_versions: list[int] = field(default_factory=list)
     max_versions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    routes: list[RouteFacts] = field(default_factory=list)
 
     @classmethod
     def joined(cls, parts: Iterable[PutGroups]) -> PutGroups:
@@ -63,10 +68,12 @@ class PutGroups:
                 min_versions=self.min_versions[start:end],
                 max_versions=self.max_versions[start:end],
                 rewards=self.rewards[start:end],
+                num_prompt_tokens=self.num_prompt_tokens[position],
+                routes=self.routes[start:end],
             )
 
     def worst(self) -> PutGroup:
-        """A summary that fits only if every group fits; for groups none of which is malformed."""
+        """A summary that fits only if every group fits; for groups none of which is malformed or has routes."""
         return PutGroup(
             group_id="",
             fault="",
@@ -74,6 +81,8 @@ class PutGroups:
             min_versions=[min(self.min_versions)],
             max_versions=[max(self.max_versions)],
             rewards=[],
+            num_prompt_tokens=0,
+            routes=[RouteFacts()] * max(self.num_samples),
         )
 
     def sample_slices(self) -> list[tuple[int, int]]:

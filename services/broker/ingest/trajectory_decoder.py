@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from penstock.errors import InvalidFieldError, require
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed, group_slices
+from penstock.wire.routes import read_facts
 from penstock.wire.sampling_rules import check_trainable
 from penstock.wire.score_rules import MAX_REWARD
 from services.broker.ingest.put_messages import Arrays, PutMessages, parse_long
@@ -96,6 +97,7 @@ def _read(messages: PutMessages, slices: list[tuple[int, int]]) -> PutGroups:
         min_versions=oldest,
         max_versions=newest,
         rewards=rewards,
+        routes=[read_facts(sample.routes) for sample in samples],
     )
 
 

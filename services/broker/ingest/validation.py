@@ -16,6 +16,7 @@ from penstock.errors import InvalidFieldError, PenstockError, require
 from penstock.names import check_run_id
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import int32_array
+from penstock.wire.routes import RoutingShape
 from penstock.wire.sampling_rules import check_trainable
 from services.broker.rules.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits
 
@@ -130,9 +131,21 @@ def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:
     _check_sampling(prompt.sampling, limits)
     if is_training:
         check_trainable(prompt.sampling)
+        _check_routed(prompt, limits)
     for message in prompt.messages:
         require(message.role in _ROLES, "messages.role", message.role[:80], "system, user, assistant or tool")
     _check_metadata(prompt.metadata_json)
+
+
+def _check_routed(prompt: types_pb2.Prompt, limits: Limits) -> None:
+    """Its rows of routes must fit a message, and with those of all samples a group."""
+    if limits.routing is None:
+        return
+    rows = f"tokens in a run whose routes take {limits.routing.row_bytes} bytes each"
+    num_tokens, group_size = len(prompt.token_ids) // 4, prompt.group_size
+    most = limits.routing.max_group_tokens // group_size - prompt.sampling.max_new_tokens
+    most = min(most, limits.routing.max_prompt_tokens)
+    require(num_tokens <= most, "token_ids", num_tokens, f"at most {most} {rows}")
 
 
 def _check_sampling(sampling: types_pb2.SamplingParams, limits: Limits) -> None:
@@ -188,6 +201,24 @@ def check_hello(hello: broker_pb2.GeneratorHello) -> None:
             f"at most {MAX_ID_CHARACTERS} characters",
         )
     _check_profile(hello.profile)
+
+
+def check_routing(hello: broker_pb2.GeneratorHello, limits: Limits) -> None:
+    """A generator records the routes that its run asks for, and none otherwise."""
+    asked, recorded = limits.routing, None
+    if hello.HasField("routing"):
+        recorded = RoutingShape.from_proto(hello.routing, "hello.routing")
+    engine = hello.engine[:MAX_ID_CHARACTERS]
+    if asked is None:
+        require(recorded is None, "hello.routing", recorded, "unset in a run without algorithm.routing_replay")
+    elif recorded is None:
+        raise InvalidFieldError(
+            f"hello.routing: unset, but the run replays routes (algorithm.routing_replay), and engine {engine!r} "
+            "records none: set records_routes in the generator's configuration, with an engine that can",
+            field="hello.routing",
+        )
+    else:
+        require(recorded == asked, "hello.routing", recorded, f"that of the trainer's model, {asked}")
 
 
 def _check_profile(profile: broker_pb2.GeneratorProfile) -> None:

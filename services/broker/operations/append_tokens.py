@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
 from services.broker.operations import drops, leasing
-from services.broker.operations.chunk_rules import Accepted, ChunkRules
+from services.broker.operations.chunk_rules import Accepted, ChunkRules, routed_prompt_tokens
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.state.run_state import RunState
 
@@ -35,6 +35,7 @@ class _Acceptance:
             generator_id,
             max_completion_tokens=state.limits.max_completion_tokens,
             policy_version=state.run.policy_version,
+            routing=state.limits.routing,
         )
         self._refuse, self.accepted = self._rules.refuse, self._rules.accepted
 
@@ -81,7 +82,12 @@ class _Acceptance:
             return None
         sample = samples[chunk.sample_index]
         is_welcome = self._rules.is_welcome(
-            chunk, sample.lease_id, sample.generator_id, sample.state, sample.num_tokens
+            chunk,
+            sample.lease_id,
+            sample.generator_id,
+            sample.state,
+            sample.num_tokens,
+            num_prompt_tokens=routed_prompt_tokens(group),
         )
         return sample if is_welcome else None
 

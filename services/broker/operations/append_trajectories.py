@@ -17,6 +17,7 @@ from itertools import groupby
 from penstock.errors import InvalidFieldError, PenstockError, StaleError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import Packed
+from penstock.wire.routes import num_route_rows, routes_fault
 from services.broker.ingest.trajectory_columns import PutGroup, PutGroups
 from services.broker.ingest.validation import item_error
 from services.broker.operations import drops
@@ -83,6 +84,8 @@ def _are_all_welcome(state: RunState, groups: PutGroups) -> bool:
     """Whether all groups are new, fit the run and should be stored. May be false although `_choose` accepts each."""
     return (
         not any(groups.faults)
+        and state.limits.routing is None
+        and not any(routes.num_bytes for routes in groups.routes)
         and len(set(groups.group_ids)) == len(groups)
         and not state.knows_any(groups.group_ids)
         and _Judge(state).error(groups.worst(), num_before=len(groups) - 1) is None
@@ -140,7 +143,13 @@ class _Judge:
             return f"token_ids: {max(group.sample_tokens)} tokens; the run allows {limits.max_completion_tokens}"
         if max(group.max_versions) > self._version:
             return f"policy version {max(group.max_versions)} is ahead of the run's {self._version}"
-        return ""
+        faults = (
+            routes_fault(
+                limits.routing, routes, num_route_rows(num_tokens=count, num_prompt_tokens=group.num_prompt_tokens)
+            )
+            for count, routes in zip(group.sample_tokens, group.routes, strict=True)
+        )
+        return next(filter(None, faults), "")
 
 
 def _is_idle(state: RunState, rewards: Sequence[float]) -> bool:

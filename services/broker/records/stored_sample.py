@@ -35,6 +35,8 @@ class StoredSample:
     loss_mask: bytes
     """Empty if all tokens are trained on."""
     text: str
+    routes: bytes
+    """Rows of all positions but the last; empty in a run without routing."""
 
 
 def read_sample(parts: Sequence[bytes], *, has_text: bool = True) -> StoredSample:
@@ -47,6 +49,7 @@ def read_sample(parts: Sequence[bytes], *, has_text: bool = True) -> StoredSampl
         policy_versions=_joined_versions(chunks, num_tokens=len(token_ids) // 4),
         loss_mask=_joined_masks(chunks),
         text=chunks[-1].text if has_text and chunks else "",
+        routes=b"".join([chunk.routes for chunk in chunks]),
     )
 
 
@@ -59,6 +62,7 @@ def compacted(sample: StoredSample) -> bytes:
         policy_versions=sample.policy_versions,
         mask_runs=_mask_runs(sample.loss_mask),
         deflated_text=zlib.compress(sample.text.encode(), _TEXT_LEVEL) if sample.text else b"",
+        routes=sample.routes,
     )
     return _MARK + compact.SerializeToString()
 
@@ -71,6 +75,7 @@ def _expanded(part: bytes) -> types_pb2.TokenChunk:
         policy_versions=compact.policy_versions,
         loss_mask=_mask(compact.mask_runs),
         text=zlib.decompress(compact.deflated_text).decode() if compact.deflated_text else "",
+        routes=compact.routes,
     )
 
 

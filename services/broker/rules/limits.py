@@ -12,6 +12,7 @@ from penstock.network.rpc import MAX_MESSAGE_BYTES
 from penstock.stall_limits import SilenceLimit, silence_limit
 from penstock.v1 import broker_pb2
 from penstock.wire.pieces import MAX_GROUP_TOKENS
+from penstock.wire.routes import RoutingShape
 
 DEFAULT_GENERATION_LEASE_S = 30.0
 DEFAULT_SCORING_LEASE_S = 60.0
@@ -48,11 +49,18 @@ class Limits:
     max_leases_per_sample: int
     token_silence_s: float | None
     """None derives it from the generator's speed."""
+    routing: RoutingShape | None = None
+    """The form of the routes that training samples come with; None for none."""
 
     @property
     def min_usable_samples(self) -> int:
         """Fewest usable samples of a training group: an advantage in a group needs two, unless the group has one."""
         return min(2, self.group_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the routes that come with a token; 0 without."""
+        return 0 if self.routing is None else self.routing.row_bytes
 
     @classmethod
     def from_proto(cls, limits: broker_pb2.RunLimits) -> Limits:
@@ -73,6 +81,7 @@ class Limits:
             scoring_lease_s=_lease_s(limits, "scoring_lease", DEFAULT_SCORING_LEASE_S),
             max_leases_per_sample=limits.max_leases_per_sample or DEFAULT_MAX_LEASES,
             token_silence_s=_duration_s(limits, "token_silence", MAX_TOKEN_SILENCE_S),
+            routing=routing_of(limits),
         )
 
     def to_proto(self) -> broker_pb2.RunLimits:
@@ -89,6 +98,8 @@ class Limits:
         )
         if self.token_silence_s is not None:
             stated.token_silence.CopyFrom(duration(self.token_silence_s))
+        if self.routing is not None:
+            stated.routing.CopyFrom(self.routing.to_proto())
         return stated
 
     def token_silence(self, generator_id: str, tokens_per_second: float | None) -> SilenceLimit:
@@ -120,13 +131,20 @@ def _check_step_ids(limits: broker_pb2.RunLimits) -> None:
 
 def _check_group_tokens(limits: broker_pb2.RunLimits) -> None:
     """Sampled groups must be deliverable: see `penstock.wire.pieces`."""
-    num_tokens = limits.group_size * limits.max_completion_tokens
-    if num_tokens > MAX_GROUP_TOKENS:
+    num_tokens, routing = limits.group_size * limits.max_completion_tokens, routing_of(limits)
+    most = MAX_GROUP_TOKENS if routing is None else routing.max_group_tokens
+    if num_tokens > most:
+        what = "" if routing is None else f" with routes of {routing.row_bytes} bytes a token"
         raise InvalidFieldError(
             f"limits.group_size: {limits.group_size} samples of {limits.max_completion_tokens} tokens are {num_tokens} "
-            f"tokens a group; at most {MAX_GROUP_TOKENS} can be delivered: lower it, or max_completion_tokens",
+            f"tokens a group; at most {most} can be delivered{what}: lower it, or max_completion_tokens",
             field="limits.group_size",
         )
+
+
+def routing_of(limits: broker_pb2.RunLimits) -> RoutingShape | None:
+    """The form of a run's routes; None if it has none. Raises InvalidFieldError."""
+    return RoutingShape.from_proto(limits.routing, "limits.routing") if limits.HasField("routing") else None
 
 
 def _lease_s(limits: broker_pb2.RunLimits, field: str, default_s: float) -> float:

@@ -140,4 +140,4 @@ async def _encoded(job: _Job) -> CompactSample:
 
 
 def _size_bytes(stored: StoredSample) -> int:
-    return 2 * len(stored.token_ids) + len(stored.text)
+    return 2 * len(stored.token_ids) + len(stored.text) + len(stored.routes)

@@ -130,6 +130,11 @@ class RunReplica(Replica[RunState]):
         state = self.copy
         return state is not None and not state.run.is_closed and state.policy.token_shards > 1
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the routes that come with a token, according to the copy; 0 without."""
+        return 0 if self.copy is None else self.copy.limits.row_bytes
+
     def wake(self) -> None:
         """Set listeners' events, whatever they listen for."""
         self.listeners.wake_all(is_ended=self.copy is None or self.copy.run.is_closed)

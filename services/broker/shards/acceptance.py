@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from penstock.v1 import broker_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations.chunk_rules import Accepted, ChunkRules
+from services.broker.operations.chunk_rules import Accepted, ChunkRules, routed_prompt_tokens
 from services.broker.records.store import SampleId
 from services.broker.records.token_tails import TailReport
 from services.broker.records_pb2 import GroupRecord, SampleRecord, SampleTail
@@ -55,7 +55,10 @@ def accept_chunks(
     the shard does not know are left over.
     """
     rules = ChunkRules(
-        generator_id, max_completion_tokens=facts.max_completion_tokens, policy_version=facts.policy_version
+        generator_id,
+        max_completion_tokens=facts.max_completion_tokens,
+        policy_version=facts.policy_version,
+        routing=facts.routing,
     )
     answer = Answer(accepted=rules.accepted)
     for chunk in chunks:
@@ -65,13 +68,15 @@ def accept_chunks(
             if records is None:
                 answer.unknown.append(chunk)
                 continue
-            leased = _leased(rules, shard, records.get(chunk.group_id), chunk)
-            if leased is None:
+            group = records.get(chunk.group_id)
+            leased = _leased(rules, shard, group, chunk)
+            if group is None or leased is None:
                 continue
+            num_prompt_tokens = routed_prompt_tokens(group) if facts.routing is not None else 0
             if not _is_adoptable(tail, leased, generator_id, chunk, answer):
-                _refuse_by_run(rules, chunk, leased)
+                _refuse_by_run(rules, chunk, leased, num_prompt_tokens)
                 continue
-            tail = _adopt(state, sample, leased)
+            tail = _adopt(state, sample, leased, num_prompt_tokens)
         if _is_welcome(rules, chunk, tail):
             _store(state, sample, tail, chunk, now_s)
         if chunk.finish_reason and is_unreported(tail):
@@ -119,14 +124,21 @@ def _is_adoptable(
     return True
 
 
-def _refuse_by_run(rules: ChunkRules, chunk: ChunkFacts, leased: SampleRecord) -> None:
+def _refuse_by_run(rules: ChunkRules, chunk: ChunkFacts, leased: SampleRecord, num_prompt_tokens: int) -> None:
     """Refuse a chunk, or recognise it as a repetition, by what the run has of its sample."""
     # A lease that is not adopted is as good as lost.
     sample_state = _QUEUED if leased.state == _LEASED else leased.state
-    rules.is_welcome(chunk, leased.lease_id, leased.generator_id, sample_state, leased.num_tokens)
+    rules.is_welcome(
+        chunk,
+        leased.lease_id,
+        leased.generator_id,
+        sample_state,
+        leased.num_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+    )
 
 
-def _adopt(state: ShardState, sample: SampleId, leased: SampleRecord) -> SampleTail:
+def _adopt(state: ShardState, sample: SampleId, leased: SampleRecord, num_prompt_tokens: int) -> SampleTail:
     tails = state.edit(sample).tails
     old = tails.get(sample[1])
     if old is None or old.attempt != leased.attempt:
@@ -134,6 +146,7 @@ def _adopt(state: ShardState, sample: SampleId, leased: SampleRecord) -> SampleT
         tails[sample[1]].CopyFrom(SampleTail(attempt=leased.attempt))
     tail = tails[sample[1]]
     tail.lease_id, tail.generator_id = leased.lease_id, leased.generator_id
+    tail.num_prompt_tokens = num_prompt_tokens
     tail.is_sealed = tail.is_reported = False
     tail.ClearField("finish_reason")
     state.ended.discard(sample)
@@ -144,7 +157,14 @@ def _is_welcome(rules: ChunkRules, chunk: ChunkFacts, tail: SampleTail) -> bool:
     sample_state = _LEASED
     if tail.is_sealed:
         sample_state = _FINISHED if is_complete(tail) else _QUEUED
-    return rules.is_welcome(chunk, tail.lease_id, tail.generator_id, sample_state, tail.num_tokens)
+    return rules.is_welcome(
+        chunk,
+        tail.lease_id,
+        tail.generator_id,
+        sample_state,
+        tail.num_tokens,
+        num_prompt_tokens=tail.num_prompt_tokens,
+    )
 
 
 def _store(state: ShardState, sample: SampleId, tail: SampleTail, chunk: ChunkFacts, now_s: float) -> None:

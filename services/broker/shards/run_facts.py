@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.errors import RunClosedError, UnknownRunError
+from penstock.wire.routes import RoutingShape
 from services.broker.records.store import Store
 from services.broker.records_pb2 import RunRecord
 from services.broker.rules.limits import Limits
@@ -30,6 +31,7 @@ class RunFacts:
     """Whether its records are deleted, or being deleted."""
     policy_version: int
     max_completion_tokens: int
+    routing: RoutingShape | None
     progress_every_s: float
     """How often it has to hear how far samples are."""
     read_s: float
@@ -110,13 +112,15 @@ def _retrieve(task: asyncio.Task[RunFacts]) -> None:
 
 
 def _facts(run: RunRecord, read_s: float) -> RunFacts:
+    limits = Limits.from_proto(run.limits)
     return RunFacts(
         open_s=run.open_s,
         is_closed=run.is_closed,
         is_gone=bool(run.payload_gone),
         policy_version=run.policy_version,
-        max_completion_tokens=run.limits.max_completion_tokens,
-        progress_every_s=_progress_every_s(Limits.from_proto(run.limits)),
+        max_completion_tokens=limits.max_completion_tokens,
+        routing=limits.routing,
+        progress_every_s=_progress_every_s(limits),
         read_s=read_s,
     )
 

@@ -25,7 +25,7 @@ from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.pieces import batched
 from services.broker.assembly.group_loading import load_records
-from services.broker.assembly.large_groups import is_large, read_pieces, single_groups
+from services.broker.assembly.large_groups import BYTES_PER_TOKEN, is_large, read_pieces, single_groups, size_bytes
 from services.broker.assembly.messages import kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
 from services.broker.records_pb2 import GroupRecord
@@ -131,7 +131,7 @@ async def export(run_registry: RunRegistry, request: broker_pb2.ExportTrajectori
             while records := await replica.transact(
                 partial(_records, planned=planned, start=num_sent), must_verify=False
             ):
-                if is_large(records[0]) and request.accepts_group_pieces:
+                if is_large(records[0], replica.row_bytes) and request.accepts_group_pieces:
                     left_out: Counter[str] = Counter()
                     async with aclosing(_pieces(replica, planned, records[0], left_out)) as pieces:
                         async for response in pieces:
@@ -164,16 +164,18 @@ def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]
     if state.run.history != planned.history or _names(state, planned.version) != planned.names:
         return []
     records = (state.groups[name] for name in planned.names[start : start + MAX_BATCH_RECORDS])
-    return [deepcopy(record) for record in next(batched(records, _num_tokens, MAX_BATCH_TOKENS), [])]
+    weight = partial(_num_tokens, row_bytes=state.limits.row_bytes)
+    return [deepcopy(record) for record in next(batched(records, weight, MAX_BATCH_TOKENS), [])]
 
 
-def _num_tokens(record: GroupRecord) -> float:
-    """Tokens of a record's groups; a large one is read alone."""
-    if is_large(record):
+def _num_tokens(record: GroupRecord, *, row_bytes: int) -> float:
+    """Tokens of a record's groups, and as many as their routes take the space of; a large one is read alone."""
+    if is_large(record, row_bytes):
         return math.inf
     if record.HasField("put"):
         return sum(record.put.num_tokens)
-    return record.num_prompt_tokens + sum(sample.num_tokens for sample in record.samples)
+    num_tokens = record.num_prompt_tokens + sum(sample.num_tokens for sample in record.samples)
+    return size_bytes(record, row_bytes) / BYTES_PER_TOKEN if row_bytes else num_tokens
 
 
 def _whole(group: types_pb2.TrajectoryGroup, planned: Plan) -> _Response:

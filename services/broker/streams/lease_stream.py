@@ -20,7 +20,7 @@ from services.broker.assembly.messages import MAX_FRAME_BYTES, prefix_token_ids,
 from services.broker.brokers.membership import Membership
 from services.broker.fleet.deal_round import Seat
 from services.broker.fleet.work_stealing import Moves
-from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello
+from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello, check_routing
 from services.broker.operations import leasing
 from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.operations.renewal import Heard
@@ -122,7 +122,12 @@ class LeaseStream:
 
     async def _open(self) -> None:
         """Bring the copy up to date, so that no lease that another broker granted seems lost."""
-        await self._replica.transact(RunState.check_open)
+
+        def check(state: RunState) -> None:
+            state.check_open()
+            check_routing(self._hello, state.limits)
+
+        await self._replica.transact(check)
         await self._replica.peers.meet_generator(self._hello)
 
     def _patience_s(self, silent_s: float) -> float:

@@ -12,12 +12,15 @@ from services.generator.engine.engine import MAX_REQUEST_ID_CHARACTERS, Generate
 _SEED_SPAN = 2**63
 
 
-def to_request(lease: broker_pb2.Lease, *, end_token_ids: tuple[int, ...]) -> GenerateRequest:
+def to_request(
+    lease: broker_pb2.Lease, *, end_token_ids: tuple[int, ...], records_routes: bool = False
+) -> GenerateRequest:
     """The engine's request for a lease.
 
     Args:
         lease: The work; sample i of a group draws with the group's seed + i.
         end_token_ids: The model's own end-of-sequence ids; they end a sample beside the prompt's.
+        records_routes: Whether what is trained on comes with routes.
 
     Raises:
         InvalidFieldError: The lease cannot be decoded by any engine.
@@ -32,6 +35,7 @@ def to_request(lease: broker_pb2.Lease, *, end_token_ids: tuple[int, ...]) -> Ge
             prompt_token_ids=prompt_token_ids,
             prefix_token_ids=prefix_token_ids,
             sampling=_settings(lease.prompt.sampling, lease.key.sample_index, end_token_ids),
+            has_routes=records_routes and lease.prompt.purpose == types_pb2.PURPOSE_TRAIN,
         )
     except ValueError as error:
         raise InvalidFieldError(f"sample {lease.key.group_id}/{lease.key.sample_index}: {error}") from error

@@ -63,6 +63,8 @@ class RolloutParts:
     end_token_ids: tuple[int, ...]
     busy: BusyTracker
     metrics: GeneratorMetrics
+    records_routes: bool = False
+    """Whether the run's trainer replays routes, and the engine records them."""
     on_change: Callable[[], None]
     """Called when slots or leases changed."""
     on_engine_failure: Callable[[Exception], None]
@@ -298,7 +300,7 @@ class Rollouts:
 
     async def _decode(self, work: _Work) -> None:
         parts = self._parts
-        request = to_request(work.lease, end_token_ids=parts.end_token_ids)
+        request = to_request(work.lease, end_token_ids=parts.end_token_ids, records_routes=parts.records_routes)
         async with asyncio.timeout(MAX_VERSION_WAIT_S):
             await parts.held.wait_for(work.lease.min_policy_version)
         # Bounded by the waiting update's own limit on the completions under way.
@@ -310,7 +312,9 @@ class Rollouts:
                 await self._wait_for_room()
                 parts.metrics.tokens.inc(len(span.token_ids))
                 work.parts.append(span.token_ids)
-                work.stream.append(span.token_ids, span.logprobs, policy_version=span.policy_version)
+                work.stream.append(
+                    span.token_ids, span.logprobs, policy_version=span.policy_version, routes=span.routes
+                )
                 if span.finish_reason is not None:
                     is_finished = True
                     self._finish(work, span.finish_reason)

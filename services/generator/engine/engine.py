@@ -11,6 +11,9 @@ Promises, checked for every engine by `tests/contract/engines/test_engines.py`:
 - After an update that recomputes, a sample's log-probs are those of the new weights over its whole context; after one
   that keeps, those of the new weights over the old ones' KV.
 
+- Routes are those of the forward passes that sampled: a position that is computed again, since another sample joins,
+  the cache is dropped or another engine goes on from a prefix, keeps the row that came first.
+
 The caller owns deadlines of samples (its leases): it cancels the iteration or calls `abort`. This module must import
 without torch.
 """
@@ -27,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.v1 import weights_pb2
+from penstock.wire.routes import Routes
 
 MAX_REQUEST_ID_CHARACTERS = 256
 TIED_HEAD = "lm_head.weight"
@@ -122,6 +126,8 @@ class GenerateRequest:
     """Completion tokens accepted from an earlier lease; only what follows them is decoded and yielded."""
     sampling: SamplingSettings
     """How to draw."""
+    has_routes: bool = False
+    """Whether its spans carry routes; only of an engine that was built to record them."""
 
     def __post_init__(self) -> None:
         """Refuse what no engine could decode."""
@@ -143,6 +149,9 @@ class TokenSpan:
     """The version that sampled every token of the span."""
     finish_reason: FinishReason | None = None
     """Set on the last span of the sample."""
+    routes: Routes | None = None
+    """The experts of each position that a token was drawn from, a row a token; before them, in the first span of a
+    sample without a prefix, those of the prompt's other positions. None if they were not asked for."""
 
     @classmethod
     def empty(cls, *, policy_version: int, finish_reason: FinishReason) -> Self:

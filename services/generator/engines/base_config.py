@@ -27,6 +27,8 @@ class ServedModel(StrictModel):
     """Element type of the engine's weights."""
     max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
     """Highest rank of the LoRA adapters it is sent, for runs that train one; unset: whole models."""
+    records_routes: bool = False
+    """Whether the engine records which experts the routers choose, for runs with algorithm.routing_replay."""
     seed: int = 0
     """Seed of the engine's own sampling, used where a prompt brings none."""
     emulated: EmulatedConfig = EmulatedConfig()
@@ -42,6 +44,8 @@ class BaseEngineConfig(StrictModel, ABC):
     """Whether it only emulates GPUs: it needs no GPU and no tokenizer, and several can share a process."""
     has_tensor_parallel: ClassVar[bool] = True
     has_pipeline_stages: ClassVar[bool] = False
+    can_record_routes: ClassVar[bool] = False
+    """Whether it can record the experts of each token."""
 
     engine: str
     """vllm; transformers where vllm cannot be installed; emulated for emulated GPUs."""

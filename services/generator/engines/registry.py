@@ -27,6 +27,13 @@ def engine_keys() -> set[str]:
     return {key for each in ENGINES.values() for key in each.model_fields}
 
 
+def check_recorder(engine: BaseEngineConfig, *, field: str) -> None:
+    """Raise ValueError unless the engine can record routes; `field` is the setting that asks for them."""
+    if not engine.can_record_routes:
+        others = ", ".join(name for name, each in ENGINES.items() if each.can_record_routes)
+        raise ValueError(f"{field}: engine {engine.engine} cannot record routes; choose {others}, or set it to false")
+
+
 def split_engine(document: Mapping[str, Any]) -> tuple[type[BaseEngineConfig], dict[str, Any]]:
     """The class that a document's `engine` names, and the document without keys that only other engines take.
 

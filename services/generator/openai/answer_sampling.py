@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.wire.routes import Routes
 from services.generator.engine.engine import FinishReason, GenerateRequest, TokenSpan
 from services.generator.openai.formats.chat_template import ConversationTokenizer
 from services.generator.openai.formats.tool_calls import OPENING, ToolCall, find_tool_calls
@@ -79,6 +80,7 @@ async def take_answer(
     """
     end_ids = frozenset(request.sampling.stop_token_ids)
     draft = _Draft(tokenizer, end_ids=end_ids, stops=stops, markers=(OPENING,) if finds_tools else ())
+    num_prompt_rows = len(request.prompt_token_ids) - 1
     history: int | None = None
     reason: FinishReason | None = None
     async with aclosing(spans) as following:
@@ -88,6 +90,8 @@ async def take_answer(
                 draft.add(token_id, logprob, span.policy_version)
                 if draft.is_stopped:
                     break
+            if span.routes is not None:
+                draft.routes.append(span.routes)
             reason = FinishReason.STOP if draft.is_stopped else span.finish_reason
             piece = draft.take_piece()
             if piece.text or piece.tokens:
@@ -96,7 +100,8 @@ async def take_answer(
                 break
     if reason is None or reason is FinishReason.ABORTED or not draft.token_ids:
         raise AnswerAbortedError("the engine gave the sample up")
-    return draft.answer(is_truncated=reason is FinishReason.LENGTH, run_history=history or 0)
+    is_truncated = reason is FinishReason.LENGTH
+    return draft.answer(is_truncated=is_truncated, run_history=history or 0, num_prompt_rows=num_prompt_rows)
 
 
 @dataclass(slots=True)
@@ -108,6 +113,7 @@ class _Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
     text: str = ""
     is_stopped: bool = False
     _cut: int = 0
@@ -144,7 +150,7 @@ class _Draft:
                 return len(self.text) - at
         return max((_overlap(self.text, end) for end in (*self.stops, *self.markers)), default=0)
 
-    def answer(self, *, is_truncated: bool, run_history: int) -> Answer:
+    def answer(self, *, is_truncated: bool, run_history: int, num_prompt_rows: int) -> Answer:
         is_ended = self.token_ids[-1] in self.end_ids
         text, unsaid = self.text, ""
         if self.is_stopped:
@@ -163,6 +169,8 @@ class _Draft:
                 versions=np.asarray(self.versions, np.int64),
                 is_truncated=is_truncated,
                 run_history=run_history,
+                # Beyond a stop string tokens are left out.
+                routes=np.concatenate(self.routes)[: num_prompt_rows + len(self.token_ids)] if self.routes else None,
             ),
             text=text,
             unsaid=unsaid,

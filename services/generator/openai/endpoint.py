@@ -296,6 +296,7 @@ class Agents:
             request_id=f"agent-{secrets.token_hex(12)}",
             prompt_token_ids=prepared.prompt_token_ids,
             sampling=replace(sampling, seed=seed),
+            has_routes=self._unleased.parts.records_routes and prepared.labels is not None,
         )
         body = prepared.body
         return await take_answer(
@@ -313,7 +314,7 @@ class Agents:
         turn = Turn(
             parent=prepared.parent,
             given_token_ids=np.asarray(prepared.given_token_ids, np.int32),
-            sampled=answer.sampled,
+            sampled=answer.sampled.without_routes_before(len(prepared.given_token_ids)),
             history=history,
             unsaid=answer.unsaid,
         )

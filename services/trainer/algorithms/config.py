@@ -61,6 +61,9 @@ class AlgorithmConfig(StrictModel):
     """Whether each token is corrected on its own, or the completion as a whole."""
     max_importance_weight: float = Field(default=2.0, ge=1)
     """Bound of truncated and masked."""
+    routing_replay: bool = False
+    """For a mixture of experts: generators record the experts of each token, and training passes take those (R3). Costs
+    layers x num_experts_per_tok bytes a token, twice that beyond 256 experts."""
     allow_uncorrected: bool = False
     """Allow correction none with max_staleness > 0: for comparisons."""
 

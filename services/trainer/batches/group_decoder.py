@@ -8,23 +8,36 @@ import numpy.typing as npt
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import decode_versions, float32_array, int32_array
+from penstock.wire.routes import RoutingShape, num_route_rows
 from penstock.wire.sampling_rules import check_trainable, temperature_of
 from services.trainer.batches.training_sample import TrainingSample
 
 
-def training_samples(group: types_pb2.TrajectoryGroup) -> list[TrainingSample]:
-    """The samples of a group, in order; raises InvalidFieldError naming the unreadable field."""
+def training_samples(group: types_pb2.TrajectoryGroup, *, routing: RoutingShape | None = None) -> list[TrainingSample]:
+    """The samples of a group, in order, with routes of this form if they are replayed.
+
+    Raises InvalidFieldError naming the unreadable field.
+    """
     prompt = int32_array(group.prompt.token_ids, "prompt.token_ids")
     check_trainable(group.prompt.sampling, field="prompt.sampling")
     temperature = temperature_of(group.prompt.sampling)
     group_id = group.prompt.group_id
-    return [_sample(group_id, prompt, trajectory, temperature=temperature) for trajectory in group.trajectories]
+    return [
+        _sample(group_id, prompt, trajectory, temperature=temperature, routing=routing)
+        for trajectory in group.trajectories
+    ]
 
 
 def _sample(
-    group_id: str, prompt: npt.NDArray[np.int32], trajectory: types_pb2.Trajectory, *, temperature: float
+    group_id: str,
+    prompt: npt.NDArray[np.int32],
+    trajectory: types_pb2.Trajectory,
+    *,
+    temperature: float,
+    routing: RoutingShape | None,
 ) -> TrainingSample:
     tokens = int32_array(trajectory.token_ids, "trajectory.token_ids")
+    num_rows = num_route_rows(num_tokens=int(tokens.size), num_prompt_tokens=int(prompt.size))
     score = trajectory.score
     is_scored = score.status == types_pb2.SCORE_STATUS_OK and score.HasField("value")
     return TrainingSample(
@@ -40,6 +53,9 @@ def _sample(
         loss_mask=_loss_mask(trajectory.loss_mask, num_tokens=int(tokens.size)),
         temperature=temperature,
         advantages=(float32_array(trajectory.advantages, "trajectory.advantages") if trajectory.advantages else None),
+        routes=(
+            None if routing is None else routing.array(trajectory.routes, num_rows=num_rows, field="trajectory.routes")
+        ),
     )
 
 

@@ -20,6 +20,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.wire.routes import Routes
+
 _Item = TypeVar("_Item")
 
 FULL_ENOUGH = 0.9
@@ -51,6 +53,8 @@ class Trajectory:
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """float32[T], nats, of each token under the reference; likewise. None if the backend computes them itself, or if
     the loss does not use them."""
+    routes: Routes | None = None
+    """[T, layers, experts_per_token], the experts to take at each position. None leaves them to the router."""
     temperature: float = 1.0
     """Sampling temperature of the loss tokens, > 0: log-probs are of logits / temperature."""
     group_id: str = ""
@@ -68,6 +72,8 @@ class Trajectory:
         aligned += [array for array in optional if array is not None]
         if len(shape) != 1 or shape[0] < 2 or any(array.shape != shape for array in aligned):
             raise ValueError("the arrays of a trajectory must all have shape [T] with T >= 2")
+        if self.routes is not None and self.routes.shape[:1] != shape:
+            raise ValueError(f"routes: {len(self.routes)} rows for {shape[0]} tokens")
         if self.loss_mask[0]:
             raise ValueError("the first token of a trajectory has no predecessor and cannot be a loss token")
 
@@ -110,6 +116,8 @@ class Pack:
     """float32[N], likewise."""
     temperatures: npt.NDArray[np.float32] | None = None
     """float32[N], sampling temperature of each loss token; None if all are 1."""
+    routes: Routes | None = None
+    """[T, layers, experts_per_token], as in `Trajectory`; None if any trajectory has none."""
 
     @property
     def num_tokens(self) -> int:
@@ -221,6 +229,7 @@ def join(trajectories: Sequence[Trajectory], indices: Sequence[int]) -> Pack:
         proximal_logprobs=_joined([member.proximal_logprobs for member in members], targets),
         reference_logprobs=_joined([member.reference_logprobs for member in members], targets),
         temperatures=_temperatures(members, segments[targets]),
+        routes=_joined_routes([member.routes for member in members]),
     )
 
 
@@ -257,6 +266,7 @@ def _segments(pack: Pack, first: int, stop: int) -> Pack:
         proximal_logprobs=cut(pack.proximal_logprobs),
         reference_logprobs=cut(pack.reference_logprobs),
         temperatures=cut(pack.temperatures),
+        routes=None if pack.routes is None else pack.routes[start:end],
     )
 
 
@@ -272,3 +282,8 @@ def _joined(
 ) -> npt.NDArray[np.float32] | None:
     known = [array for array in arrays if array is not None]
     return np.concatenate(known)[targets] if len(known) == len(arrays) else None
+
+
+def _joined_routes(parts: Sequence[Routes | None]) -> Routes | None:
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.wire.routes import Routes
 from services.trainer.batches.packing import Trajectory
 
 
@@ -34,6 +35,8 @@ class TrainingSample:
     """bool[C], true for trained tokens; None for all."""
     advantages: npt.NDArray[np.float32] | None = None
     """float32[C], if the sender of the sample computed them; None computes them from the group's rewards."""
+    routes: Routes | None = None
+    """[P + C - 1, layers, experts_per_token], the experts of each position but the last; None if none are replayed."""
 
 
 def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:
@@ -71,4 +74,6 @@ def trajectory_of(sample: TrainingSample, advantage: float) -> Trajectory:
         advantages=np.concatenate([nothing, advantages]),
         temperature=sample.temperature,
         group_id=sample.group_id,
+        # Nothing is predicted from the last position, so that any experts do there.
+        routes=None if sample.routes is None else np.concatenate([sample.routes, sample.routes[-1:]]),
     )

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.model.routers import NoRoutersError, read_routers
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.batches.packing import Pack, Trajectory, join
@@ -38,12 +40,14 @@ from services.trainer.model.backend import (
     NonFiniteLossError,
     Quantity,
     StepMetrics,
+    UnsupportedModelError,
 )
 from services.trainer.model.critic import Critic
 from services.trainer.model.learner import Learner
 from services.trainer.model.model_loading import ModelSettings, load_trained
 from services.trainer.model.precision import compute_dtype, computing_in
 from services.trainer.model.ranks import Ranks
+from services.trainer.model.routing_replay import RoutingReplay
 from services.trainer.model.token_logprobs import TokenLogprobs
 from services.trainer.model.tokenizer_files import copy_tokenizer
 from services.trainer.model_state.agreement import Writers
@@ -98,6 +102,7 @@ class RankBackend:
             # The same seed gave all processes the same initial weights; from here on, each draws its own numbers.
             torch.manual_seed(seed + self._ranks.rank)
         self._model = self._trained.network
+        self._replay = _replay_of(model, self._model)
         self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
         with computing_in(self._dtype, self._device):
             self._token_logprobs = TokenLogprobs(*self._trained.networks, inputs=self._inputs(self._idle_pack))
@@ -140,7 +145,7 @@ class RankBackend:
             return LossTotals()
         # The other processes' passes need this one's shards: without work of its own it passes on a zero gradient.
         pack = self._idle_pack if given is None or is_idle else given
-        with self._trained.training():
+        with self._trained.training(), self._replaying(pack):
             logprobs = self._logprobs(self._model, pack)
         outputs = self._loss_of(pack, logprobs, self._reference_of_loss(pack))
         loss, totals = totals_of(outputs, num_tokens=pack.num_loss_tokens)
@@ -151,8 +156,8 @@ class RankBackend:
         if self._critic is not None and pack.returns is not None:
             value_loss = self._critic.forward_backward(pack, is_idle=is_idle)
             totals = totals.merged(LossTotals(sums={"value_loss": value_loss}))
-        # Activations that are computed again need the same dropout.
-        with self._trained.training():
+        # Activations that are computed again need the same dropout, and the same experts.
+        with self._trained.training(), self._replaying(pack):
             (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
         # Of processes that have a pack together, one reports it.
         return LossTotals() if is_idle or self._ranks.rank not in self._ranks.scorers else totals
@@ -165,7 +170,8 @@ class RankBackend:
         with torch.no_grad():
             match quantity:
                 case "logprobs":
-                    found = self._logprobs(self._model, pack)
+                    with self._replaying(pack):
+                        found = self._logprobs(self._model, pack)
                 case "reference_logprobs":
                     found = self._reference_logprobs(pack)
                 case "values":
@@ -319,6 +325,14 @@ class RankBackend:
         with torch.no_grad(), self._trained.as_reference() as model:
             return self._logprobs(model, pack)
 
+    def _replaying(self, pack: Pack) -> AbstractContextManager[None]:
+        """The context of the policy's passes over a pack; not of a reference's, even if its module is the same."""
+        if self._replay is None or pack is self._idle_pack:
+            return nullcontext()
+        if pack.routes is None:
+            raise ValueError("algorithm.routing_replay: the samples of a pack come without routes")
+        return self._replay.of(pack.routes, self._device)
+
     def _inputs(self, pack: Pack) -> dict[str, Any]:
         return packed_inputs(pack, self._device)
 
@@ -346,6 +360,15 @@ class RankBackend:
         if config.decay_steps:
             factor *= max(MIN_DECAY, 1.0 - (1.0 - MIN_DECAY) * num_batches_before / config.decay_steps)
         return config.learning_rate * factor
+
+
+def _replay_of(settings: ModelSettings, network: Any) -> RoutingReplay | None:
+    if not settings.replays_routes:
+        return None
+    try:
+        return RoutingReplay(network, read_routers(settings.path, field="algorithm.routing_replay"))
+    except NoRoutersError as error:
+        raise UnsupportedModelError(str(error)) from error
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

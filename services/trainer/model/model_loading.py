@@ -41,6 +41,8 @@ class ModelSettings:
     """Train a critic beside the model, at this rate; None for no critic."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass, and recompute the rest."""
+    replays_routes: bool = False
+    """Take the experts of each token that packs bring."""
 
 
 def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) -> TrainedModel:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock
 from penstock.errors import FencedError
+from penstock.model.routers import read_routers
 from penstock.v1 import broker_pb2
+from penstock.wire.routes import RoutingShape
 from services.trainer.config import SamplePolicyConfig, TrainingConfig
 from services.trainer.data.prompt_order import Tokenizer
 from services.trainer.folders.run_instance import RunInstance, write_instance
@@ -45,7 +48,7 @@ class RunSpec:
     done so since. None when the run was requested."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunContext:
     """A run in progress, as its parts see it."""
 
@@ -64,6 +67,13 @@ class RunContext:
     def config(self) -> TrainingConfig:
         """The run's configuration."""
         return self.spec.config
+
+    @cached_property
+    def routing(self) -> RoutingShape | None:
+        """The form of the routes that are replayed; None without. Raises NoRoutersError."""
+        if not self.config.algorithm.routing_replay:
+            return None
+        return read_routers(self.config.model.path, field="algorithm.routing_replay").shape
 
     @property
     def run_id(self) -> str:
@@ -127,6 +137,8 @@ class RunContext:
         limits.scoring_lease.FromSeconds(LEASE_S)
         if (silence_s := self.config.trainer.max_lease_silence_s) is not None:
             limits.token_silence.FromNanoseconds(round(silence_s * 1e9))
+        if self.routing is not None:
+            limits.routing.CopyFrom(self.routing.to_proto())
         return await self.client.open_run(
             self.run_id,
             limits=limits,

@@ -284,7 +284,7 @@ class StepLoop:
         decoded: Groups = {}
         for group in groups:
             try:
-                decoded[group.prompt.group_id] = training_samples(group)
+                decoded[group.prompt.group_id] = training_samples(group, routing=self._context.routing)
             except InvalidFieldError as error:
                 _log.warning("a group cannot be read", group_id=group.prompt.group_id, error=str(error))
                 await self._drop([group.prompt.group_id], reason=SkipReason.MALFORMED.value)

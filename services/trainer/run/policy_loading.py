@@ -78,6 +78,7 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
             layers_per_stage=config.trainer.parallel.layers_per_stage,
             critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
             gradient_checkpointing=recomputes_activations(config, ranks or Ranks()),
+            replays_routes=config.algorithm.routing_replay,
         ),
         optimizer=config.optimizer,
         loss=partial(policy_loss, algorithm=algorithm, settings=loss_settings(config)),

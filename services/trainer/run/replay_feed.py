@@ -83,7 +83,7 @@ class ReplayFeed:
         self._history = response.history
         group_id = response.group.prompt.group_id
         try:
-            samples = training_samples(response.group)
+            samples = training_samples(response.group, routing=self._context.routing)
         except InvalidFieldError as error:
             _log.warning("a retained group cannot be read", group_id=group_id, error=str(error))
             return

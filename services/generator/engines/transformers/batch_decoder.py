@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from penstock.wire.routes import Routes
 from services.generator.engine.engine import FinishReason, GenerateRequest, SamplingSettings
+from services.generator.engines.transformers.route_recorder import RouteRecorder
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +39,12 @@ class Row:
     num_decoded: int = 0
     """Tokens decoded here."""
     finish_reason: FinishReason | None = None
+    has_routes: bool = False
+    """Whether its routes are recorded."""
+    has_prompt_routes: bool = False
+    """Whether those of its first positions are, too, before its first token."""
+    new_routes: list[Routes] = field(default_factory=list)
+    """Rows not yet collected, those of `new_token_ids`, perhaps after those of the prompt."""
 
     @classmethod
     def of(cls, request: GenerateRequest, *, num_left: int) -> Row:
@@ -48,6 +56,8 @@ class Row:
             num_left=num_left,
             sampling=request.sampling,
             generator=None if seed is None else torch.Generator().manual_seed(seed),
+            has_routes=request.has_routes,
+            has_prompt_routes=not request.prefix_token_ids,
         )
 
     def append(self, token_id: int, logprob: float) -> None:
@@ -66,8 +76,9 @@ class Row:
 class BatchDecoder:
     """Decodes one batch on the CPU; axes in names below: b rows, t cached positions, v vocabulary."""
 
-    def __init__(self, model: Any, *, seed: int) -> None:
+    def __init__(self, model: Any, *, seed: int, recorder: RouteRecorder | None = None) -> None:
         self._model = model
+        self._recorder = recorder
         self._generator = torch.Generator().manual_seed(seed)
         self._cache: Any = None
         self._mask_bt = torch.zeros(0, 0, dtype=torch.long)
@@ -138,8 +149,18 @@ class BatchDecoder:
             logits_to_keep=1,
         )
         self._cache = output.past_key_values
+        if self._recorder is not None:
+            self._note_routes(self._recorder.take(len(self.rows)))
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
+
+    def _note_routes(self, routes_btlk: Routes) -> None:
+        """Notes the experts of the positions that are sampled from, and of a new sample's prompt."""
+        for row, routes_tlk in zip(self.rows, routes_btlk, strict=True):
+            if row.has_routes:
+                # Rows are padded on the left, and what was decoded has its routes already.
+                is_new = row.has_prompt_routes and not row.num_decoded
+                row.new_routes.append(routes_tlk[-len(row.token_ids) :] if is_new else routes_tlk[-1:])
 
 
 def sample_tokens(

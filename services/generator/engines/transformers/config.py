@@ -14,6 +14,7 @@ class TransformersEngineConfig(BaseEngineConfig):
 
     packages = ENGINE_PACKAGES["transformers"]
     has_tensor_parallel = False
+    can_record_routes = True
 
     engine: Literal["transformers"] = "transformers"
     """The engine."""

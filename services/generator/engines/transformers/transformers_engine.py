@@ -22,6 +22,7 @@ import torch
 
 from penstock.model.adapter_layout import model_digest
 from penstock.model.digests import check_layout, mismatch_error, verify_safetensors
+from penstock.model.routers import read_routers
 from penstock.process.tasks import end
 from penstock.rewards.threads import DaemonThreads
 from services.generator.engine.engine import (
@@ -46,6 +47,7 @@ from services.generator.engines.base_config import ServedModel
 from services.generator.engines.transformers.batch_decoder import BatchDecoder, Row
 from services.generator.engines.transformers.config import TransformersEngineConfig
 from services.generator.engines.transformers.loaded_weights import install_adapter, install_weights, mismatched_base
+from services.generator.engines.transformers.route_recorder import RouteRecorder
 
 STREAM_INTERVAL = 16
 """Maximum number of a sample's tokens buffered before they are yielded."""
@@ -70,6 +72,7 @@ class TransformersEngine:
         self._vocab_size = 0
         self._model: Any = None
         self._base: AdapterBase | None = None
+        self._recorder: RouteRecorder | None = None
         self._decoder: BatchDecoder | None = None
         self._thread = DaemonThreads(max_threads=1, name="transformers-engine")
         self._decoding: asyncio.Task[None] | None = None
@@ -89,11 +92,14 @@ class TransformersEngine:
         try:
             self._model = await asyncio.to_thread(_load_model, self._served, num_threads=self._config.num_threads)
             self._base = await asyncio.to_thread(_adapter_base, self._model, self._served)
+            if self._served.records_routes:
+                routers = read_routers(self._served.model_path, field="records_routes")
+                self._recorder = RouteRecorder(self._model, routers)
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"transformers cannot load {self._served.model_path}: {error}") from error
         self.max_model_len = self._config.max_context_tokens or self._model.config.max_position_embeddings
         self._vocab_size = self._model.config.vocab_size
-        self._decoder = BatchDecoder(self._model, seed=self._served.seed)
+        self._decoder = BatchDecoder(self._model, seed=self._served.seed, recorder=self._recorder)
         self._decoding = asyncio.create_task(self._decode(self._decoder), name="transformers-engine")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenSpan, None]:
@@ -284,8 +290,9 @@ class TransformersEngine:
             logprobs=np.asarray(row.new_logprobs, np.float32),
             policy_version=self.policy_version,
             finish_reason=row.finish_reason,
+            routes=self._recorder.joined(row.new_routes) if self._recorder is not None and row.has_routes else None,
         )
-        row.new_token_ids, row.new_logprobs = [], []
+        row.new_token_ids, row.new_logprobs, row.new_routes = [], [], []
         if row.request_id in self._queues:
             self._queues[row.request_id].put_nowait(span)
 

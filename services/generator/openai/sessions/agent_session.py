@@ -17,11 +17,12 @@ Promises:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from penstock.wire.codec import Float32, Int32, Int64, UInt8
+from penstock.wire.routes import Routes
 
 History = tuple[bytes, ...] | str | bytes
 """The repeated history: digests of chat messages; a text; token ids as int32 bytes. Different kinds never match."""
@@ -42,6 +43,14 @@ class Sampled:
     """Whether a length limit ended it."""
     run_history: int = 0
     """The run's history counter when it began; after a rewind, turns under a lower one are void."""
+    routes: Routes | None = None
+    """Rows of the positions before its last token; of all, or those since the parent's last row."""
+
+    def without_routes_before(self, num_given: int) -> Sampled:
+        """The same with the rows of a turn's own tokens alone; those before them are its parents' as first recorded."""
+        if self.routes is None:
+            return self
+        return replace(self, routes=self.routes[-(num_given + len(self.token_ids)) :].copy())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,6 +99,8 @@ class Branch:
     """[C], 1 for sampled tokens not counted in another branch."""
     is_truncated: bool
     """Whether its last answer was cut off."""
+    routes: Routes | None = None
+    """[P + C - 1, layers, experts_per_token]; those of given tokens are of the turn that they were given for."""
 
 
 def token_ids_of(turn: Turn | None) -> list[int]:
@@ -198,6 +209,7 @@ def _branch(path: Sequence[Turn], counted: set[int]) -> Branch:
         versions.append(sampled.versions)
         masks.append(np.full(len(sampled.token_ids), id(turn) not in counted, np.uint8))
         counted.add(id(turn))
+    routes = [turn.sampled.routes for turn in path if turn.sampled.routes is not None]
     return Branch(
         prompt_token_ids=path[0].given_token_ids,
         token_ids=np.concatenate(token_ids),
@@ -205,6 +217,7 @@ def _branch(path: Sequence[Turn], counted: set[int]) -> Branch:
         versions=np.concatenate(versions),
         loss_mask=np.concatenate(masks),
         is_truncated=path[-1].sampled.is_truncated,
+        routes=np.concatenate(routes) if routes else None,
     )
 
 
@@ -215,4 +228,5 @@ def _text_bytes(transcripts: dict[Turn, list[tuple[str, str]]]) -> int:
 def _size_bytes(turn: Turn) -> int:
     num_tokens = len(turn.given_token_ids) + len(turn.sampled.token_ids)
     items = turn.history if isinstance(turn.history, tuple) else ()
-    return num_tokens * _TOKEN_BYTES + (64 * len(items) if items else len(turn.history))
+    route_bytes = 0 if turn.sampled.routes is None else turn.sampled.routes.nbytes
+    return route_bytes + num_tokens * _TOKEN_BYTES + (64 * len(items) if items else len(turn.history))

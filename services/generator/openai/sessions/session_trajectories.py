@@ -139,4 +139,5 @@ def _trajectory(index: int, done: Finished, branch: Branch, num_shared: int, nam
         finish_time=timestamp(names.epoch_s + done.session.last_used_s),
         score_time=timestamp(names.epoch_s + done.finish_s),
         text=names.text_of(token_ids.tolist()),
+        routes=b"" if branch.routes is None else branch.routes.tobytes(),
     )

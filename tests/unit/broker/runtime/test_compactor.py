@@ -32,6 +32,7 @@ def tokens(count: int) -> StoredSample:
         policy_versions=encode_versions([0] * count),
         loss_mask=b"",
         text="",
+        routes=b"",
     )
 
 

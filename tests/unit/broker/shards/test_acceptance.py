@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunClosedError, UnknownRunError
-from penstock.v1 import broker_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import drops
 from services.broker.records.shard_ids import shard_id
+from services.broker.records.stored_sample import read_sample
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RUN
 from tests.helpers.brokers.sharded_run import ABORTED, STOP, ShardedRun, chunk_of, put, reasons
@@ -220,3 +221,16 @@ async def test_the_shard_of_an_earlier_run_of_that_id_is_deleted_first() -> None
     assert reasons(await put(earlier, again, [10], offset=1)) == []
     await earlier.look()
     assert await later.tokens(again) == [9, 10]
+
+
+async def test_a_shard_stores_routes_and_knows_how_many_its_sample_has() -> None:
+    run = await sharded(routing=types_pb2.RoutingShape(num_layers=1, num_experts=8, experts_per_token=2))
+    process, [lease] = run.process(), await run.lease()
+    # A prompt of three tokens, two of whose rows come first; refused before the lease is known, and after.
+    for _ in range(2):
+        [error] = (await put(process, lease, [1, 2], routes=bytes(4))).errors
+        assert error.message == "routes: 4 bytes; 4 rows of 2 bytes are 8"
+    assert reasons(await put(process, lease, [1, 2], routes=bytes(range(8)))) == []
+    assert reasons(await put(process, lease, [3], offset=2, finish=STOP, routes=bytes([7, 6]))) == []
+    [parts] = await run.store.chunks(shard_id(RUN, lease.token_shard), [("a", 0)])
+    assert read_sample(parts).routes == bytes([*range(8), 7, 6])

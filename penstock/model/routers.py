@@ -1,0 +1,72 @@
+"""Finds the routers of a mixture of experts by its config.json. Light: no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.model.model_folder import read_mapping
+from penstock.wire.routes import RoutingShape
+
+ROUTED_FAMILIES = ("olmoe", "qwen3_moe")
+"""Values of `model_type` whose routers take the softmax of all logits, and then the largest."""
+
+
+class NoRoutersError(ValueError):
+    """The experts of this model cannot be recorded and replayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    """The routers of a model."""
+
+    shape: RoutingShape
+    """The form of what they choose."""
+    layers: tuple[int, ...]
+    """The layers that have one."""
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Their modules in the model of `transformers`, in the order of the layers."""
+        return tuple(f"model.layers.{layer}.mlp.gate" for layer in self.layers)
+
+
+def read_routers(folder: Path, *, field: str) -> Routers:
+    """The routers of the model in a Hugging Face folder.
+
+    Raises:
+        NoRoutersError: It has none, or is of a family whose routers are not known; the message begins with `field`.
+        OSError: config.json cannot be read.
+    """
+    config = read_mapping(folder / "config.json")
+    family = config.get("model_type")
+    if family not in ROUTED_FAMILIES:
+        raise NoRoutersError(
+            f"{field}: {folder}: a model of type {family!r} has no routers that can be recorded and replayed; use a "
+            f"mixture of experts of type {' or '.join(ROUTED_FAMILIES)}, or set {field} to false"
+        )
+    layers = tuple(layer for layer in range(_number(config, "num_hidden_layers")) if _is_sparse(config, layer))
+    if not layers:
+        raise NoRoutersError(f"{field}: {folder}: none of its layers has experts; set {field} to false")
+    shape = RoutingShape(
+        num_layers=len(layers),
+        # `transformers` writes the one or the other name.
+        num_experts=_number(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        experts_per_token=_number(config, "num_experts_per_tok"),
+    )
+    return Routers(shape=shape, layers=layers)
+
+
+def _is_sparse(config: Mapping[str, object], layer: int) -> bool:
+    """Whether a layer has experts; all of them where the configuration makes no exception."""
+    dense, period = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    is_exception = isinstance(dense, (list, tuple)) and layer in dense
+    return not is_exception and isinstance(period, int) and period > 0 and (layer + 1) % period == 0
+
+
+def _number(config: Mapping[str, object], name: str) -> int:
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise NoRoutersError(f"{name} in config.json must be a positive integer, not {value!r:.100}")
+    return value
