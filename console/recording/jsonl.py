@@ -1,7 +1,11 @@
-"""Stores recordings as JSON lines: one object per sample, arrays as lists, log-probs as shortest exact decimals."""
+"""Stores recordings as JSON lines: an object per sample, with arrays as lists and bytes as base64.
+
+Log-probs are written as the shortest decimals that are exact.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -58,11 +62,13 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _line(row: Row) -> bytes:
-    plain = {name: _plain(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
+    plain = {name: _plain(value) if isinstance(value, (np.ndarray, bytes)) else value for name, value in row.items()}
     return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _plain(values: np.ndarray) -> list[float] | list[int]:
+def _plain(values: np.ndarray | bytes) -> list[float] | list[int] | str:
+    if isinstance(values, bytes):
+        return base64.b64encode(values).decode()
     if values.dtype == np.float32:
         return shortest_decimals(values)
     numbers: list[int] = values.tolist()

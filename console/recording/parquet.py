@@ -61,6 +61,7 @@ SCHEMA = pa.schema(
         ("version_lengths", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.uint8())),
         ("advantages", pa.list_(pa.float32())),
+        ("routes", pa.binary()),
         ("finish_reason", pa.string()),
         ("score", _SCORE),
         ("previous_score", _SCORE),
@@ -89,7 +90,7 @@ class ParquetWriter:
         """Add rows."""
         for row in rows:
             self._rows.append(row)
-            self._num_bytes += sum(value.nbytes for value in row.values() if isinstance(value, np.ndarray)) + 1024
+            self._num_bytes += sum(map(_size_bytes, row.values())) + 1024
             if self._num_bytes >= MAX_GROUP_BYTES:
                 self._write_group()
 
@@ -108,9 +109,13 @@ class ParquetWriter:
 
     def _write_group(self) -> None:
         if self._rows:
-            columns = [_column(field, [row[field.name] for row in self._rows]) for field in SCHEMA]
+            columns = [_column(field, [row.get(field.name) for row in self._rows]) for field in SCHEMA]
             self._writer.write_table(pa.Table.from_arrays(columns, schema=SCHEMA))
             self._rows, self._num_bytes = [], 0
+
+
+def _size_bytes(value: object) -> int:
+    return value.nbytes if isinstance(value, np.ndarray) else len(value) if isinstance(value, bytes) else 0
 
 
 def _column(field: Any, values: list[Any]) -> Any:

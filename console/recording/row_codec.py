@@ -6,6 +6,7 @@ may come from any source. Columns are described in docs/recording.md.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from penstock.wire.codec import Float32, decode_versions, float32_array, int32_a
 from penstock.wire.timestamps import timestamp
 
 Row = dict[str, Any]
+"""Numpy arrays, numbers, texts, bytes, and lists and objects of them."""
 _Value = TypeVar("_Value")
 
 _STATUS_PREFIX, _FINISH_PREFIX = "SCORE_STATUS_", "FINISH_REASON_"
@@ -58,6 +60,7 @@ def to_row(sample: Recorded) -> Row:
         "version_lengths": int32_array(versions.lengths, "policy_versions.lengths"),
         "loss_mask": np.frombuffer(trajectory.loss_mask, np.uint8),
         "advantages": float32_array(trajectory.advantages, "advantages"),
+        **({"routes": trajectory.routes} if trajectory.routes else {}),
         "finish_reason": types_pb2.FinishReason.Name(trajectory.finish_reason).removeprefix(_FINISH_PREFIX).lower(),
         "score": _score_row(trajectory.score),
         "previous_score": None if sample.previous_score is None else _score_row(sample.previous_score),
@@ -176,6 +179,7 @@ class _Reading:
             finish_reason=types_pb2.FinishReason.Value(_FINISH_PREFIX + self._text("finish_reason").upper()),
             score=_score(self._mapping("score")),
             advantages=self._array("advantages", "float32"),
+            routes=self._bytes("routes"),
             min_policy_version=self._number("min_policy_version"),
             max_policy_version=self._number("max_policy_version"),
             generator_id=self._text("generator_id"),
@@ -204,6 +208,15 @@ class _Reading:
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{column}: expected a whole number of at least {least}, found {value!r:.60}")
         return value
+
+    def _bytes(self, column: str) -> bytes:
+        """Bytes, as base64 in JSON; empty without the column, which older recordings do not have."""
+        value = self._row.get(column)
+        if isinstance(value, str):
+            return base64.b64decode(value, validate=True)
+        if value is not None and not isinstance(value, bytes):
+            raise ValueError(f"{column}: expected bytes, found {value!r:.60}")
+        return value or b""
 
     def _array(self, column: str, kind: str, *, is_required: bool = False) -> bytes:
         array: npt.NDArray[Any] = np.asarray(self._row[column])

@@ -148,6 +148,9 @@ class _Replayer:
         groups: list[types_pb2.TrajectoryGroup] = []
         for recorded in batch:
             rebased = rebase(recorded, policy_version=version, prefix=self._options.prefix)
+            if not self._limits.HasField("routing"):
+                for trajectory in rebased.group.trajectories:
+                    trajectory.ClearField("routes")
             if self._is_fit(rebased):
                 groups.append(rebased.group)
         if groups:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.model.model_folder import read_mapping
-from penstock.wire.routes import RoutingShape
+from penstock.wire.routes import Routes, RoutingShape
 
 ROUTED_FAMILIES = ("olmoe", "qwen3_moe")
 """Values of `model_type` whose routers take the softmax of all logits, and then the largest."""
@@ -30,6 +34,11 @@ class Routers:
     def module_names(self) -> tuple[str, ...]:
         """Their modules in the model of `transformers`, in the order of the layers."""
         return tuple(f"model.layers.{layer}.mlp.gate" for layer in self.layers)
+
+    def joined(self, parts: Sequence[npt.NDArray[Any]]) -> Routes:
+        """Consecutive rows of all layers, [rows, num_hidden_layers, k], without the layers that have no experts."""
+        routes = [np.asarray(part)[:, list(self.layers)].astype(self.shape.dtype) for part in parts]
+        return np.concatenate([self.shape.empty(), *routes])
 
 
 def read_routers(folder: Path, *, field: str) -> Routers:

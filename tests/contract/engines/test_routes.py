@@ -14,30 +14,52 @@ from transformers import AutoModelForCausalLM
 
 from penstock.model.routers import Routers, read_routers
 from penstock.wire.routes import Routes
-from services.generator.engine.engine import GenerateRequest, SamplingSettings, TokenSpan
+from services.generator.engine.engine import Engine, GenerateRequest, SamplingSettings, TokenSpan
 from services.generator.engines.base_config import ServedModel
 from services.generator.engines.transformers.config import TransformersEngineConfig
 from services.generator.engines.transformers.transformers_engine import TransformersEngine
+from services.generator.engines.vllm.config import VllmEngineConfig
+from services.trainer.batches.packing import pack_trajectories
+from services.trainer.batches.training_sample import TrainingSample, trajectory_of
 from tests.helpers.models.model_families import save_tiny
+from tests.unit.trainer.distributed.test_rank_backend import build_backend
 
-PROMPTS = ((5, 6, 7, 8), (9, 10), (11, 12, 13, 14, 15, 16))
+PROMPTS = (tuple(range(5, 45)), (9, 10), (11, 12, 13, 14, 15, 16))
 
 
-def request(name: str, prompt: Sequence[int], prefix: Sequence[int] = (), *, num_tokens: int = 8) -> GenerateRequest:
+def request(
+    name: str, prompt: Sequence[int], prefix: Sequence[int] = (), *, num_tokens: int = 8, seed: int = 3
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=name,
         prompt_token_ids=tuple(prompt),
         prefix_token_ids=tuple(prefix),
-        sampling=SamplingSettings(max_new_tokens=num_tokens, seed=3),
+        sampling=SamplingSettings(max_new_tokens=num_tokens, seed=seed),
         has_routes=True,
     )
 
 
-async def decode(engine: TransformersEngine, asked: GenerateRequest) -> tuple[list[int], Routes]:
+async def decode(engine: Engine, asked: GenerateRequest) -> tuple[list[int], Routes]:
     spans: list[TokenSpan] = [span async for span in engine.generate(asked)]
     routes = [span.routes for span in spans if span.routes is not None]
     assert len(routes) == len(spans)
     return [token for span in spans for token in span.token_ids.tolist()], np.concatenate(routes)
+
+
+async def sampled(engine: Engine, index: int, prompt: Sequence[int]) -> TrainingSample:
+    asked = request(str(index), prompt, num_tokens=32, seed=index)
+    spans = [span async for span in engine.generate(asked)]
+    tokens = np.concatenate([span.token_ids for span in spans])
+    return TrainingSample(
+        group_id="g",
+        sample_index=index,
+        prompt_token_ids=np.array(prompt, np.int32),
+        completion_token_ids=tokens,
+        behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
+        policy_versions=np.zeros(len(tokens), np.int64),
+        reward=1.0,
+        routes=np.concatenate([span.routes for span in spans if span.routes is not None]),
+    )
 
 
 def chosen(path: Path, routers: Routers, token_ids: Sequence[int]) -> Routes:
@@ -54,20 +76,17 @@ def chosen(path: Path, routers: Routers, token_ids: Sequence[int]) -> Routes:
     return torch.stack([layers[place] for place in range(len(layers))], dim=1).numpy()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
-async def test_an_engine_records_the_experts_of_every_position_but_the_last(family: str, tmp_path: Path) -> None:
-    path = save_tiny(family, tmp_path)
+async def check_routes(engine: Engine, path: Path) -> None:
     routers = read_routers(path, field="records_routes")
-    served = ServedModel(model_path=path, dtype="float32", records_routes=True)
-    # The second and third sample join a batch under way, which is then computed again.
-    engine = TransformersEngine(TransformersEngineConfig(max_concurrent_samples=4), served, stream_interval=3)
     await engine.start()
     try:
         found = await asyncio.gather(*(decode(engine, request(str(i), ids)) for i, ids in enumerate(PROMPTS)))
+        # A prompt that was decoded before, and a sample that goes on from a prefix.
+        again = await decode(engine, request("again", PROMPTS[0]))
         continued, more = await decode(engine, request("more", PROMPTS[0], found[0][0][:5]))
     finally:
         await engine.stop()
-    for prompt, (tokens, routes) in zip(PROMPTS, found, strict=True):
+    for prompt, (tokens, routes) in zip((*PROMPTS, PROMPTS[0]), (*found, again), strict=True):
         expected = chosen(path, routers, [*prompt, *tokens])
         assert routes.dtype == np.uint8
         assert routes.shape == (len(prompt) + len(tokens) - 1, 2, 2)
@@ -75,3 +94,56 @@ async def test_an_engine_records_the_experts_of_every_position_but_the_last(fami
     # After a prefix, only the positions that are sampled from.
     whole = [*PROMPTS[0], *found[0][0][:5], *continued]
     assert np.array_equal(more, chosen(path, routers, whole)[-1 - len(continued) : -1])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+async def test_an_engine_records_the_experts_of_every_position_but_the_last(family: str, tmp_path: Path) -> None:
+    path = save_tiny(family, tmp_path)
+    served = ServedModel(model_path=path, dtype="float32", records_routes=True)
+    # The second and third sample join a batch under way, which is then computed again.
+    await check_routes(
+        TransformersEngine(TransformersEngineConfig(max_concurrent_samples=4), served, stream_interval=3), path
+    )
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+async def test_vllm_records_the_same(tmp_path: Path) -> None:
+    from services.generator.engines.vllm.vllm_engine import VllmEngine
+
+    path = save_tiny("qwen3_moe", tmp_path, head_dim=32, moe_intermediate_size=32, hidden_size=64)
+    served = ServedModel(model_path=path, dtype="float32", records_routes=True)
+    config = VllmEngineConfig(max_concurrent_samples=4, kv_cache_gib=0.0625)
+    await check_routes(VllmEngine(config, served, stream_interval=3), path)
+
+
+@pytest.mark.parametrize("relative_noise", [0.01, 0.1])
+async def test_replay_at_least_halves_the_mismatch_of_a_noisy_engine(relative_noise: float, tmp_path: Path) -> None:
+    """The figures of docs/training.md: the engine's routers read hidden states with noise of this size."""
+    path = save_tiny(
+        "qwen3_moe", tmp_path, num_experts=16, num_experts_per_tok=4, num_hidden_layers=4, norm_topk_prob=True
+    )
+    served = ServedModel(model_path=path, dtype="float32", records_routes=True)
+    engine = TransformersEngine(TransformersEngineConfig(max_concurrent_samples=32), served)
+    await engine.start()
+    torch.manual_seed(1)
+
+    def disturb(_router: object, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        size = given[0].square().mean(-1, keepdim=True).sqrt()
+        return (given[0] + relative_noise * size * torch.randn_like(given[0]),)
+
+    for name in read_routers(path, field="records_routes").module_names:
+        engine._model.get_submodule(name).register_forward_pre_hook(disturb)
+    prompts = np.random.default_rng(0).integers(3, 96, (32, 8)).tolist()
+    try:
+        samples = await asyncio.gather(*(sampled(engine, index, prompt) for index, prompt in enumerate(prompts)))
+    finally:
+        await engine.stop()
+    mismatch_kl = {}
+    for replays in (False, True):
+        backend = build_backend(path, replays_routes=replays)
+        [pack] = pack_trajectories([trajectory_of(sample, 1.0) for sample in samples], max_pack_tokens=4096)
+        totals = backend.forward_backward(pack)
+        mismatch_kl[replays] = totals.sums["mismatch_kl"] / totals.num_tokens
+    assert mismatch_kl[False] > 1e-4
+    assert mismatch_kl[True] < 0.5 * mismatch_kl[False]

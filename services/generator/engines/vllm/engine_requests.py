@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.wire.routes import Routes
 from services.generator.engine.engine import EngineError, FinishReason, GenerateRequest, SamplingSettings, TokenSpan
 
 if TYPE_CHECKING:
@@ -30,9 +31,17 @@ def version_starts(output: RequestOutput, live: Sequence[tuple[str, int]]) -> Se
 
 
 def to_spans(
-    output: RequestOutput, starts: Sequence[tuple[str, int]], *, offset: int, default_version: int
+    output: RequestOutput,
+    starts: Sequence[tuple[str, int]],
+    *,
+    offset: int,
+    default_version: int,
+    routes: Routes | None = None,
 ) -> Iterator[TokenSpan]:
-    """The output's new tokens, split where the version changes; `offset` completion tokens precede them."""
+    """The output's new tokens, split where the version changes; `offset` completion tokens precede them.
+
+    `routes` has a row for each of them, after those of a prompt.
+    """
     completion = output.outputs[0]
     finish = _finish_reason(completion.finish_reason)
     token_ids = np.asarray(completion.token_ids, np.int32)
@@ -42,6 +51,9 @@ def to_spans(
     if not starts and len(token_ids):
         raise EngineError("vLLM answered tokens of no known version")
     ends = [start - offset for _, start in starts[1:]] + [len(token_ids)] * bool(starts)
+    num_prompt_rows = 0 if routes is None else len(routes) - len(token_ids)
+    if num_prompt_rows < 0:
+        raise EngineError(f"vLLM answered {len(token_ids)} tokens with routes of {num_prompt_rows} fewer")
     begin = 0
     for (version, _), end in zip(starts, ends, strict=True):
         if end > begin:
@@ -50,6 +62,7 @@ def to_spans(
                 logprobs=logprobs[begin:end],
                 policy_version=int(version),
                 finish_reason=finish if end == len(token_ids) else None,
+                routes=None if routes is None else routes[begin and num_prompt_rows + begin : num_prompt_rows + end],
             )
             begin = end
     if begin == 0 and finish is not None:
@@ -62,6 +75,11 @@ def _finish_reason(name: str | None) -> FinishReason | None:
     if name not in _FINISH_REASONS:
         raise EngineError(f"vLLM ended a sample with {name!r}")
     return _FINISH_REASONS[name]
+
+
+def _first_row(request: GenerateRequest) -> int:
+    num_tokens = len(request.prompt_token_ids) + len(request.prefix_token_ids)
+    return 0 if request.has_routes and not request.prefix_token_ids else num_tokens - 1
 
 
 def sampling_params(request: GenerateRequest, *, max_tokens: int, is_seeded: bool) -> SamplingParams:
@@ -83,4 +101,6 @@ def sampling_params(request: GenerateRequest, *, max_tokens: int, is_seeded: boo
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        # Of the positions before, an earlier lease has recorded the routes, or nobody wants them.
+        routed_experts_prompt_start=_first_row(request),
     )

@@ -63,6 +63,8 @@ def merged(outputs: list[Any]) -> Any:
         return last
     last.new_token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
     last.new_logprobs = _joined([output.new_logprobs for output in outputs if output.new_logprobs is not None])
+    routes = [output.routed_experts for output in outputs if output.routed_experts is not None]
+    last.routed_experts = np.concatenate(routes) if routes else None
     last.events = [event for output in outputs for event in output.events or ()] or None
     last.prefill_stats = next((output.prefill_stats for output in outputs if output.prefill_stats is not None), None)
     return last

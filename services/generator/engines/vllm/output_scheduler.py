@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from penstock.process.bound_child import end_with_parent
 from services.generator.engines.vllm.output_buffer import BufferedOutputs
+from services.generator.engines.vllm.process_setup import RECORDS_ROUTES
 
 _CLIENT = 0
 """The index of vLLM's only client process."""
@@ -34,6 +36,8 @@ class HoldingScheduler(Scheduler):  # type: ignore[misc]  # vLLM is untyped here
         # If the generator that started it is killed, vLLM's engine process waits forever for its next request, with
         # the model in memory.
         end_with_parent()
+        if (vllm_config.additional_config or {}).get(RECORDS_ROUTES):
+            self.aux_output_connector = AuxOutputSchedulerConnector()
         self._outputs = BufferedOutputs(vllm_config.scheduler_config.stream_interval)
 
     def update_from_output(

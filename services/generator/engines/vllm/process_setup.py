@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _MAX_WHOLE_PREFILL_TOKENS = 2**18
 TRANSFER_BACKEND = "penstock"
 """vLLM's name for the weight-transfer engine that `worker_extension` registers."""
+RECORDS_ROUTES = "penstock_records_routes"
+"""Key of vLLM's additional configuration: whether the scheduler takes routes from a worker's `route_recording`."""
 _SCHEDULER = "services.generator.engines.vllm.output_scheduler.HoldingScheduler"
 _ASYNC_SCHEDULER = "services.generator.engines.vllm.output_scheduler.HoldingAsyncScheduler"
 _WORKER_EXTENSION = "services.generator.engines.vllm.worker.worker_extension.PenstockWorkerExtension"
@@ -62,6 +64,7 @@ def build_engine(config: VllmEngineConfig, model: ServedModel, *, stream_interva
         worker_extension_cls=_WORKER_EXTENSION,
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
         **_lora_arguments(model.max_lora_rank),
+        **_route_arguments(model, is_cpu=is_cpu),
         **_kernel_arguments(is_cpu=is_cpu),
     )
     built = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -78,6 +81,13 @@ def _kernel_arguments(*, is_cpu: bool) -> dict[str, Any]:
     from services.generator.engines.vllm.kernels import PRIORITY
 
     return {"ir_op_priority": PRIORITY}
+
+
+def _route_arguments(model: ServedModel, *, is_cpu: bool) -> dict[str, Any]:
+    """On a CPU vLLM refuses its own option, since the model runner lacks it; `route_recording` has that part."""
+    if not model.records_routes:
+        return {}
+    return {"additional_config": {RECORDS_ROUTES: True}} if is_cpu else {"enable_return_routed_experts": True}
 
 
 def _lora_arguments(rank: int | None) -> dict[str, Any]:

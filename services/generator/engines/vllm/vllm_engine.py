@@ -37,7 +37,9 @@ from penstock.model.digests import (
     safetensors_shapes,
     verify_safetensors,
 )
+from penstock.model.routers import Routers, read_routers
 from penstock.v1.weights_pb2 import TensorInfo
+from penstock.wire.routes import Routes
 from services.generator.engine.engine import (
     TIED_HEAD,
     EngineError,
@@ -96,6 +98,7 @@ class VllmEngine:
         self._live: set[str] = set()
         self._aborted: set[str] = set()
         self._update_lock = asyncio.Lock()
+        self._routers: Routers | None = None
         self._can_seed = True
         self._is_trusted = True
         self._is_paused = False
@@ -137,6 +140,9 @@ class VllmEngine:
                     raise mismatch_error(what, mismatched)
                 if self._config.pipeline_parallel > 1:
                     await llm.collective_rpc("penstock_make_stage_buffers")
+                if self._model.records_routes:
+                    self._routers = read_routers(self._model.model_path, field="records_routes")
+                    await llm.collective_rpc("penstock_record_routes")
                 await self._decode_one_token(llm)
             await self._make_ready_for_adapters()
         except (RuntimeError, ValueError, OSError, TimeoutError, EngineError, WeightsMismatchError) as error:
@@ -378,12 +384,19 @@ class VllmEngine:
             state = llm.output_processor.request_states.get(queue.request_id)
             if request.request_id in self._aborted:
                 await llm.abort(request.request_id)
-            num_yielded = 0
+            num_yielded = num_parts = 0
             while not is_finished:
                 output = queue.get_nowait() or await queue.get()
                 is_finished = output.finished
                 starts = version_starts(output, state.weight_version_starts if state is not None else ())
-                for span in to_spans(output, starts, offset=num_yielded, default_version=self.policy_version):
+                routes: Routes | None = None
+                if request.has_routes and self._routers is not None and state is not None:
+                    parts = state.routed_experts_chunks[num_parts:]
+                    num_parts += len(parts)
+                    routes = self._routers.joined(parts)
+                for span in to_spans(
+                    output, starts, offset=num_yielded, default_version=self.policy_version, routes=routes
+                ):
                     num_yielded += len(span.token_ids)
                     yield span
         except EngineDeadError as error:

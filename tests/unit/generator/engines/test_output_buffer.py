@@ -31,6 +31,7 @@ class Output:
     stop_reason: int | None = None
     events: list[str] | None = None
     prefill_stats: str | None = None
+    routed_experts: np.ndarray | None = None
 
 
 def sampled(request_id: str, token_id: int, *, finish: str | None = None, **fields: Any) -> Output:

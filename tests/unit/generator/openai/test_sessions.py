@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.v1.broker_pb2 import RunLimits
 from penstock.wire.codec import decode_versions, int32_array
+from penstock.wire.routes import RoutingShape
 from services.broker.ingest.trajectory_decoder import read_put
 from services.generator.config import OpenAIConfig
 from services.generator.openai.formats.api_errors import ApiError
@@ -197,3 +199,30 @@ def test_what_does_not_fit_a_group_is_left_out_by_reason_and_last_branches_stay(
     group, dropped = group_of([turn([1], *range(2, 40))], [turn([1], 2)], [turn([7], 2)], max_completion_tokens=8)
     assert dropped == {"too_long": 1, "no_common_prompt": 1}
     assert len(group.trajectories) == 1
+
+
+def test_routes_of_turns_join_to_those_of_every_branch():
+    """Rows say their position and the turn whose request computed them."""
+
+    def routed(number, given_ids, *token_ids, parent=None):
+        num_tokens = len(token_ids_of(parent)) + len(given_ids) + len(token_ids)
+        # As an engine answers: of all positions of the request but the last.
+        rows = np.array([[[position, number]] for position in range(num_tokens - 1)], np.uint8)
+        answer = replace(sampled(*token_ids), routes=rows).without_routes_before(len(given_ids))
+        return Turn(parent=parent, given_token_ids=np.array(given_ids, np.int32), sampled=answer, history="", unsaid="")
+
+    first = routed(1, [5, 6, 7], 8, 9)
+    second = routed(2, [10, 11], 12, parent=first)
+    third = routed(3, [13], 14, 15, parent=first)
+    made = session(first, second, third)
+    assert [branch.routes[:, 0].tolist() for branch in made.branches()] == [
+        # A row is of the turn that its next token was given or sampled in.
+        [[0, 1], [1, 1], [2, 1], [3, 1], [4, 2], [5, 2], [6, 2]],
+        [[0, 1], [1, 1], [2, 1], [3, 1], [4, 3], [5, 3], [6, 3]],
+    ]
+    shape = RoutingShape(num_layers=1, num_experts=256, experts_per_token=2)
+    group, _ = group_of([first, second, third])
+    for trajectory in group.trajectories:
+        num_rows = len(group.prompt.token_ids) // 4 + len(trajectory.token_ids) // 4 - 1
+        routes = shape.array(trajectory.routes, num_rows=num_rows, field="routes")
+        assert routes[:, 0, 0].tolist() == list(range(num_rows))

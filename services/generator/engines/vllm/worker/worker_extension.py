@@ -22,6 +22,7 @@ from services.generator.engines.vllm.process_setup import TRANSFER_BACKEND
 from services.generator.engines.vllm.worker.checkpoint_files import complete_origins, open_checkpoint, origins_of
 from services.generator.engines.vllm.worker.lora_slot import install_adapter
 from services.generator.engines.vllm.worker.readback import held_tensors
+from services.generator.engines.vllm.worker.route_recording import RouteRecording
 
 # vLLM's own extension point: a worker looks it up by this name, in this process, before it loads the model.
 WeightTransferEngineFactory.register_engine(
@@ -49,6 +50,11 @@ class PenstockWorkerExtension:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+
+    def penstock_record_routes(self) -> None:
+        """Records the experts of each token from now on, where the model runner does not."""
+        if not hasattr(self.model_runner, "aux_output_connector"):
+            RouteRecording(self.model_runner)
 
     def penstock_install_adapter(self, folder: str, scaling: float) -> Comparison:
         """Loads the adapter of one PEFT folder; returns what `penstock_attest` does, of the adapter's tensors."""
