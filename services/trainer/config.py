@@ -353,15 +353,13 @@ class TrainingConfig(RunSections):
 
     @model_validator(mode="after")
     def _can_replay_routes(self) -> Self:
-        parallel = self.trainer.parallel
-        degrees = {"pipeline": parallel.pipeline, "tensor": parallel.tensor, "replicate": parallel.replicate}
-        others = {f"{name} {degree}": degree > 1 for name, degree in degrees.items()}
-        others[f"islands {list(parallel.islands or ())}"] = parallel.islands is not None
-        for other in (other for other, is_there in others.items() if is_there and self.algorithm.routing_replay):
-            raise ValueError(
-                f"algorithm.routing_replay: true is not supported with trainer.parallel {other}; set it to false, or "
-                "use shard alone"
-            )
+        for name in ("pipeline", "tensor"):
+            degree = getattr(self.trainer.parallel, name)
+            if self.algorithm.routing_replay and degree > 1:
+                raise ValueError(
+                    f"algorithm.routing_replay: true is not supported with trainer.parallel.{name} {degree}; set it to "
+                    "false, or use shard, replicate or islands"
+                )
         return self
 
     @model_validator(mode="after")

@@ -151,6 +151,7 @@ class Generator:
         max_context_tokens: int = 128,
         profile: broker_pb2.GeneratorProfile | None = None,
         accepts_lease_batches: bool = False,
+        routing: types_pb2.RoutingShape | None = None,
     ) -> Generator:
         """Open both streams."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
@@ -161,6 +162,7 @@ class Generator:
             max_context_tokens=max_context_tokens,
             profile=profile,
             accepts_lease_batches=accepts_lease_batches,
+            routing=routing,
         )
         stream = Duplex(stub.StreamLeases, broker_pb2.StreamLeasesRequest(hello=hello))
         return cls(stub, stream, Duplex(stub.StreamTokens), generator_id, run_id=run_id)

@@ -130,6 +130,19 @@ def test_a_reference_takes_its_own_experts(directory: Path, lora: LoraSection | 
     assert np.abs(policy - reference).max() > 1e-3
 
 
+def test_a_critic_takes_its_own_experts(directory: Path) -> None:
+    pack = packed(trajectories())
+    backend = build_backend(directory, replays_routes=True, critic_learning_rate=1e-3)
+    # Its head of zeros learns first, so that its values say something.
+    pack = replace(pack, values=np.zeros(pack.num_loss_tokens, np.float32), returns=np.ones_like(pack.advantages))
+    backend.forward_backward(pack)
+    backend.optimizer_step(divisor=1)
+    [values] = backend.score(pack, quantity="values")
+    [own] = backend.score(without_routes(pack), quantity="values")
+    assert np.abs(values).max() > 1e-3
+    np.testing.assert_array_equal(values, own)
+
+
 def test_samples_without_routes_and_models_without_routers_are_refused_by_name(directory: Path, tmp_path: Path) -> None:
     backend = build_backend(directory, replays_routes=True)
     with pytest.raises(ValueError, match=r"routing_replay: the samples of a pack come without routes"):
@@ -142,7 +155,7 @@ def test_samples_without_routes_and_models_without_routers_are_refused_by_name(d
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"tensor": 2}, {"pipeline": 2}, {"replicate": 2}, {"islands": [1, 1]}],
+    [{"tensor": 2}, {"pipeline": 2}],
 )
 def test_meshes_that_cannot_replay_are_refused_by_name(parallel: dict[str, Any]) -> None:
     document = {"model": {"path": "none"}, "data": {"train": None}, "algorithm": {"routing_replay": True}}
