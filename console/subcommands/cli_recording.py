@@ -109,8 +109,8 @@ def merge(
     Examples:
       penstock merge runs/my-run/checkpoints/step_200 --out models/my-model-200
     """
+    from services.trainer.model.adapters.merging import merge_adapter
     from services.trainer.model.backend import CheckpointMismatchError
-    from services.trainer.model.merging import merge_adapter
 
     try:
         base = merge_adapter(checkpoint, out=out, base=model)

@@ -26,11 +26,12 @@ from penstock.v1.weights_pb2 import AdapterInfo, WeightsManifest
 MAX_RANK = 512
 """The highest that every engine takes."""
 MAX_TARGET_MODULES = 256
+NAME_PREFIX = "base_model.model."
+"""Of all tensors: PEFT's model around the base."""
 MODULE_NAME = re.compile(r"[A-Za-z0-9_]{1,128}")
 """The last part of a layer's name."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_PREFIX = "base_model.model."
 
 
 class BaseMismatchError(WeightsMismatchError):
@@ -50,10 +51,15 @@ def model_digest(directory: Path) -> str:
         MalformedWeightsError: One is not safetensors.
         ValueError: Two files hold tensors of the same name.
     """
+    return manifest_digest([tensor for path in weight_files(directory) for tensor in safetensors_digests(path)])
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face directory; raises FileNotFoundError if there are none."""
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"{directory}: no safetensors weights; adapters need them to name their base")
-    return manifest_digest([tensor for path in paths for tensor in safetensors_digests(path)])
+    return paths
 
 
 def check_base(adapter: AdapterInfo, *, held_digest: str) -> None:
@@ -106,4 +112,4 @@ def adapter_layout(base: Mapping[str, tuple[int, ...]], adapter: AdapterInfo) ->
 
 def factor_name(layer: str, factor: Literal["A", "B"]) -> str:
     """The name of a layer's A or B."""
-    return f"{_PREFIX}{layer}.lora_{factor}.weight"
+    return f"{NAME_PREFIX}{layer}.lora_{factor}.weight"

@@ -59,7 +59,7 @@ class TensorMemory(TorchDispatchMode):
 
     def _note(self, tensor: Tensor) -> None:
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        if storage._cdata not in self._sizes:
+        if storage._cdata not in self._sizes and storage.device.type != "meta":
             weakref.finalize(storage, self._forget, storage._cdata)
             self._set(storage._cdata, storage.nbytes())
 

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,12 +27,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import PreTrainedModel
 
+from penstock.model.adapter_layout import weight_files
+from penstock.model.digests import manifest_digest
 from services.trainer.distributed.island_gradients import Islands
 from services.trainer.distributed.split_layers import DIMENSION, SplitLayers
 from services.trainer.distributed.stages import Stage
 from services.trainer.model.backend import BackendError
 from services.trainer.model.precision import MASTER
 from services.trainer.model.ranks import Ranks
+from services.trainer.model_state.agreement import Writers
+from services.trainer.model_state.weight_digests import tensors_together
 
 COMPUTE_TIMEOUT = timedelta(minutes=10)
 """Maximum wait of one process for another in a forward or backward pass, and for all to join."""
@@ -161,6 +166,11 @@ class RankGroup(Ranks):
         if self._split_layers is not None:
             self._split_layers.split(model)
 
+    def split_adapter(self, model: PreTrainedModel) -> None:
+        """Split the factors like the layers that they adapt."""
+        if self._split_layers is not None:
+            self._split_layers.split_adapter(model)
+
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         """The GPU of this process, or the CPU."""
         return self._device
@@ -191,6 +201,12 @@ class RankGroup(Ranks):
     def total(self, tensor: Tensor) -> Tensor:
         """Adds up over the mesh."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def model_digest(self, directory: Path) -> str:
+        """Divided over all processes."""
+        writers = Writers(rank=self.rank, num_ranks=self.num_ranks, group=self.publish_group)
+        paths = weight_files(directory)
+        return manifest_digest([tensor for path in paths for tensor in tensors_together(path, writers=writers)])
 
     def is_copy(self, tensor: Tensor) -> bool:
         """What is sharded is written by the first island, and what is not split by the first of those that split."""

@@ -106,9 +106,9 @@ class RankBackend:
         self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
         with computing_in(self._dtype, self._device):
             self._token_logprobs = TokenLogprobs(*self._trained.networks, inputs=self._inputs(self._idle_pack))
-        named = self._model.named_parameters()
-        parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        self._learner = Learner(parameters, optimizer, ranks=self._ranks)
+        self._learner = Learner(self._trained.parameters(), optimizer, ranks=self._ranks)
+        self._elsewhere = self._trained.elsewhere(self._ranks.elsewhere)
+        """The trained tensors that other stages hold, by name."""
         self._critic = self._make_critic()
         self._num_batches = 0
         self._state = TrainingState(
@@ -117,7 +117,7 @@ class RankBackend:
             critic=None if self._critic is None else self._critic.learner,
             reference=self._trained.reference_tensors(),
             rank=self._ranks.rank,
-            elsewhere=self._ranks.elsewhere,
+            elsewhere={*self._elsewhere, *map(self._trained.moments_name, self._elsewhere)},
         )
         self._checkpoint_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._publish_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from penstock.model.adapter_layout import NAME_PREFIX
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.parameter_views import compute_with
 
@@ -67,6 +68,20 @@ class SplitLayers:
                 region.register_forward_pre_hook(self._enter, with_kwargs=True)
                 region.register_forward_hook(self._leave)
         self.partial = frozenset(partial)
+
+    def split_adapter(self, model: PreTrainedModel) -> None:
+        """Leave an adapter's factors this process' part: B is split like its layer's rows, A like its columns.
+
+        Raises:
+            UnsupportedModelError: They cannot be divided so.
+        """
+        for path, layer in model.named_modules():
+            if hasattr(layer, "lora_A"):
+                by_rows = path.endswith(_BY_ROWS)
+                for factor in (layer.lora_B if by_rows else layer.lora_A).values():
+                    self._split_parameters(factor, dim=0 if by_rows else 1)
+        trained = ((path, each) for path, each in model.named_parameters() if each.requires_grad)
+        self.partial = frozenset(f"{NAME_PREFIX}{path}" for path, each in trained if not isinstance(each, DTensor))
 
     def has_split(self, tensor: Tensor) -> bool:
         """Whether each process has another part of a sharded tensor."""

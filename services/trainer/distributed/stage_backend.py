@@ -81,7 +81,7 @@ class StageBackend(RankBackend):
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """As always, once both ends of the pipeline have the gradient of embeddings that they share."""
-        for name in sorted(self._ranks.stage.shared):
+        for name in sorted(self._ranks.stage.shared & self._learner.parameters.keys()):
             gradient = self._learner.parameters[name].grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=self._ranks.ends)
@@ -156,7 +156,7 @@ class StageBackend(RankBackend):
     def _parts(self, tensors: Any) -> dict[str, Part]:
         """Nothing of the tensors that other stages write, which every process must name."""
         parts = super()._parts(tensors)
-        absent = {name: self._absent_part(tensor) for name, tensor in self._ranks.elsewhere.items()}
+        absent = {name: self._absent_part(tensor) for name, tensor in self._elsewhere.items()}
         copies = {name: self._absent_part(tensors[name]) for name in self._ranks.copies & tensors.keys()}
         return parts | absent | copies
 
@@ -172,7 +172,7 @@ class StageBackend(RankBackend):
             for sender in map(ranks.rank_of_stage, range(1, ranks.num_stages)):
                 call, _ = ranks.receive(sender=sender)
                 for name in call["names"]:
-                    part = self._absent_part(ranks.elsewhere[name])
+                    part = self._absent_part(self._elsewhere[name])
                     held[name] = torch.empty(part.shape, dtype=part.dtype)
                     dist.recv(held[name], sender)
         elif ranks.rank < ranks.num_stages:

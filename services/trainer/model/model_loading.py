@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from services.trainer.config import LoraSection
 from services.trainer.model.packing_check import check_packing, check_rotary
@@ -65,13 +66,7 @@ def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) ->
         layers_per_stage=settings.layers_per_stage,
     )
     model = load(dtype=MASTER)
-    if ranks.num_stages == 1:
-        check_packing(model, settings.path, ranks, computing=own)
-    else:
-        # What can be cut are families known to train on packed rows, and no stage computes log-probs alone.
-        check_rotary(model, f"{settings.path}: {model.config.model_type}")
-    if settings.gradient_checkpointing:
-        checkpoint_layers(model)
+    _check(model, settings, ranks, computing=own)
     # It does not learn: in the type in which it computes it computes the same.
     reference = load(dtype=own) if settings.keep_reference else None
     return TrainedModel(model, reference=reference, published_dtype=own)
@@ -79,15 +74,34 @@ def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) ->
 
 def _load_adapted(settings: ModelSettings, device: torch.device, ranks: Ranks, *, dtype: torch.dtype) -> TrainedModel:
     # Imported here: importing PEFT takes a second, and most runs have no adapter.
-    from services.trainer.model.lora import LoraModel
+    from services.trainer.model.adapters.injection import Injection
+    from services.trainer.model.adapters.lora import LoraModel
 
     assert settings.lora is not None
-    # An adapter is added to layers that are whole, so every process loads all of the base before it keeps its part.
-    model = load_weights(settings.path, dtype=dtype, computing=dtype, device=device, ranks=ranks, sharded=lambda _: ())
-    check_packing(model, settings.path, ranks, computing=dtype)
-    adapted = LoraModel(model, path=settings.path, config=settings.lora)
+    injection = Injection(settings.lora, ranks)
+    model = load_weights(
+        settings.path,
+        dtype=dtype,
+        computing=dtype,
+        device=device,
+        ranks=ranks,
+        sharded=injection.around,
+        layers_per_stage=settings.layers_per_stage,
+    )
+    injection.fill()
+    # Factors move, and FSDP takes them over.
+    model.eval().to(device)
+    _check(model, settings, ranks, computing=dtype)
+    digest = ranks.model_digest(settings.path)
+    return LoraModel(model, injection=injection, path=settings.path, config=settings.lora, base_digest=digest)
+
+
+def _check(model: PreTrainedModel, settings: ModelSettings, ranks: Ranks, *, computing: torch.dtype) -> None:
+    """Refuse a model that packed rows would not train on its own function, and prepare another for its passes."""
+    if ranks.num_stages == 1:
+        check_packing(model, settings.path, ranks, computing=computing)
+    else:
+        # What can be cut are families known to train on packed rows, and no stage computes log-probs alone.
+        check_rotary(model, f"{settings.path}: {model.config.model_type}")
     if settings.gradient_checkpointing:
-        # Not before: an adapter sets the mode of all layers.
         checkpoint_layers(model)
-    ranks.shard(adapted.network, computing=dtype)
-    return adapted

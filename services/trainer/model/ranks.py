@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+
+from penstock.model.adapter_layout import model_digest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 class Ranks:
     """The processes that train together: here one alone.
 
-    All call `shard`, `whole`, `total`, `added_up`, `smallest` and `agree` in one order: each waits for the others.
+    All call `shard`, `model_digest`, `whole`, `total`, `added_up`, `smallest` and `agree` in one order: each waits for
+    the others.
     """
 
     rank = 0
@@ -51,6 +55,9 @@ class Ranks:
     def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None) -> None:
         """Leave the model this process' part of its layers; raises UnsupportedModelError if it cannot be divided so."""
 
+    def split_adapter(self, model: PreTrainedModel) -> None:
+        """Leave the factors of an adapter, added to a model that was cut, this process' part of them."""
+
     def shard(self, network: nn.Module, *, computing: torch.dtype) -> None:
         """Leave each process a part of every parameter; gradients are then summed over processes, in float32.
 
@@ -62,6 +69,10 @@ class Ranks:
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor in process 0, on the CPU if it had to be gathered; unspecified in the others."""
         return tensor
+
+    def model_digest(self, directory: Path) -> str:
+        """Of the weights in a model's folder, each of which one of the processes reads; raises OSError."""
+        return model_digest(directory)
 
     def is_copy(self, tensor: Tensor) -> bool:
         """Whether another process writes all that this one holds of a tensor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -39,8 +39,6 @@ class TrainedModel:
         published_dtype: Element type in which its tensors are published; None for their own.
     """
 
-    adapter: AdapterInfo | None = None
-    """How the published tensors are applied; None if they are all weights."""
     weights_file = SAFE_WEIGHTS_NAME
     """Name of the file, in a directory that `from_pretrained` reads, that holds what is published."""
 
@@ -52,9 +50,26 @@ class TrainedModel:
         self._reference = reference.requires_grad_(False) if reference is not None else None
 
     @property
+    def adapter(self) -> AdapterInfo | None:
+        """How the published tensors are applied; None if they are all weights."""
+        return None
+
+    @property
     def networks(self) -> tuple[Any, ...]:
         """The modules that compute log-probs, each called on its own."""
         return (self.network,) if self._reference is None else (self.network, self._reference)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What the optimiser changes, by the names under which checkpoints keep its state."""
+        return {name: parameter for name, parameter in self.network.named_parameters() if parameter.requires_grad}
+
+    def moments_name(self, name: str) -> str:
+        """The name under which checkpoints keep the optimiser's state of a trained tensor."""
+        return name
+
+    def elsewhere(self, absent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The trained tensors that other stages hold, without memory, given the model's that they hold."""
+        return dict(absent)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The trained tensors by name, tied ones once; live views."""

@@ -15,6 +15,7 @@ import structlog
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
@@ -51,7 +52,8 @@ def load_weights(
         computing: Element type of matrix products.
         device: Of this process.
         ranks: The processes.
-        sharded: Its modules that will be called, each of which is sharded with all it contains.
+        sharded: Its modules that will be called, each of which is sharded with all it contains. A generator may change
+            the model before and after.
         layers_per_stage: Of the stages into which the processes cut it; None for even ones.
 
     Raises:
@@ -108,7 +110,9 @@ def _loaded(
         empty = _empty_model(path) if ranks.num_ranks > 1 else None
         if empty is not None and _can_read_parts(empty, ranks.num_shards * ranks.num_splits):
             options |= {"config": empty.config, "distributed_config": DistributedConfig()}
-            return _checked(_sharding_first(type(empty), shard), path, options)
+            model = _checked(_sharding_first(type(empty), shard), path, options)
+            _leave_files(model)
+            return model
         model = _checked(AutoModelForCausalLM, path, options)
     except ValueError as error:
         text = str(error)
@@ -118,6 +122,20 @@ def _loaded(
         raise UnsupportedModelError(f"{path}: its attention cannot be replaced by {error}") from error
     shard(model)
     return model
+
+
+def _leave_files(model: PreTrainedModel) -> None:
+    """Copy parts that were read in the type of the files: they are views of whole tensors, mapped into memory."""
+    copies: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if local is not None and local.untyped_storage().nbytes() > local.nbytes:
+                # Tied weights stay one.
+                if id(parameter) not in copies:
+                    copy = parameter.detach().clone()
+                    copies[id(parameter)] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
+                setattr(module, name, copies[id(parameter)])
 
 
 def _empty_model(path: Path) -> PreTrainedModel:

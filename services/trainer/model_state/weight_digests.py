@@ -24,33 +24,53 @@ def digest_together(path: Path, *, writers: Writers) -> WrittenWeights:
     Raises:
         OSError: A process cannot read it, or was lost.
     """
-    places, spans, table = writers.do(path, lambda: _own_digests(path, writers))
-    rows = [bytes(row).hex() for row in writers.added_up(table, path).tolist()]
-    tensors = [
+    tensors = tensors_together(path, writers=writers)
+    spans, table = writers.do(path, lambda: _own_chunks(path, writers))
+    chunks = [
+        weights_pb2.ChunkInfo(offset=offset, size_bytes=size_bytes, blake3=digest)
+        for (offset, size_bytes), digest in zip(spans, _digests(table, path, writers), strict=True)
+    ]
+    return WrittenWeights(path=path, tensors=tensors, chunks=tuple(chunks))
+
+
+def tensors_together(path: Path, *, writers: Writers) -> tuple[weights_pb2.TensorInfo, ...]:
+    """The digests of a file's tensors, in all processes, all of which call this.
+
+    Raises:
+        OSError: A process cannot read it, or was lost.
+    """
+    places, table = writers.do(path, lambda: _own_tensors(path, writers))
+    return tuple(
         weights_pb2.TensorInfo(
             name=place.name, dtype=place.dtype, shape=place.shape, sha256=digest, size_bytes=place.end - place.begin
         )
-        for place, digest in zip(places, rows, strict=False)
-    ]
-    chunks = [
-        weights_pb2.ChunkInfo(offset=offset, size_bytes=size_bytes, blake3=digest)
-        for (offset, size_bytes), digest in zip(spans, rows[len(places) :], strict=True)
-    ]
-    return WrittenWeights(path=path, tensors=tuple(tensors), chunks=tuple(chunks))
+        for place, digest in zip(places, _digests(table, path, writers), strict=True)
+    )
 
 
-def _own_digests(path: Path, writers: Writers) -> tuple[tuple[TensorPlace, ...], list[tuple[int, int]], torch.Tensor]:
-    """What there is to digest, and this process' digests: a row for each tensor and chunk, zeros where others do it."""
+def _own_tensors(path: Path, writers: Writers) -> tuple[tuple[TensorPlace, ...], torch.Tensor]:
+    """The file's tensors, and this process' digests: a row for each, zeros where others do it."""
     places = safetensors_places(path)
-    spans = chunk_spans(path.stat().st_size)
-    table = torch.zeros(len(places) + len(spans), _DIGEST_BYTES, dtype=torch.uint8)
+    table = torch.zeros(len(places), _DIGEST_BYTES, dtype=torch.uint8)
     mine = [number for number, owner in enumerate(_owners(places, writers.num_ranks)) if owner == writers.rank]
     for number, info in zip(mine, digests_at(path, [places[number] for number in mine]), strict=True):
         table[number] = _row(info.sha256)
+    return places, table
+
+
+def _own_chunks(path: Path, writers: Writers) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """The file's chunks, and this process' digests."""
+    spans = chunk_spans(path.stat().st_size)
+    table = torch.zeros(len(spans), _DIGEST_BYTES, dtype=torch.uint8)
     first, last = (len(spans) * number // writers.num_ranks for number in (writers.rank, writers.rank + 1))
-    for number, chunk in enumerate(chunks_at(path, spans[first:last]), len(places) + first):
+    for number, chunk in enumerate(chunks_at(path, spans[first:last]), first):
         table[number] = _row(chunk.blake3)
-    return places, spans, table
+    return spans, table
+
+
+def _digests(table: torch.Tensor, path: Path, writers: Writers) -> list[str]:
+    """All processes' digests."""
+    return [bytes(row).hex() for row in writers.added_up(table, path).tolist()]
 
 
 def _owners(places: tuple[TensorPlace, ...], num_ranks: int) -> list[int]:

@@ -15,7 +15,7 @@ from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
-from services.trainer.model.lora import ADAPTER_FILE
+from services.trainer.model.adapters.lora import ADAPTER_FILE
 from services.trainer.model.model_loading import ModelSettings
 from tests.helpers.models.tiny_model import make_update
 

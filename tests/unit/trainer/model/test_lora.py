@@ -8,10 +8,17 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from penstock.model.adapter_layout import model_digest
+from penstock.model.adapter_layout import NAME_PREFIX, model_digest
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.config import LoraSection
+from services.trainer.model.adapters.injection import Injection
+from services.trainer.model.attention import register_packed_attention
 from services.trainer.model.backend import CheckpointMismatchError, UnsupportedModelError
+from services.trainer.model.ranks import Ranks
+from services.trainer.model.weight_loading import load_weights
+from tests.helpers.models.model_families import tiny_config
+from tests.helpers.tensor_memory import TensorMemory
+from tests.helpers.trainers.lone_rank import one_of
 from tests.unit.trainer.builders import save_tiny_qwen2, scores_of
 from tests.unit.trainer.distributed.test_rank_backend import (
     assert_equal_tensors,
@@ -46,7 +53,7 @@ def test_an_untrained_adapter_changes_nothing_and_a_trained_one_only_its_own_ten
     changed = {name for name, tensor in backend._model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed
     assert all(".lora_" in name for name in changed)
-    assert {name.replace(".default.", ".") for name in changed} == backend.state_tensors().keys()
+    assert {f"{NAME_PREFIX}{name}".replace(".default.", ".") for name in changed} == backend.state_tensors().keys()
 
 
 def test_what_is_handed_out_is_what_plain_peft_computes_with(model_directory, tmp_path):
@@ -117,6 +124,38 @@ def test_the_reference_is_the_base(model_directory):
     with pytest.raises(InterruptedError):
         backend.forward_backward(pack)
     np.testing.assert_allclose(seen[0], naive_logprobs(model_directory, trajectory), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_reads_its_part_of_the_base_and_draws_its_part_of_the_adapter(tmp_path, rank, dtype):
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3", vocab_size=4096)).bfloat16()
+    model.save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    torch.manual_seed(0)
+    drawn = loaded(tmp_path, Ranks(), dtype).state_dict()
+    memory = TensorMemory(())
+    with one_of(rank, 2) as ranks, memory.counting():
+        found = loaded(tmp_path, ranks, dtype)
+        parts = {name: parameter.to_local() for name, parameter in found.named_parameters()}
+    for name, part in parts.items():
+        expected = drawn[name] if ".lora_" in name else whole[name.replace(".base_layer", "")]
+        assert torch.equal(part, expected.chunk(2)[rank]), name
+    held = sum(part.nbytes for part in parts.values())
+    assert held == sum(part.untyped_storage().nbytes() for part in parts.values())
+    # While it reads, there is one more tensor at most; in the type of the file, the file is mapped into memory as well.
+    sizes = [each.nbytes for each in whole.values()]
+    assert held <= memory.peak_bytes < 1.1 * held + (sum(sizes) if dtype == torch.bfloat16 else max(sizes))
+
+
+def loaded(path, ranks, dtype):
+    register_packed_attention()
+    injection = Injection(LORA, ranks)
+    model = load_weights(
+        path, dtype=dtype, computing=dtype, device=torch.device("cpu"), ranks=ranks, sharded=injection.around
+    )
+    injection.fill()
+    return model
 
 
 def test_an_adapter_of_another_base_or_a_whole_model_is_not_resumed(model_directory, tmp_path):

@@ -9,71 +9,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from peft import LoraConfig, get_peft_model
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.model.adapter_layout import model_digest
+from penstock.model.adapter_layout import adapter_layout, factor_name
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.config import LoraSection
-from services.trainer.model.backend import CheckpointMismatchError, UnsupportedModelError
+from services.trainer.model.adapters.injection import OWN_NAME, Injection, factor_of
+from services.trainer.model.backend import CheckpointMismatchError
+from services.trainer.model.precision import MASTER
 from services.trainer.model.trained_model import TrainedModel
 
 ADAPTER_FILE = "adapter_model.safetensors"
+FACTORS: tuple[Literal["A", "B"], ...] = ("A", "B")
 _BASE_DIGEST = "base_digest"
-_OWN_NAME = "default"
 
 
 class LoraModel(TrainedModel):
     """A model of which only the adapter is trained.
 
     Args:
-        base: The model, just loaded.
-        path: The folder it was loaded from.
+        base: The model, with the adapter's factors.
+        injection: The factors.
+        path: The folder from which the base was read.
         config: Rank, scale, layers, dropout.
-
-    Raises:
-        UnsupportedModelError: It has no such layers, or PEFT cannot adapt them.
-        OSError: Its files cannot be read.
+        base_digest: Of that folder's weights.
     """
 
     weights_file = ADAPTER_FILE
 
-    def __init__(self, base: PreTrainedModel, *, path: Path, config: LoraSection) -> None:
-        self._base_digest = model_digest(path)
-        self.adapter = AdapterInfo(
-            base_digest=self._base_digest,
+    def __init__(
+        self, base: PreTrainedModel, *, injection: Injection, path: Path, config: LoraSection, base_digest: str
+    ) -> None:
+        super().__init__(base)
+        self._settings = injection.settings
+        self._settings.base_model_name_or_path = str(path)
+        self._layers = injection.layers
+        self._base_digest = base_digest
+        self._info = AdapterInfo(
+            base_digest=base_digest,
             rank=config.rank,
             alpha=config.alpha,
             target_modules=sorted(config.target_modules),
         )
-        settings = LoraConfig(
-            r=config.rank,
-            lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
-            target_modules=list(config.target_modules),
-            task_type="CAUSAL_LM",
-        )
-        try:
-            super().__init__(get_peft_model(base, settings, adapter_name=_OWN_NAME))
-        except ValueError as error:
-            raise UnsupportedModelError(f"lora.target_modules: {error}") from error
-        self.network.eval()
-        self._dropouts = [module for name, module in self.network.named_modules() if ".lora_dropout." in name]
+        self._dropouts = [layer.lora_dropout[OWN_NAME] for layer in self._layers.values()]
+
+    @property
+    def adapter(self) -> AdapterInfo:
+        """Rank, scale, layers, base."""
+        return self._info
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The factors."""
+        return {
+            self.moments_name(factor_name(name, factor)): factor_of(layer, factor).weight
+            for name, layer in self._layers.items()
+            for factor in FACTORS
+        }
+
+    def moments_name(self, name: str) -> str:
+        """The name within PEFT's model, which has that of the adapter in it."""
+        factor, _, last = name.rpartition(".")
+        return f"{factor}.{OWN_NAME}.{last}"
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The adapter's tensors, by the names of PEFT."""
         return {
-            name.replace(f".{_OWN_NAME}.", "."): parameter.detach()
-            for name, parameter in self.network.named_parameters()
-            if parameter.requires_grad
+            factor_name(name, factor): factor_of(layer, factor).weight.detach()
+            for name, layer in self._layers.items()
+            for factor in FACTORS
         }
+
+    def elsewhere(self, absent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The factors of the layers that other stages hold."""
+        layout = adapter_layout({name: tuple(tensor.shape) for name, tensor in absent.items()}, self._info)
+        return {name: torch.empty(shape, dtype=MASTER, device="meta") for name, shape in layout.items()}
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -87,8 +104,13 @@ class LoraModel(TrainedModel):
     @contextmanager
     def as_reference(self) -> Iterator[Any]:
         """The same network with the adapter off."""
-        with self.network.disable_adapter():
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
             yield self.network
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
 
     @property
     def weights_metadata(self) -> dict[str, str]:
@@ -97,7 +119,7 @@ class LoraModel(TrainedModel):
 
     def complete(self, directory: Path) -> None:
         """Completes a directory that `PeftModel.from_pretrained` reads."""
-        self.network.peft_config[_OWN_NAME].save_pretrained(directory)
+        self._settings.save_pretrained(directory)
 
     def check_saved(self, directory: Path) -> None:
         """Refuses an adapter over another base."""

@@ -1,0 +1,1 @@
+"""LoRA adapters: added to a base, trained, merged into it."""
