@@ -341,13 +341,12 @@ class TrainingConfig(RunSections):
 
     @model_validator(mode="after")
     def _check_stages_and_splits(self) -> Self:
-        others = {"lora": self.lora is not None}
-        others[f"the critic of {self.algorithm.name}"] = self.algorithm.definition.has_critic
         for name in ("pipeline", "tensor"):
             degree = getattr(self.trainer.parallel, name)
-            for other in (other for other, is_there in others.items() if is_there and degree > 1):
+            if degree > 1 and self.algorithm.definition.has_critic:
                 raise ValueError(
-                    f"trainer.parallel.{name}: {degree} is not supported with {other}; leave it 1, use shard"
+                    f"trainer.parallel.{name}: {degree} is not supported with the critic of {self.algorithm.name}; "
+                    "leave it 1, use shard"
                 )
         return self
 

@@ -77,9 +77,13 @@ class SplitLayers:
         """
         for path, layer in model.named_modules():
             if hasattr(layer, "lora_A"):
-                by_rows = path.endswith(_BY_ROWS)
-                for factor in (layer.lora_B if by_rows else layer.lora_A).values():
-                    self._split_parameters(factor, dim=0 if by_rows else 1)
+                dim, factors = (0, layer.lora_B) if path.endswith(_BY_ROWS) else (1, layer.lora_A)
+                for factor in factors.values():
+                    # PEFT sees the layer's own part.
+                    whole = [*factor.weight.shape]
+                    whole[dim] = layer.base_layer.weight.shape[dim]
+                    factor.weight = nn.Parameter(factor.weight.new_empty(whole))
+                    self._split_parameters(factor, dim=dim)
         trained = ((path, each) for path, each in model.named_parameters() if each.requires_grad)
         self.partial = frozenset(f"{NAME_PREFIX}{path}" for path, each in trained if not isinstance(each, DTensor))
 

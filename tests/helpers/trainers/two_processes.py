@@ -37,7 +37,7 @@ def config_of(
     model: Path,
     *,
     algorithm: Mapping[str, object] = DAPO,
-    lora: bool = False,
+    lora: bool | Mapping[str, object] = False,
     processes: int | tuple[float, ...] = 2,
     gradient_checkpointing: bool | None = False,
     dtype: str = "auto",
@@ -50,7 +50,7 @@ def config_of(
             "data": {"train": None},
             "algorithm": dict(algorithm),
             "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 1000.0},
-            "lora": {"rank": 4} if lora else None,
+            "lora": {"rank": 4} | (lora if isinstance(lora, Mapping) else {}) if lora else None,
             "trainer": {
                 "device": device,
                 "processes": processes,

@@ -38,6 +38,7 @@ class Injection:
     """
 
     def __init__(self, config: LoraSection, ranks: Ranks) -> None:
+        self._targets = config.target_modules
         self.settings = LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
@@ -60,6 +61,12 @@ class Injection:
             inject_adapter_in_model(self.settings, base, adapter_name=OWN_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
             raise UnsupportedModelError(f"lora.target_modules: {error}") from error
+        if self.settings.target_parameters:
+            # PEFT found layers of these names in a mixture of experts; no engine takes an adapter of them.
+            raise UnsupportedModelError(
+                f"lora.target_modules: {', '.join(self._targets)} of {base.config.model_type} would adapt its experts, "
+                "which is not supported; name layers of attention alone, for example q_proj"
+            )
         self._base = base
         self.layers = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
         for layer in self.layers.values():

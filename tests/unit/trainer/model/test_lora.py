@@ -16,7 +16,7 @@ from services.trainer.model.attention import register_packed_attention
 from services.trainer.model.backend import CheckpointMismatchError, UnsupportedModelError
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.weight_loading import load_weights
-from tests.helpers.models.model_families import tiny_config
+from tests.helpers.models.model_families import save_tiny, tiny_config
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import one_of
 from tests.unit.trainer.builders import save_tiny_qwen2, scores_of
@@ -177,6 +177,11 @@ def test_an_adapter_of_another_base_or_a_whole_model_is_not_resumed(model_direct
 def test_layers_that_are_not_there_are_named(model_directory):
     with pytest.raises(UnsupportedModelError, match="nowhere_proj"):
         build_backend(model_directory, lora=LoraSection(target_modules=("nowhere_proj",)))
+
+
+def test_adapters_of_experts_which_no_engine_takes_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="q_proj, down_proj of qwen3_moe would adapt its experts"):
+        build_backend(save_tiny("qwen3_moe", tmp_path), lora=LoraSection(target_modules=("q_proj", "down_proj")))
 
 
 def test_activations_that_are_computed_again_are_dropped_out_alike(model_directory):
