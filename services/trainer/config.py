@@ -341,18 +341,20 @@ class TrainingConfig(RunSections):
 
     @model_validator(mode="after")
     def _check_stages_and_splits(self) -> Self:
-        for name in ("pipeline", "tensor"):
-            degree = getattr(self.trainer.parallel, name)
-            if degree > 1 and self.algorithm.definition.has_critic:
-                raise ValueError(
-                    f"trainer.parallel.{name}: {degree} is not supported with the critic of {self.algorithm.name}; "
-                    "leave it 1, use shard"
-                )
+        refused: dict[str, tuple[str, ...]] = {"lora": ("expert",)} if self.lora is not None else {}
+        if self.algorithm.definition.has_critic:
+            refused[f"the critic of {self.algorithm.name}"] = ("pipeline", "tensor")
+        for other, names in refused.items():
+            for name in names:
+                if (degree := getattr(self.trainer.parallel, name)) > 1:
+                    raise ValueError(
+                        f"trainer.parallel.{name}: {degree} is not supported with {other}; leave it 1, use shard"
+                    )
         return self
 
     @model_validator(mode="after")
     def _can_replay_routes(self) -> Self:
-        for name in ("pipeline", "tensor"):
+        for name in ("pipeline", "tensor", "expert"):
             degree = getattr(self.trainer.parallel, name)
             if self.algorithm.routing_replay and degree > 1:
                 raise ValueError(

@@ -9,11 +9,6 @@ from pydantic import Field, model_validator
 from penstock.config import StrictModel
 
 Degree = Annotated[int, Field(ge=1, le=1024)]
-_MISSING = {
-    "expert": "processes that split layers by tensor divide their experts as well",
-    "context": "a sample is computed whole by one process",
-}
-"""What a direction that the trainer does not have would do."""
 
 
 class ParallelConfig(StrictModel):
@@ -31,17 +26,27 @@ class ParallelConfig(StrictModel):
     """Layers of each stage, first to last: [1, 3]. Unset: as even as possible."""
     islands: Annotated[tuple[Degree, ...], Field(min_length=2)] | None = None
     """Processes of each island, [4, 2]: groups of unlike sizes that each shard a whole copy of weights and optimiser.
-    Gradients are summed between islands once an optimiser step. Instead of replicate, shard, tensor and pipeline."""
+    Gradients are summed between islands once an optimiser step. Instead of all other directions."""
     expert: Degree = 1
-    """Not supported beyond 1: processes that divide the experts of a layer."""
+    """Processes that divide the experts of each layer, and send each other the tokens for them; they divide `shard`."""
     context: Degree = 1
     """Not supported beyond 1: processes that divide a sample."""
 
     @model_validator(mode="after")
     def _has_known_directions(self) -> Self:
-        for name, why in _MISSING.items():
-            if (degree := getattr(self, name)) > 1:
-                raise ValueError(f"{name}: {degree} is not supported, {why}; leave it 1, use shard or replicate")
+        if self.context > 1:
+            raise ValueError(
+                f"context: {self.context} is not supported, a sample is computed whole by one process; leave it 1, use "
+                "shard or replicate"
+            )
+        if self.expert > 1 and self.tensor > 1:
+            raise ValueError(
+                f"expert: {self.expert} is not supported with tensor, which divides experts as well; leave it 1"
+            )
+        if self.expert > 1 and self.pipeline > 1:
+            raise ValueError(
+                f"expert: {self.expert} is not supported with pipeline, whose stages have one process each; leave it 1"
+            )
         return self
 
     @model_validator(mode="after")
@@ -65,6 +70,7 @@ class ParallelConfig(StrictModel):
             "shard": self.shard or 1,
             "tensor": self.tensor,
             "pipeline": self.pipeline,
+            "expert": self.expert,
         }
         beside = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         if self.islands is not None and beside:
@@ -96,5 +102,10 @@ class ParallelConfig(StrictModel):
             raise ValueError(
                 f"parallel: replicate {self.replicate} x shard {shard}{split} needs {needed} processes, and "
                 f"processes states {num_processes}; change one of them"
+            )
+        if shard % self.expert:
+            raise ValueError(
+                f"parallel: expert {self.expert} does not divide shard {shard}, the processes that hold one copy; "
+                "change one of them"
             )
         return self.replicate, shard

@@ -14,6 +14,7 @@ from services.trainer.config import TrainingConfig
 from services.trainer.distributed.coordinator import build_part
 from services.trainer.distributed.launch import (
     DEVICE_KEY,
+    EXPERT_KEY,
     ISLANDS_KEY,
     REPLICAS_KEY,
     SPLITS_KEY,
@@ -58,6 +59,7 @@ def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> 
         num_replicas=int(store.get(REPLICAS_KEY)),
         num_stages=int(store.get(STAGES_KEY)),
         num_splits=int(store.get(SPLITS_KEY)),
+        expert_size=int(store.get(EXPERT_KEY)),
         islands=json.loads(store.get(ISLANDS_KEY)),
     )
     follow(group, _build)

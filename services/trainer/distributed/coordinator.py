@@ -8,6 +8,7 @@ from collections.abc import Callable
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.launch import (
     DEVICE_KEY,
+    EXPERT_KEY,
     ISLANDS_KEY,
     REPLICAS_KEY,
     SPLITS_KEY,
@@ -53,6 +54,8 @@ def lead(
     num_splits = config.trainer.parallel.tensor
     store.set(STAGES_KEY, str(num_stages))
     store.set(SPLITS_KEY, str(num_splits))
+    expert_size = config.trainer.parallel.expert
+    store.set(EXPERT_KEY, str(expert_size))
     store.set(ISLANDS_KEY, json.dumps(islands))
     return ShardedBackend(
         RankGroup(
@@ -64,6 +67,7 @@ def lead(
             num_replicas=num_replicas,
             num_stages=num_stages,
             num_splits=num_splits,
+            expert_size=expert_size,
             islands=islands,
         ),
         build=lambda group: build_part(config, group, build),

@@ -36,9 +36,13 @@ DEVICE_KEY = "device"
 REPLICAS_KEY = "replicas"
 """Key of trainer.parallel.replicate in a run's store."""
 STAGES_KEY = "stages"
-SPLITS_KEY = "splits"
-ISLANDS_KEY = "islands"
 """Key of trainer.parallel.pipeline in a run's store."""
+SPLITS_KEY = "splits"
+"""Key of trainer.parallel.tensor in a run's store."""
+EXPERT_KEY = "expert"
+"""Key of trainer.parallel.expert in a run's store."""
+ISLANDS_KEY = "islands"
+"""Key of trainer.parallel.islands in a run's store."""
 RANK_LOST_STATUS = 70
 END_TIMEOUT_S = 30.0
 WAIT_TIMEOUT = timedelta(hours=1)

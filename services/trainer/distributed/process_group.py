@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from penstock.model.adapter_layout import weight_files
 from penstock.model.digests import manifest_digest
+from services.trainer.distributed.expert_mesh import ExpertMesh
 from services.trainer.distributed.island_gradients import Islands
 from services.trainer.distributed.split_layers import DIMENSION, SplitLayers
 from services.trainer.distributed.stages import Stage
@@ -61,6 +62,7 @@ class RankGroup(Ranks):
         num_replicas: Groups of processes that each hold a whole copy of the model; a divisor of their number.
         num_stages: Stages of layers into which each group cuts it, each held by one process; a divisor likewise.
         num_splits: Processes that split each layer between them; a divisor likewise.
+        expert_size: Processes that divide experts between them; a divisor of those that shard one copy.
         islands: Processes of each island, which all hold a copy of the model sharded over them; instead of the others.
     """
 
@@ -75,6 +77,7 @@ class RankGroup(Ranks):
         num_replicas: int = 1,
         num_stages: int = 1,
         num_splits: int = 1,
+        expert_size: int = 1,
         islands: Sequence[int] = (),
     ) -> None:
         self.rank = rank
@@ -99,11 +102,12 @@ class RankGroup(Ranks):
         self.publish_group = dist.new_group(backend="gloo", timeout=COMPUTE_TIMEOUT)
         self._between_islands = dist.new_group(timeout=COMPUTE_TIMEOUT) if islands else None
         self._split_layers: SplitLayers | None = None
-        self._mesh = self._island_mesh() if islands else self._make_mesh(num_replicas)
+        self._expert_mesh: ExpertMesh | None = None
+        self._mesh = self._island_mesh() if islands else self._make_mesh(num_replicas, expert_size)
         self.ends = self._make_ends() if num_stages > 1 else None
         """The first and the last stage of this process' pipeline; None in other stages."""
 
-    def _make_mesh(self, num_replicas: int) -> DeviceMesh:
+    def _make_mesh(self, num_replicas: int, expert_size: int) -> DeviceMesh:
         # Neighbours share layers, or else a copy: they are on one machine, and exchange most.
         sizes = (num_replicas, self.num_stages, self.num_shards, self.num_splits)
         names = ("replicate", "pipeline", "shard", DIMENSION)
@@ -112,6 +116,15 @@ class RankGroup(Ranks):
             # By which PyTorch adds up norms at once.
             mesh["shard", DIMENSION]._flatten()
             self._split_layers = SplitLayers(mesh[DIMENSION], num_shards=self.num_shards)
+        if expert_size > 1:
+            num_shards = self.num_shards // expert_size
+            divided = mesh["shard"]._unflatten(0, (num_shards, expert_size), ("expert_shard", "expert"))
+            # By which PyTorch adds up norms at once.
+            divided._flatten()
+            shards = divided["expert_shard"]
+            if num_replicas > 1:
+                shards = DeviceMesh._concatenate([mesh["replicate"], shards])
+            self._expert_mesh = ExpertMesh(divided["expert"], shards=shards, num_shards=num_shards)
         return mesh["shard"] if num_replicas == 1 else mesh["replicate", "shard"]
 
     def _island_mesh(self) -> DeviceMesh:
@@ -165,6 +178,8 @@ class RankGroup(Ranks):
             self.stage.cut(model, layers_per_stage)
         if self._split_layers is not None:
             self._split_layers.split(model)
+        if self._expert_mesh is not None:
+            self._expert_mesh.divide(model)
 
     def split_adapter(self, model: PreTrainedModel) -> None:
         """Split the factors like the layers that they adapt."""
@@ -178,6 +193,9 @@ class RankGroup(Ranks):
     def shard(self, network: nn.Module, *, computing: torch.dtype) -> None:
         """Shards by FSDP2: one unit for each layer declared by the model's authors, and one for the rest."""
         policy = MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=MASTER, cast_forward_inputs=False)
+        if self._expert_mesh is not None:
+            for experts in [*self._expert_mesh.experts_of(network)]:
+                fully_shard(experts, mesh=self._expert_mesh.shards, mp_policy=policy)
         names = set(getattr(network, "_no_split_modules", None) or ())
         for module in [module for module in network.modules() if type(module).__name__ in names]:
             fully_shard(module, mesh=self._mesh, mp_policy=policy)

@@ -140,17 +140,7 @@ class SplitLayers:
                 child.register_forward_pre_hook(self._keep_own_experts)
 
     def _split_parameters(self, module: nn.Module, *, dim: int) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            own = parameter.detach().chunk(self._size, dim)[self._mesh.get_local_rank()].clone()
-            if len(own.chunk(self._num_shards)) < self._num_shards:
-                raise UnsupportedModelError(
-                    f"trainer.parallel.tensor: {list(parameter.shape)} numbers of {name} cannot be divided over "
-                    f"tensor {self._size} x shard {self._num_shards} processes; lower one of them"
-                )
-            split = DTensor.from_local(own, self._mesh, [Shard(dim)], run_check=False)
-            setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-        # FSDP has gathered them by then, over its own dimensions of the mesh.
-        compute_with(module, _own_part)
+        split_parameters(module, self._mesh, dim=dim, num_shards=self._num_shards, direction=DIMENSION)
 
     def _keep_own_experts(self, experts: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, index, weights = inputs
@@ -168,6 +158,32 @@ class SplitLayers:
         if isinstance(output, tuple):
             return _Leaving.apply(output[0], self._group), *output[1:]
         return _Leaving.apply(output, self._group)
+
+
+def split_parameters(module: nn.Module, mesh: DeviceMesh, *, dim: int, num_shards: int, direction: str) -> None:
+    """Leave the module this process' equal part of its own parameters, in which it computes.
+
+    Args:
+        module: With parameters of its own.
+        mesh: Of one dimension: the processes that divide them.
+        dim: Of the parameters, along which they are divided.
+        num_shards: Processes over which each part is sharded further.
+        direction: Of `trainer.parallel`.
+
+    Raises:
+        UnsupportedModelError: A process would have nothing.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        own = parameter.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
+        if len(own.chunk(num_shards)) < num_shards:
+            raise UnsupportedModelError(
+                f"trainer.parallel.{direction}: {list(parameter.shape)} numbers of {name} cannot be divided over "
+                f"{direction} {mesh.size()} x shard {num_shards} processes; lower one of them"
+            )
+        split = DTensor.from_local(own, mesh, [Shard(dim)], run_check=False)
+        setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+    # FSDP has gathered them by then, over its own dimensions of the mesh.
+    compute_with(module, _own_part)
 
 
 class _Entering(torch.autograd.Function):  # type: ignore[misc]  # torch declares no types for it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +35,10 @@ _COMMON = {
 }
 
 
-def made(folder: Path, family: str, *, is_tied: bool) -> Path:
+def made(folder: Path, family: str, *, is_tied: bool, **changes: object) -> Path:
     """A model of four layers."""
     torch.manual_seed(3)
-    settings = _COMMON | FAMILIES[family] | {"tie_word_embeddings": is_tied}
+    settings = _COMMON | FAMILIES[family] | {"tie_word_embeddings": is_tied} | changes
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"stands": "in"}', encoding="utf-8")
     return folder
@@ -121,10 +122,10 @@ def assert_each_resumes_the_other(many: Backend, one: Backend, folder: Path) -> 
 
 
 def assert_continues_in_shards(
-    model: Path, checkpoint: Path, *, held: Mapping[str, Tensor], after: Mapping[str, float]
+    model: Path, checkpoint: Path, *, held: Mapping[str, Tensor], after: Mapping[str, float], **changes: Any
 ) -> None:
     """Two shards that load a checkpoint hold what was saved, and report the same of the step after."""
-    with two_processes(model) as shards:
+    with two_processes(model, **changes) as shards:
         shards.load(checkpoint)
         assert_bit_equal(weights(shards), held)
         assert train(shards, 2) == pytest.approx(after, rel=1e-5, abs=1e-5)
@@ -134,9 +135,9 @@ def assert_goes_on_after_a_loss_that_is_not_finite(backend: Backend) -> None:
     before = weights(backend)
     poisoned = random_trajectories(1, count=2)
     poisoned[1].advantages[:] = np.nan
-    ((pack,),) = partition(poisoned, max_pack_tokens=64, shares=backend.shares)
+    (packs,) = partition(poisoned, max_pack_tokens=64, shares=backend.shares)
     with pytest.raises(NonFiniteLossError):
-        backend.forward_backward(pack)
+        backend.forward_backward(*packs)
     backend.discard_gradients()
     assert_equal(weights(backend), before)
     assert train(backend, 5)["grad_norm"] > 0

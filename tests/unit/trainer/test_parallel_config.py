@@ -26,6 +26,8 @@ def made(**settings: object) -> ComputeConfig:
         (8, {"tensor": 2}, (1, 4)),
         (8, {"tensor": 2, "replicate": 2}, (2, 2)),
         ([1, 1, 2, 2], {"tensor": 2, "shard": 2}, (1, 2)),
+        (8, {"expert": 4}, (1, 8)),
+        ([1, 2, 1, 2], {"expert": 2, "replicate": 2}, (2, 2)),
     ],
 )
 def test_what_is_left_out_is_sharded(processes, parallel, mesh):
@@ -50,7 +52,11 @@ def test_what_is_left_out_is_sharded(processes, parallel, mesh):
         (2, {"layers_per_stage": [1, 3]}, "layers_per_stage: [1, 3] states 2 stages, and pipeline 1"),
         (2, {"pipeline": 2, "layers_per_stage": [0, 4]}, "layers_per_stage"),
         ([1, 2], {"pipeline": 2}, "processes: [1.0, 2.0] are the stages of one pipeline, which have one share"),
-        (4, {"expert": 4}, "expert: 4 is not supported"),
+        (8, {"expert": 3}, "expert 3 does not divide shard 8, the processes that hold one copy; change one of them"),
+        (4, {"expert": 4, "replicate": 2}, "expert 4 does not divide shard 2"),
+        (4, {"expert": 2, "tensor": 2}, "expert: 2 is not supported with tensor, which divides experts as well"),
+        (4, {"expert": 2, "pipeline": 2}, "expert: 2 is not supported with pipeline"),
+        (3, {"islands": [2, 1], "expert": 2}, "expert 2 is not supported beside them; leave it out"),
         (4, {"context": 2}, "context: 2 is not supported, a sample is computed whole by one process"),
         (3, {"islands": [2, 2]}, "islands [2, 2] need 4 processes, and processes states 3; change one of them"),
         (3, {"islands": [2, 1], "replicate": 3}, "replicate 3 is not supported beside them; leave it out"),
@@ -67,13 +73,19 @@ def test_what_does_not_fit_is_refused_by_name(processes, parallel, told):
     assert "\n" not in str(caught.value).strip()
 
 
-@pytest.mark.parametrize("direction", ["pipeline", "tensor"])
-def test_what_cannot_be_cut_or_split_is_refused_by_name(direction):
+@pytest.mark.parametrize(
+    ("direction", "other", "told"),
+    [
+        ("expert", {"lora": {"rank": 4}}, "with lora"),
+        ("pipeline", {"algorithm": {"name": "ppo"}}, "with the critic of ppo"),
+        ("tensor", {"algorithm": {"name": "ppo"}}, "with the critic of ppo"),
+    ],
+)
+def test_what_cannot_be_cut_or_split_is_refused_by_name(direction, other, told):
     run = {"model": {"path": "m"}, "data": {"train": None}, "trainer": {"processes": 2, "parallel": {direction: 2}}}
-    validate(TrainingConfig, run | {"lora": {"rank": 4}}, source="run.yaml")
     with pytest.raises(ConfigError) as caught:
-        validate(TrainingConfig, run | {"algorithm": {"name": "ppo"}}, source="run.yaml")
-    assert f"trainer.parallel.{direction}: 2 is not supported with the critic of ppo" in str(caught.value)
+        validate(TrainingConfig, run | other, source="run.yaml")
+    assert f"trainer.parallel.{direction}: 2 is not supported {told}" in str(caught.value)
 
 
 def test_islands_have_all_processes_and_their_shares():
