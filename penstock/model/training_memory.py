@@ -45,6 +45,8 @@ class ModelShape:
     """Norms of a layer's hidden states."""
     has_logits: bool = True
     """False for a stage of layers that does not end in the output layer."""
+    has_embedding: bool = True
+    """False for a stage of layers that does not begin with the embedding."""
 
     @property
     def embedding_params(self) -> int:
@@ -74,6 +76,7 @@ class ModelShape:
             # An end holds one of the two.
             is_tied=True,
             has_logits=is_last,
+            has_embedding=is_first,
         )
 
     def split(self, num_splits: int) -> ModelShape:
@@ -118,7 +121,9 @@ def held_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     """What one process holds all the time: its shard of weights, gradients, moments, reference and critic."""
     trained = (mode.weight_bytes if mode.has_adapter else STATE_BYTES) * shape.num_params
     if mode.has_critic:
-        trained += STATE_BYTES * (shape.num_params - (0 if shape.is_tied else shape.embedding_params))
+        # All but an output layer, which a tied one is not by itself.
+        is_whole = shape.is_tied and shape.has_embedding
+        trained += STATE_BYTES * (shape.num_params - (0 if is_whole else shape.embedding_params))
     reference = mode.weight_bytes * shape.num_params if mode.has_reference else 0.0
     return (trained + reference) / mode.num_shards
 

@@ -341,15 +341,16 @@ class TrainingConfig(RunSections):
 
     @model_validator(mode="after")
     def _check_stages_and_splits(self) -> Self:
-        refused: dict[str, tuple[str, ...]] = {"lora": ("expert",)} if self.lora is not None else {}
+        if self.lora is None:
+            return self
+        refused = {"expert": "lora"}
         if self.algorithm.definition.has_critic:
-            refused[f"the critic of {self.algorithm.name}"] = ("pipeline", "tensor")
-        for other, names in refused.items():
-            for name in names:
-                if (degree := getattr(self.trainer.parallel, name)) > 1:
-                    raise ValueError(
-                        f"trainer.parallel.{name}: {degree} is not supported with {other}; leave it 1, use shard"
-                    )
+            refused |= dict.fromkeys(("pipeline", "tensor"), f"lora beside the critic of {self.algorithm.name}")
+        for name, other in refused.items():
+            if (degree := getattr(self.trainer.parallel, name)) > 1:
+                raise ValueError(
+                    f"trainer.parallel.{name}: {degree} is not supported with {other}; leave it 1, use shard"
+                )
         return self
 
     @model_validator(mode="after")

@@ -172,10 +172,10 @@ class RankGroup(Ranks):
         """The process of another stage in this process' pipeline."""
         return self.rank + (stage - self.stage.index) * self.num_shards
 
-    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None) -> None:
-        """Leave it the modules of this stage."""
+    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None, *, has_output: bool = True) -> None:
+        """Leave it the modules of this stage, and of these what is this process'."""
         if self.num_stages > 1:
-            self.stage.cut(model, layers_per_stage)
+            self.stage.cut(model, layers_per_stage, has_output=has_output)
         if self._split_layers is not None:
             self._split_layers.split(model)
         if self._expert_mesh is not None:

@@ -117,7 +117,11 @@ class RankBackend:
             critic=None if self._critic is None else self._critic.learner,
             reference=self._trained.reference_tensors(),
             rank=self._ranks.rank,
-            elsewhere={*self._elsewhere, *map(self._trained.moments_name, self._elsewhere)},
+            elsewhere={
+                *self._elsewhere,
+                *map(self._trained.moments_name, self._elsewhere),
+                *(() if self._critic is None else self._critic.elsewhere),
+            },
         )
         self._checkpoint_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._publish_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
@@ -291,7 +295,7 @@ class RankBackend:
         rate = self._settings.critic_learning_rate
         if rate is None:
             return None
-        return Critic(
+        return self._new_critic(
             self._settings.path,
             dtype=self._dtype,
             device=self._device,
@@ -299,7 +303,11 @@ class RankBackend:
             learning_rate=rate,
             optimizer=self._optimizer_config,
             checkpoints_layers=self._settings.gradient_checkpointing,
+            layers_per_stage=self._settings.layers_per_stage,
         )
+
+    def _new_critic(self, *args: Any, **settings: Any) -> Critic:
+        return Critic(*args, **settings)
 
     def _loss_of(self, pack: Pack, logprobs: Tensor, reference_logprobs: Tensor | None) -> LossOutputs:
         return self._loss(

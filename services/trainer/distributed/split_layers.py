@@ -63,7 +63,7 @@ class SplitLayers:
                 region = getattr(layer, name)
                 for module in region.modules():
                     self._split_module(module)
-                inside = region.named_parameters(prefix=f"model.layers.{number}.{name}")
+                inside = region.named_parameters(prefix=f"layers.{number}.{name}")
                 partial.update(path for path, parameter in inside if not isinstance(parameter, DTensor))
                 region.register_forward_pre_hook(self._enter, with_kwargs=True)
                 region.register_forward_hook(self._leave)
@@ -101,7 +101,8 @@ class SplitLayers:
                 continue
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=self._group)
-            if name not in self.partial:
+            # A policy's and a critic's models have other names before those of layers.
+            if name.partition(".")[2] not in self.partial:
                 local /= self._size
 
     def _check(self, model: PreTrainedModel) -> None:

@@ -1,15 +1,12 @@
-"""One process' part of the backend when the model is cut into stages: a pipeline of microbatches (GPipe).
+"""One process' part of the backend when the model is cut into stages: a pipeline of microbatches (`stage_link`).
 
-A pack is given to all stages of a pipeline, each of which divides it into the same microbatches of whole trajectories.
-All of them pass forward through the stages one after another, then all of them backward, so that the stages work on
-different ones at the same time. Losses are sums over tokens: the gradient is that of the whole pack.
-
-Source: Huang et al., GPipe (arXiv 1811.06965).
+Losses are sums over tokens: the gradient of a pack's microbatches is that of the whole pack.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,17 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from services.trainer.algorithms.loss import LossOutputs
-from services.trainer.batches.packing import Pack, divide
+from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.rank_backend import RankBackend, totals_of
-from services.trainer.model.attention import packed_inputs
+from services.trainer.distributed.stage_critic import StageCritic
+from services.trainer.distributed.stage_link import StageLink
 from services.trainer.model.backend import LossTotals, NonFiniteLossError, Quantity, StepMetrics
-from services.trainer.model.precision import MASTER, computing_in
+from services.trainer.model.precision import computing_in
 from services.trainer.model_state.weight_file import Part
-
-MICROBATCHES_PER_STAGE = 4
-"""At most: then the stages wait for each other a fifth of the time at most (GPipe, section 2)."""
 
 
 class StageBackend(RankBackend):
@@ -37,10 +31,10 @@ class StageBackend(RankBackend):
 
     _ranks: RankGroup
 
-    def __init__(self, **settings: Any) -> None:
-        self._sent: list[tuple[Any, Tensor]] = []
-        """What is on its way to other stages, which must not be freed."""
-        super().__init__(**settings)
+    @cached_property
+    def _link(self) -> StageLink:
+        """To the other stages, known once the model is."""
+        return StageLink(self._ranks, hidden=self._model.config.hidden_size, device=self._device)
 
     @property
     def vocab_size(self) -> int:
@@ -51,32 +45,38 @@ class StageBackend(RankBackend):
         """Adds the gradient of the pipeline's pack to this stage's; the last stage returns the totals."""
         (given,) = packs
         is_idle = given is None or given.num_loss_tokens == 0
-        microbatches = self._microbatches(self._idle_pack if given is None or is_idle else given)
+        pack = self._idle_pack if given is None or is_idle else given
+        microbatches = self._link.microbatches(pack)
         # In all stages, and before they depend on each other for the policy's own pass.
         references = [self._reference_of_loss(each) for each in microbatches]
-        outputs = [self._forward(each, reference) for each, reference in zip(microbatches, references, strict=True)]
+        outputs = [self._passed(self._model, each) for each in microbatches]
         totals, loss = LossTotals(), 0.0
-        if self._ranks.stage.is_last:
-            for each, (_, found) in zip(microbatches, outputs, strict=True):
-                assert isinstance(found, LossOutputs)
-                more, reported = totals_of(found, num_tokens=each.num_loss_tokens)
+        if self._link.is_last:
+            for number, (received, logprobs) in enumerate(outputs):
+                found = self._loss_of(microbatches[number], logprobs, references[number])
+                more, reported = totals_of(found, num_tokens=microbatches[number].num_loss_tokens)
                 loss, totals = loss + more, totals.merged(reported)
-        self._settle()
+                outputs[number] = received, found.loss * 0.0 if is_idle else found.loss
+        self._link.settle()
         is_finite = math.isfinite(loss)
         if not self._ranks.agree(is_finite):
             where = "another process" if is_finite else "a pack"
             raise NonFiniteLossError(f"the loss of {where} is {'not finite' if is_finite else loss}")
-        for number, (received, found) in enumerate(outputs, 1):
-            self._backward(received, found, is_idle=is_idle, is_last=number == len(outputs))
-        self._settle()
+        if self._critic is not None and pack.returns is not None:
+            value_loss = self._critic.forward_backward(pack, is_idle=is_idle)
+            if self._link.is_last:
+                totals = totals.merged(LossTotals(sums={"value_loss": value_loss}))
+        for number, (received, found_here) in enumerate(outputs, 1):
+            self._link.backward([self._model], received, found_here, is_last=number == len(outputs))
+        self._link.settle()
         return LossTotals() if is_idle else totals
 
     def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
         """One pass of the pipeline; the numbers are known in its last stage, and zeros in the others."""
         (given,) = packs
-        parts: list[Pack | None] = [None] if given is None else [*self._microbatches(given)]
+        parts: list[Pack | None] = [None] if given is None else [*self._link.microbatches(given)]
         found = [super(StageBackend, self).score(part, quantity=quantity)[0] for part in parts]
-        self._settle()
+        self._link.settle()
         return [np.concatenate(found)]
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
@@ -87,71 +87,26 @@ class StageBackend(RankBackend):
             dist.all_reduce(local, group=self._ranks.ends)
         return super().optimizer_step(divisor=divisor, is_last=is_last)
 
-    def _microbatches(self, pack: Pack) -> list[Pack]:
-        return divide(pack, MICROBATCHES_PER_STAGE * self._ranks.num_stages)
-
-    def _forward(self, pack: Pack, reference: Tensor | None) -> tuple[Tensor | None, Tensor | LossOutputs]:
-        """What this stage received, and made of it: the loss, or the next stage's input."""
-        received = self._received(pack.num_tokens)
-        found = self._passed(self._model, pack, received)
-        return received, self._loss_of(pack, found, reference) if self._ranks.stage.is_last else found
-
-    def _backward(self, received: Tensor | None, found: Tensor | LossOutputs, *, is_idle: bool, is_last: bool) -> None:
-        # Gradients are summed over copies of the stage once a pack: they may have different numbers of microbatches.
-        self._model.set_is_last_backward(is_last)
-        self._model.set_requires_gradient_sync(is_last)
-        if isinstance(found, LossOutputs):
-            (found.loss * 0.0 if is_idle else found.loss).backward()
-        else:
-            gradient = torch.empty_like(found)
-            dist.recv(gradient, self._ranks.rank_of_stage(self._ranks.stage.index + 1))
-            found.backward(gradient)
-        if received is not None:
-            assert received.grad is not None
-            self._send(received.grad, self._ranks.stage.index - 1)
-
     def _logprobs(self, model: Any, pack: Pack) -> Tensor:
         """A forward pass of one microbatch; float32[N], zeros in all stages but the last."""
-        found = self._passed(model, pack, self._received(pack.num_tokens))
-        return found if self._ranks.stage.is_last else torch.zeros(pack.num_loss_tokens, device=self._device)
+        _, found = self._passed(model, pack)
+        return found if self._link.is_last else torch.zeros(pack.num_loss_tokens, device=self._device)
 
-    def _passed(self, model: Any, pack: Pack, received: Tensor | None) -> Tensor:
-        """This stage's pass: log-probs, float32[N], or hidden states, float32[1, T, H], which are sent on."""
-        if self._ranks.stage.is_last:
-            return self._logprobs_of(model, pack, self._inputs(pack, received))
-        with computing_in(self._dtype, self._device):
-            inputs = self._inputs(pack, received)
-            hidden_1th: Tensor = model(**inputs).logits
-        self._send(hidden_1th.detach(), self._ranks.stage.index + 1)
-        return hidden_1th
+    def _passed(self, model: Any, pack: Pack) -> tuple[Tensor | None, Tensor]:
+        """This stage's pass: what it received, and log-probs, float32[N], or hidden states, float32[1, T, H]."""
 
-    def _inputs(self, pack: Pack, hidden_1th: Tensor | None = None) -> dict[str, Any]:
-        """The model's arguments; without hidden states, which only a first stage does not need, zeros."""
-        inputs = packed_inputs(pack, self._device)
-        if not self._ranks.stage.is_first:
-            del inputs["input_ids"]
-            inputs["inputs_embeds"] = self._blank(pack.num_tokens).zero_() if hidden_1th is None else hidden_1th
-        return inputs
+        def layers(inputs: dict[str, Any]) -> Tensor:
+            with computing_in(self._dtype, self._device):
+                hidden_1th: Tensor = model(**inputs).logits
+            return hidden_1th
 
-    def _received(self, num_tokens: int) -> Tensor | None:
-        if self._ranks.stage.is_first:
-            return None
-        hidden_1th = self._blank(num_tokens)
-        dist.recv(hidden_1th, self._ranks.rank_of_stage(self._ranks.stage.index - 1))
-        return hidden_1th.requires_grad_(torch.is_grad_enabled())
+        return self._link.passed(pack, layers=layers, end=lambda inputs: self._logprobs_of(model, pack, inputs))
 
-    def _blank(self, num_tokens: int) -> Tensor:
-        return torch.empty(1, num_tokens, self._model.config.hidden_size, dtype=MASTER, device=self._device)
+    def _inputs(self, pack: Pack) -> dict[str, Any]:
+        return self._link.inputs(pack)
 
-    def _send(self, tensor: Tensor, stage: int) -> None:
-        tensor = tensor.to(MASTER).contiguous()
-        self._sent.append((dist.isend(tensor, self._ranks.rank_of_stage(stage)), tensor))
-
-    def _settle(self) -> None:
-        """Wait until all has arrived."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
+    def _new_critic(self, *args: Any, **settings: Any) -> StageCritic:
+        return StageCritic(*args, link=self._link, **settings)
 
     def _parts(self, tensors: Any) -> dict[str, Part]:
         """Nothing of the tensors that other stages write, which every process must name."""

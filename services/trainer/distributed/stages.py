@@ -79,8 +79,13 @@ class Stage:
         """Whether it has the output layer."""
         return self.index == self.num_stages - 1
 
-    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None) -> None:
+    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None, *, has_output: bool = True) -> None:
         """Leave the model the modules of this stage, in place, before or after its weights are read.
+
+        Args:
+            model: One of the run's.
+            layers_per_stage: None for even stages.
+            has_output: False leaves the output layer out in all stages.
 
         Raises:
             UnsupportedModelError: It is of another family, or cannot be divided so.
@@ -98,14 +103,16 @@ class Stage:
             model=config.name_or_path or config.model_type,
         )
         whole = distinct_tensors(model)
-        is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-        self._replace(model, ranges[self.index], is_tied=is_tied)
+        is_tied = has_output and model.lm_head.weight is model.model.embed_tokens.weight
+        self._replace(model, ranges[self.index], is_tied=is_tied, has_output=has_output and self.is_last)
+        if not has_output:
+            return
         held = distinct_tensors(model)
         self.elsewhere = {name: tensor.to("meta") for name, tensor in whole.items() if name not in held}
         if is_tied and (self.is_first or self.is_last):
             self.shared = frozenset(("model.embed_tokens.weight",))
 
-    def _replace(self, model: Any, layers: range, *, is_tied: bool) -> None:
+    def _replace(self, model: Any, layers: range, *, is_tied: bool, has_output: bool) -> None:
         for index in range(len(model.model.layers)):
             if index not in layers:
                 model.model.layers[index] = Elsewhere()
@@ -113,6 +120,7 @@ class Stage:
             model.model.embed_tokens = Elsewhere()
         if not self.is_last:
             model.model.norm = Elsewhere()
+        if not has_output:
             model.lm_head = _Output()
         # The files hold those of the other stages, too.
         model._keys_to_ignore_on_load_unexpected = {".*"}

@@ -4,13 +4,13 @@ Invariants:
 - It begins as a copy of the policy with a head of zeros: every state has value 0 until it has learned.
 - It learns from the same packs as the policy and steps when the policy steps; its gradient is always the mean over the
   step's tokens, however the policy's is averaged.
-- If several processes train together, it is sharded like the policy, and every process makes every call.
+- If several processes train together, it is divided like the policy, and every process makes every call.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from services.trainer.model.ranks import Ranks
 from services.trainer.model.trained_model import checkpoint_layers
 from services.trainer.model.weight_loading import load_weights
 
+_HEAD = ("head.weight", "head.bias")
+
 
 class Critic:
     """Values of states, and the optimiser that learns them.
@@ -43,6 +45,7 @@ class Critic:
         learning_rate: Its peak rate, with the policy's warm-up and decay.
         optimizer: The policy's optimiser settings.
         checkpoints_layers: Whether layers compute their activations again in the backward pass.
+        layers_per_stage: Of the stages into which the processes cut it; None for even ones.
     """
 
     def __init__(
@@ -55,8 +58,18 @@ class Critic:
         learning_rate: float,
         optimizer: OptimizerConfig,
         checkpoints_layers: bool = False,
+        layers_per_stage: Sequence[int] | None = None,
     ) -> None:
-        model = load_weights(path, dtype=MASTER, computing=dtype, device=device, ranks=ranks, sharded=_parts)
+        model = load_weights(
+            path,
+            dtype=MASTER,
+            computing=dtype,
+            device=device,
+            ranks=ranks,
+            sharded=_parts,
+            layers_per_stage=layers_per_stage,
+            has_output=False,
+        )
         if checkpoints_layers:
             checkpoint_layers(model)
         self._network: Any = model.base_model
@@ -65,11 +78,20 @@ class Critic:
         nn.init.zeros_(self._head.bias)
         self._ranks = ranks
         ranks.shard(self._head, computing=MASTER)
+        modules = {"network": self._network, "head": self._head}
+        if ranks.stage_index < ranks.num_stages - 1:
+            # The last stage's, which alone has values.
+            del modules["head"]
         parameters: dict[str, Tensor] = {
             f"{module}.{name}": parameter
-            for module, holder in (("network", self._network), ("head", self._head))
+            for module, holder in modules.items()
             for name, parameter in holder.named_parameters()
         }
+        prefix = f"{model.base_model_prefix}."
+        self.elsewhere = frozenset(
+            (*(f"network.{name.removeprefix(prefix)}" for name in (*ranks.elsewhere, *ranks.copies)), *_HEAD)
+        ) - frozenset(parameters)
+        """Names of tensors that only other stages hold, and some that nobody does."""
         self.learner = Learner(parameters, optimizer, ranks=ranks)
         """Trains it, and is saved with it."""
         self._device, self._dtype = device, dtype
@@ -78,8 +100,11 @@ class Critic:
 
     def values(self, pack: Pack) -> Tensor:
         """Values of the states before the loss tokens, float32[N], with gradient if enabled."""
+        return self._values_of(pack, packed_inputs(pack, self._device))
+
+    def _values_of(self, pack: Pack, inputs: dict[str, Any]) -> Tensor:
         with computing_in(self._dtype, self._device):
-            hidden_1th: Tensor = self._network(**packed_inputs(pack, self._device)).last_hidden_state
+            hidden_1th: Tensor = self._network(**inputs).last_hidden_state
         worth_n1: Tensor = self._head(hidden_1th[0, self._tensor(pack.logit_positions)].float())
         return worth_n1[:, 0]
 
@@ -93,17 +118,30 @@ class Critic:
         Raises:
             NonFiniteLossError: Nothing was added.
         """
+        loss = self._loss(pack, self.values(pack))
+        total = float(loss.detach())
+        self._require_finite(total, pack)
+        (loss * 0.0 if is_idle else loss).backward()
+        return self._counted(total, pack, is_idle=is_idle)
+
+    def _loss(self, pack: Pack, values_n: Tensor) -> Tensor:
+        """The sum over the pack's tokens."""
         assert pack.values is not None
         assert pack.returns is not None
-        losses = value_losses(self.values(pack), self._tensor(pack.values), self._tensor(pack.returns))
-        total = float(losses.detach().sum())
+        return value_losses(values_n, self._tensor(pack.values), self._tensor(pack.returns)).sum()
+
+    def _require_finite(self, total: float, pack: Pack) -> None:
         is_finite = math.isfinite(total)
         if not self._ranks.agree(is_finite):
             where = f"a pack of {pack.num_loss_tokens} loss tokens" if not is_finite else "another process"
             raise NonFiniteLossError(f"the critic's loss of {where} is {'not finite' if is_finite else total}")
-        (losses.sum() * 0.0 if is_idle else losses.sum()).backward()
-        self._num_tokens += 0 if is_idle else pack.num_loss_tokens
-        return 0.0 if is_idle else total
+
+    def _counted(self, total: float, pack: Pack, *, is_idle: bool) -> float:
+        """The loss to report of a pack that was trained on; of processes that have it together, one counts it."""
+        if is_idle or self._ranks.rank not in self._ranks.scorers:
+            return 0.0
+        self._num_tokens += pack.num_loss_tokens
+        return total
 
     def gradient_norm(self) -> float:
         """Norm of the gradient of the mean over the tokens of all processes so far."""

@@ -52,8 +52,14 @@ class Ranks:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(name)
 
-    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None) -> None:
-        """Leave the model this process' part of its layers; raises UnsupportedModelError if it cannot be divided so."""
+    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None, *, has_output: bool = True) -> None:
+        """Leave the model this process' part of its layers; raises UnsupportedModelError if it cannot be divided so.
+
+        Args:
+            model: One of the run's.
+            layers_per_stage: Of the stages into which it is cut; None for even ones.
+            has_output: False if its output layer is not used; stages leave it out.
+        """
 
     def split_adapter(self, model: PreTrainedModel) -> None:
         """Leave the factors of an adapter, added to a model that was cut, this process' part of them."""

@@ -8,6 +8,7 @@ not fit the model is refused, in all processes alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def load_weights(
     ranks: Ranks,
     sharded: Modules = lambda model: (model,),
     layers_per_stage: Sequence[int] | None = None,
+    has_output: bool = True,
 ) -> PreTrainedModel:
     """The model on its device, in evaluation mode, sharded over the processes, all of which call this.
 
@@ -55,6 +57,7 @@ def load_weights(
         sharded: Its modules that will be called, each of which is sharded with all it contains. A generator may change
             the model before and after.
         layers_per_stage: Of the stages into which the processes cut it; None for even ones.
+        has_output: False if its output layer is not used.
 
     Raises:
         UnsupportedModelError: The checkpoint does not fit its own configuration, or the model's attention cannot be
@@ -63,9 +66,8 @@ def load_weights(
     """
     problem: BackendError | OSError | None = None
     try:
-        model = _loaded(
-            path, dtype=dtype, computing=computing, ranks=ranks, sharded=sharded, layers_per_stage=layers_per_stage
-        )
+        cut = partial(ranks.cut, layers_per_stage=layers_per_stage, has_output=has_output)
+        model = _loaded(path, dtype=dtype, computing=computing, ranks=ranks, sharded=sharded, cut=cut)
     except (BackendError, OSError) as error:
         problem = error
     if not ranks.agree(problem is None):
@@ -95,10 +97,10 @@ def _loaded(
     computing: torch.dtype,
     ranks: Ranks,
     sharded: Modules,
-    layers_per_stage: Sequence[int] | None,
+    cut: Callable[[PreTrainedModel], None],
 ) -> PreTrainedModel:
     def shard(model: PreTrainedModel) -> None:
-        ranks.cut(model, layers_per_stage)
+        cut(model)
         for module in sharded(model):
             ranks.shard(module, computing=computing)
 

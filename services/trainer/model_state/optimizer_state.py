@@ -37,7 +37,7 @@ class TrainingState:
         critic: Trains the critic, all of whose weights are its parameters; None without one.
         reference: The reference's weights by name; empty if they cannot change.
         rank: Of this process among those that train together.
-        elsewhere: Names of the model's tensors that only other stages hold.
+        elsewhere: Names of tensors, the critic's too, that only other stages hold.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class TrainingState:
         return live, moments, wanted, has_new_reference
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Whether it belongs to a tensor of another stage: PREFIX/NAME or optimizer/NAME/PART."""
-        _, _, rest = name.partition("/")
+        """Whether it belongs to a tensor of another stage: PREFIX/NAME or optimizer/NAME/PART, also of the critic."""
+        _, _, rest = name.removeprefix(_CRITIC).partition("/")
         return rest in self._elsewhere or rest.rpartition("/")[0] in self._elsewhere
 
     def _blank_moments(self, prefix: str, stated: Iterable[str]) -> dict[str, dict[str, Tensor]]:

@@ -77,8 +77,8 @@ def test_what_does_not_fit_is_refused_by_name(processes, parallel, told):
     ("direction", "other", "told"),
     [
         ("expert", {"lora": {"rank": 4}}, "with lora"),
-        ("pipeline", {"algorithm": {"name": "ppo"}}, "with the critic of ppo"),
-        ("tensor", {"algorithm": {"name": "ppo"}}, "with the critic of ppo"),
+        ("pipeline", {"lora": {"rank": 4}, "algorithm": {"name": "ppo"}}, "with lora beside the critic of ppo"),
+        ("tensor", {"lora": {"rank": 4}, "algorithm": {"name": "ppo"}}, "with lora beside the critic of ppo"),
     ],
 )
 def test_what_cannot_be_cut_or_split_is_refused_by_name(direction, other, told):

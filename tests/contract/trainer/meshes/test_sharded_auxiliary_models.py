@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.model.backend import NonFiniteLossError
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_settings import step_settings
+from tests.helpers.trainers.equal_training import made
 from tests.helpers.trainers.two_processes import alone, assert_close, config_of, scores, two_processes, weights
 from tests.unit.trainer.builders import VOCAB_SIZE, build_sample, build_trajectory, save_tiny_qwen2
 
@@ -100,17 +102,60 @@ def test_two_processes_train_auxiliary_models_as_one_and_each_reads_the_other_s_
         assert train(two, model, 5, **changes) == pytest.approx(train(one, model, 5, **changes), rel=1e-4)
         assert_close(weights(two), weights(one))
         if has_critic:
-            assert_both_refuse_a_critic_s_loss_that_is_not_finite(two, model, changes)
+            assert_all_refuse_a_critic_s_loss_that_is_not_finite(two, model, changes)
 
 
-def assert_both_refuse_a_critic_s_loss_that_is_not_finite(two, model, changes):
-    """Of a pack that only one of them has; both go on."""
-    before = weights(two)
+@pytest.mark.parametrize(
+    ("family", "is_tied", "processes", "parallel"),
+    [
+        ("qwen2", True, 2, {"pipeline": 2, "layers_per_stage": [1, 3]}),
+        ("qwen3_moe", False, 2, {"tensor": 2}),
+        ("qwen3_moe", False, 2, {"expert": 2}),
+    ],
+)
+def test_a_critic_is_divided_as_its_policy_is(tmp_path, family, is_tied, processes, parallel):
+    folder = made(tmp_path / "model", family, is_tied=is_tied)
+    changes = CASES["ppo"] | {"processes": processes}
+    one = alone(folder, **changes)
+    with two_processes(folder, parallel=parallel, **changes) as many:
+        for seed in (1, 2):
+            found, expected = (train(backend, folder, seed, **changes) for backend in (many, one))
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+            found, expected = (scored(backend, "values") for backend in (many, one))
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert np.abs(expected).max() > 1e-3
+        mean_gradients = critic_moments(one)
+        for name, backend in (("of_many", many), ("of_one", one)):
+            (tmp_path / name).mkdir()
+            backend.save(tmp_path / name).result()
+            train(backend, folder, 3, **changes)
+        one.load(tmp_path / "of_many")
+        np.testing.assert_allclose(scored(one, "values"), expected, atol=1e-5)
+        for name, moment in critic_moments(one).items():
+            torch.testing.assert_close(
+                moment, mean_gradients[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            )
+        many.load(tmp_path / "of_one")
+        np.testing.assert_allclose(scored(many, "values"), expected, atol=1e-5)
+        found, expected = (train(backend, folder, 4, **changes) for backend in (many, one))
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert_all_refuse_a_critic_s_loss_that_is_not_finite(many, folder, changes)
+
+
+def critic_moments(one):
+    """Means of a critic's gradients, by its parameters' names."""
+    learner = one._critic.learner
+    return {name: learner.optimizer.state[each]["exp_avg"].clone() for name, each in learner.parameters.items()}
+
+
+def assert_all_refuse_a_critic_s_loss_that_is_not_finite(many, model, changes):
+    """Of a pack that only the last has; all go on."""
+    before = weights(many)
     trajectory = build_trajectory(np.random.default_rng(3), num_prompt=2, num_completion=4)
     blank = np.zeros(6, dtype=np.float32)
     (pack,) = pack_trajectories([replace(trajectory, values=blank, returns=blank + np.inf)], max_pack_tokens=48)
     with pytest.raises(NonFiniteLossError, match="critic"):
-        two.forward_backward(None, pack)
-    two.discard_gradients()
-    assert_close(weights(two), before)
-    assert train(two, model, 6, **changes)["grad_norm"] > 0
+        many.forward_backward(*[None] * (len(many.shares) - 1), pack)
+    many.discard_gradients()
+    assert_close(weights(many), before)
+    assert train(many, model, 6, **changes)["grad_norm"] > 0

@@ -1,9 +1,12 @@
 """How layers are divided over stages, and what cannot be."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.model.model_shape import read_shape
+from penstock.model.training_memory import STATE_BYTES, TrainingMode, held_bytes
 from services.trainer.distributed.stages import Stage, divided
 from services.trainer.model.backend import UnsupportedModelError
 from tests.helpers.models.model_families import FAMILIES, save_tiny
@@ -59,11 +62,16 @@ def test_stages_hold_every_tensor_once_but_tied_embeddings():
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_formula_of_memory_counts_each_stage_s_weights(tmp_path, is_tied):
     folder = save_tiny("qwen3", tmp_path, num_hidden_layers=4, tie_word_embeddings=is_tied)
-    shape = read_shape(folder)
+    shape, mode = read_shape(folder), TrainingMode(num_shards=1, pack_tokens=8, is_half=False)
     for index, num_layers in enumerate((1, 2, 1)):
         model = AutoModelForCausalLM.from_pretrained(folder)
         Stage(index=index, num_stages=3).cut(model, (1, 2, 1))
         held = sum(parameter.numel() for parameter in model.parameters())
-        expected = shape.stage(num_layers, is_first=index == 0, is_last=index == 2).num_params
+        stage = shape.stage(num_layers, is_first=index == 0, is_last=index == 2)
         # The last norm is divided over all layers.
-        assert expected == pytest.approx(held, abs=model.config.hidden_size)
+        assert stage.num_params == pytest.approx(held, abs=model.config.hidden_size)
+        critic = AutoModelForCausalLM.from_pretrained(folder)
+        Stage(index=index, num_stages=3).cut(critic, (1, 2, 1), has_output=False)
+        beside = held_bytes(stage, replace(mode, has_critic=True)) - held_bytes(stage, mode)
+        held = sum(parameter.numel() for parameter in critic.parameters())
+        assert beside / STATE_BYTES == pytest.approx(held, abs=model.config.hidden_size)
