@@ -56,7 +56,7 @@ class GeneratorSection(BaseEngineConfig):
     """The generators that are started here, and the keys of their engine."""
 
     count: int = Field(default=1, ge=0, le=256)
-    """Generators started here; ignored if endpoints.generators names others. 0 for a replayed run."""
+    """Generators started here; ignored if endpoints.generators is set. 0 for a replayed run."""
     flush_interval_s: float = Field(default=0.2, gt=0, le=10)
     """Longest time a decoded token waits before it is sent."""
     openai_listen: Address | None = None
@@ -140,13 +140,12 @@ class EndpointsSection(StrictModel):
     trainer: Address | None = None
     """A trainer; the paths in model and data are then on its machine."""
     generators: list[str] | None = None
-    """Generators started for this run's id."""
+    """Generators started for this run's id, which have to answer before it starts; [] if all of them are where nobody
+    connects to from here: they come by themselves."""
 
     @field_validator("generators")
     @classmethod
     def _are_addresses(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and not value:
-            raise ValueError("name at least one generator, or write null to start them here")
         return None if value is None else [checked_address(item) for item in value]
 
 

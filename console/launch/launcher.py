@@ -160,7 +160,7 @@ def choose_addresses(config: RunConfig) -> Addresses:
             return Endpoint(target=elsewhere, listen=None)
         return local_endpoint(here or next(free))
 
-    generators: Sequence[str | None] = endpoints.generators or [None] * num_local
+    generators: Sequence[str | None] = [None] * num_local if endpoints.generators is None else endpoints.generators
     weights_listen = None if endpoints.trainer is not None else listen.weights or next(free)
     return Addresses(
         broker=endpoint(endpoints.broker, listen.broker),

@@ -60,13 +60,15 @@ class Run:
         """Everything printed so far."""
         return "\n".join(self.lines)
 
-    def wait_for(self, what: str, condition: Callable[[], bool], *, timeout_s: float = 240.0) -> None:
+    def wait_for(
+        self, what: str, condition: Callable[[], bool], *, timeout_s: float = 240.0, every_s: float = 0.05
+    ) -> None:
         """Until `condition` holds; fails with the output when the run ends first or time is up."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.text}"
             assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{self.text}"
-            time.sleep(0.05)
+            time.sleep(every_s)
 
     def wait_for_step(self, step: int) -> None:
         """Until that step is done."""

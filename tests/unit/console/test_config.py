@@ -88,7 +88,13 @@ def test_what_is_recorded_is_named_by_its_format() -> None:
 
 def test_attached_generators_need_the_run_id() -> None:
     assert "run.id: required" in problem(endpoints={"generators": ["host:1"]})
-    assert "at least one generator" in problem(run={"id": "x"}, endpoints={"generators": []})
+    assert "run.id: required" in problem(endpoints={"generators": []})
+
+
+def test_generators_that_nobody_connects_to_are_neither_started_nor_called() -> None:
+    elsewhere = config(run={"id": "x"}, endpoints={"generators": []})
+    assert not elsewhere.starts_generators
+    assert choose_addresses(elsewhere).generators == ()
 
 
 def test_an_absurd_step_is_refused() -> None:
