@@ -258,15 +258,22 @@ def stop(run_dir: RunDir) -> int:
 
 
 @command(app)
-def doctor() -> int:
+def doctor(
+    machine: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MACHINE.yaml]", help="Check what this machine of a deployment needs instead."),
+    ] = None,
+) -> int:
     """Check what a run needs on this machine, and what is missing; exit status 1 if a run is impossible.
 
-    Example:
+    Examples:
       penstock doctor
+      penstock doctor out/r1/machine-l4-0.yaml
     """
+    from console.deploy.machine_check import machine_command
     from console.inspect.doctor import doctor_command
 
-    return doctor_command()
+    return doctor_command() if machine is None else machine_command(machine)
 
 
 for part in (cli_recording.app, cli_planning.app, cli_recording.merge_app, cli_bench.app, cli_runs.app):

@@ -1,135 +1,145 @@
-"""Writes a site's compose file. Each service is in its machine's profile, so all machines share one file."""
+"""Writes a compose file for each site. Each service is in its machine's profile, so all machines share one file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from console.deploy.nodes import Machine
-from console.deploy.trainers import TrainingMachine
-from penstock.process.grace_periods import STOP_GRACE_S
+from console.deploy.description import Deployment, Files, Host, Service, environment
+from console.deploy.readme import PLACE
 
-Service = dict[str, Any]
+Container = dict[str, Any]
 
+_STEPS = """# Starting
 
-def compose_file(
-    machines: Sequence[Machine],
-    trainers: Sequence[TrainingMachine],
-    *,
-    head: str | None,
-    ports: Mapping[str, int],
-    is_emulated: bool,
-    has_certificates: bool,
-) -> dict[str, Any]:
-    """One site's document: its machines that generate and train; `head` is the run's, if it is at this site.
+Copy a site's folder to each of its machines{certificates}. There, fill in `.env` (the folders with the model
+and data, and for runs; user 10001 of the images reads the first and writes to the second) and, if you use tokens,
+`secrets.env`; keep both out of version control. Then, on every machine:
 
-    With `has_certificates` each service uses the files that `penstock certs issue` wrote for its machine.
-    """
-    services: dict[str, Service] = {}
-    if head is not None:
-        services |= _center(head, ports)
-    for trainer in trainers:
-        services |= _trainer(trainer, is_head=trainer.name == head, port=ports["trainer"], is_emulated=is_emulated)
-    for each in machines:
-        image = "penstock-generator" if is_emulated else "penstock-generator-gpu"
-        service = _service(image, ["node", f"/config/node-{each.name}.yaml"], each.name)
-        # A node serves nothing itself; its generators have their own health checks.
-        service |= {"shm_size": "8gb", **_grace("node"), "healthcheck": {"disable": True}}
-        services[f"node-{each.name}"] = service | ({} if is_emulated else _gpus(each.kind.gpus))
-    for name, service in services.items():
-        if name != "redis":
-            service |= {
-                "environment": _CERTIFICATES if has_certificates else _CREDENTIALS,
-                "volumes": [
-                    ".:/config:ro",
-                    f"${{PENSTOCK_SECRETS:-{'/etc/penstock' if has_certificates else '.'}}}:/run/secrets:ro",
-                    "data:/data",
-                    "runs:/runs",
-                ],
-            }
-    return {"services": services, "volumes": {"data": {}, "redis": {}, "runs": {}}}
+```
+docker-compose -f SITE/docker-compose.yml --profile MACHINE up -d
+docker-compose -f SITE/docker-compose.yml logs check-MACHINE          # why nothing starts
+```
 
-
-def _center(machine: str, ports: Mapping[str, int]) -> dict[str, Service]:
-    redis = ["redis-server", "--port", str(ports["redis"]), "--appendonly", "yes", "--appendfsync", "everysec"]
-    services: dict[str, Service] = {
-        "redis": {
-            "image": "redis:7",
-            "command": [*redis, "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1"],
-            "profiles": [machine],
-            "user": "redis",
-            **_LIMITS,
-            **_grace("redis"),
-            "volumes": ["redis:/data"],
-            "healthcheck": {"test": ["CMD", "redis-cli", "-p", str(ports["redis"]), "ping"], **_PACE},
-        }
-    }
-    for name, waits_for in (("broker", ("redis",)), ("scheduler", ()), ("reward", ("broker",))):
-        service = _service(f"penstock-{name}", ["serve", name, "--config", f"/config/{name}.yaml"], machine)
-        services[name] = service | _grace(name) | _health(ports[name]) | _after(waits_for)
-    services["run"] = {
-        **_service("penstock-console", ["run", "/config/run.yaml", "--resume-or-start"], machine),
-        # The run is resumed after a failure or a crash; a run that has ended stays ended.
-        "restart": "on-failure",
-        **_grace("run"),
-        **_after(("broker", "scheduler", "reward", "trainer")),
-    }
-    return services
-
-
-def _trainer(trainer: TrainingMachine, *, is_head: bool, port: int, is_emulated: bool) -> dict[str, Service]:
-    """The trainer on the head; on other machines of the pool, the processes that it sends packs to."""
-    image = "penstock-trainer" if is_emulated else "penstock-trainer-gpu"
-    serve = ["serve", "trainer", "--config", "/config/trainer.yaml"]
-    service = _service(image, serve, trainer.name) | _grace("trainer")
-    if trainer.torchrun:
-        service |= {"entrypoint": ["torchrun", *trainer.torchrun, "-m", "console"], "shm_size": "8gb"}
-    if is_head:
-        service |= _health(port) | _after(("broker", "scheduler"))
-    else:
-        service |= {"healthcheck": {"disable": True}}
-    return {"trainer" if is_head else f"trainer-{trainer.name}": service | ({} if is_emulated else _gpus(trainer.gpus))}
-
-
+Images are those of the repository's compose file, built beforehand (`penstock-generator-gpu`, ...). Without containers:
+`penstock node SITE/node-MACHINE.yaml` on a machine that generates, `penstock run run.yaml` in this folder on the head,
+each after `. {place}/env`.
+"""
+_COPY = " and `certificates/MACHINE` to `{place}` there (user 10001 must be able to read it)"
+_SETTINGS = """# Folders of this machine.
+# Model and data, which containers see as /data; read only:
+PENSTOCK_DATA=
+# Run folders, caches and logs, /runs in containers; trainers of several machines need one shared file system here:
+PENSTOCK_RUNS=
+"""
+_SECRETS_FOLDER = """# Its certificate: ca.pem, cert.pem and key.pem.
+PENSTOCK_SECRETS={place}
+"""
+_SECRETS = """# Secrets of this site's services; what is empty or missing is off (docs/operating.md, Secrets).
+# PENSTOCK_TOKEN_FILE=/run/secrets/token
+# PENSTOCK_JUDGE_TOKEN_FILE=/run/secrets/judge
+"""
 # Failures within `start_period` do not count: models are loading.
 _PACE = {"interval": "15s", "timeout": "30s", "retries": 10, "start_period": "20m"}
-_LIMITS: Service = {
+_LIMITS: Container = {
     "network_mode": "host",
-    # Restarts after a reboot too, but not after `docker-compose stop`.
-    "restart": "unless-stopped",
     "cap_drop": ["ALL"],
     "security_opt": ["no-new-privileges:true"],
     "pids_limit": 4096,
     "logging": {"driver": "json-file", "options": {"max-size": "64m", "max-file": "5"}},
 }
-# Taken from the environment of `docker-compose up` on each machine; empty means off.
-_TOKENS = {f"PENSTOCK_{name}": f"${{PENSTOCK_{name}:-}}" for name in ("TOKEN", "TOKEN_FILE")}
-_CREDENTIALS = _TOKENS | {f"PENSTOCK_TLS_{name}": f"${{PENSTOCK_TLS_{name}:-}}" for name in ("CA", "CERT", "KEY")}
-_CERTIFICATES = _TOKENS | {f"PENSTOCK_TLS_{name.upper()}": f"/run/secrets/{name}.pem" for name in ("ca", "cert", "key")}
 
 
-def _service(image: str, command: list[str], machine: str) -> Service:
+def compose_files(deployment: Deployment) -> Files:
+    """A compose file, its settings and an empty file of secrets for each site."""
+    files: Files = {}
+    copy = _COPY.format(place=PLACE) if deployment.has_certificates else ""
+    files["README.md"] = _STEPS.format(certificates=copy, place=PLACE)
+    for site in deployment.sites:
+        services: dict[str, Container] = {}
+        for host in deployment.at(site):
+            services[f"check-{host.name}"] = _check(deployment, host)
+            services |= {each.name: _container(deployment, host, each) for each in host.services}
+        document: Container = {"services": services}
+        if site == deployment.head.site:
+            document["volumes"] = {"redis": {}}
+        files[f"{site}/docker-compose.yml"] = document
+        folder = _SECRETS_FOLDER.format(place=PLACE) if deployment.has_certificates else ""
+        files[f"{site}/.env"] = _SETTINGS + folder
+        files[f"{site}/secrets.env"] = _SECRETS
+    return files
+
+
+def _check(deployment: Deployment, host: Host) -> Container:
+    """Ends with status 0 if the machine has what its services need: all of them wait for that."""
+    widest = max(host.services, key=lambda service: service.gpus)
+    command, file = host.check
     return {
-        "image": image,
-        "command": command,
-        "profiles": [machine],
+        "image": widest.image,
+        "command": [command, str(deployment.layout.config / file)],
+        "profiles": [host.name],
+        "restart": "no",
         **_LIMITS,
+        "mem_limit": "2g",
+        "healthcheck": {"disable": True},
+        **_files(deployment),
+        **_gpus(widest),
     }
 
 
-def _grace(service: str) -> Service:
-    return {"stop_grace_period": f"{STOP_GRACE_S[service]:.0f}s"}
+def _container(deployment: Deployment, host: Host, service: Service) -> Container:
+    found: Container = {
+        "image": service.image,
+        "command": list(service.arguments),
+        "profiles": [host.name],
+        # Restarts after a reboot too, but not after `docker-compose stop`. A run is resumed after a failure or a crash;
+        # one that has ended stays ended.
+        "restart": "on-failure" if service.ends else "unless-stopped",
+        **_LIMITS,
+        "mem_limit": f"{service.memory_gib}g",
+        "stop_grace_period": f"{service.grace_s:.0f}s",
+        "depends_on": {
+            f"check-{host.name}": {"condition": "service_completed_successfully"},
+            **{name: {"condition": "service_healthy"} for name in service.after},
+        },
+        "healthcheck": _health(service),
+        **_gpus(service),
+    }
+    if service.kind == "redis":
+        return found | {"user": "redis", "volumes": ["redis:/data"]}
+    if service.torchrun:
+        found["entrypoint"] = ["torchrun", *service.torchrun, "-m", "console"]
+    if service.gpus:
+        found["shm_size"] = "8gb"
+    return found | _files(deployment)
 
 
-def _health(port: int) -> Service:
-    return {"healthcheck": {"test": ["CMD", "python", "-m", "penstock.healthcheck", f"127.0.0.1:{port}"], **_PACE}}
+def _health(service: Service) -> Container:
+    if service.kind == "redis":
+        port = service.arguments[service.arguments.index("--port") + 1]
+        return {"test": ["CMD", "redis-cli", "-p", port, "ping"], **_PACE}
+    if service.port is None:
+        # A node serves nothing itself; its generators have their own health checks.
+        return {"disable": True}
+    return {"test": ["CMD", "python", "-m", "penstock.healthcheck", f"127.0.0.1:{service.port}"], **_PACE}
 
 
-def _after(names: Sequence[str]) -> Service:
-    return {"depends_on": {name: {"condition": "service_healthy"} for name in names}} if names else {}
+def _files(deployment: Deployment) -> Container:
+    """Configurations, certificates, data and runs; each variable is in `.env`, and compose refuses to go on without."""
+    volumes = [
+        f".:{deployment.layout.config}:ro",
+        "${PENSTOCK_DATA:?set it in .env to the folder with model and data}:/data:ro",
+        f"${{PENSTOCK_RUNS:?set it in .env to a folder for runs}}:{deployment.layout.runs}",
+    ]
+    if deployment.has_certificates:
+        volumes.append("${PENSTOCK_SECRETS:?set it in .env to the folder of its certificate}:/run/secrets:ro")
+        return {"environment": environment("/run/secrets"), "env_file": "secrets.env", "volumes": volumes}
+    return {"env_file": "secrets.env", "volumes": volumes}
 
 
-def _gpus(count: int) -> Service:
+def _gpus(service: Service) -> Container:
     """The machine's first GPUs. A node sees all of them, since the plan names them by their index on the machine."""
-    device = {"driver": "nvidia", "device_ids": [str(index) for index in range(count)], "capabilities": ["gpu"]}
+    if not service.gpus:
+        return {}
+    ids = [str(index) for index in range(service.gpus)]
+    device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}

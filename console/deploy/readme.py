@@ -1,15 +1,14 @@
-"""Writes a deployment's README: the commands that make a certificate for each machine."""
+"""Writes a deployment's README: certificates for each machine, secrets, and the engine's own steps."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 
-from console.deploy.nodes import Machine
-from console.deploy.trainers import TrainingMachine
+from console.deploy.description import Deployment, Host
 
-_PLACE = "/etc/penstock"
-_TEXT = """# Certificates
+PLACE = "/etc/penstock"
+"""The folder of a machine's certificate on it."""
+_CERTIFICATES = """# Certificates
 
 All services use mutual TLS and start only with certificates. Make them once, on a machine that only you use:
 
@@ -18,41 +17,40 @@ penstock certs init authority
 {commands}
 ```
 
-Copy `certificates/MACHINE` to `{place}` on that machine (another folder: `PENSTOCK_SECRETS` for `docker-compose`). In
-containers services run as user 10001, who must be able to read the files. Without containers:
-
-```
-. {place}/env
-penstock node SITE/node-MACHINE.yaml          # on the head: penstock run run.yaml
-```
-
 Machines must be reached by the names in the certificates. The same command, with the same `--out`, renews a
 certificate. The head's opens everything, the others only what generators of this run need.{trainers}
+
 """
 _TRAINERS = """
 
 Trainers of several machines talk by torch.distributed, which neither encrypts nor authenticates: they refuse to start
-beside TLS until their trainer.yaml sets `trusts_network: true`. Set it if the network between them is yours.
+beside TLS until their trainer.yaml sets `trusts_network: true`. Set it if the network between them is yours. Run folder
+and model must be on a file system that all of them see."""
+_CHECK = """
+Each machine is checked before anything starts on it (`penstock doctor machine-NAME.yaml`): certificates of this run and
+this machine, the model and data, folders that can be written to, and the GPUs of the plan. What is missing is reported
+in one line each, and nothing is started there.
 """
 
 
-def readme(run_id: str, machines: Sequence[Machine], trainers: Sequence[TrainingMachine]) -> str:
-    """How to make a certificate for each machine, and where it goes."""
-    training = {each.name for each in trainers}
-    commands = [_command("operator", each.name, run_id="*", site="*") for each in trainers]
-    home = trainers[0].site
-    commands += [
+def readme(deployment: Deployment, steps: str) -> str:
+    """What a person does, in order; `steps` are the engine's."""
+    text = ""
+    if deployment.has_certificates:
+        commands = "\n".join(_command(deployment, host) for host in deployment.hosts)
+        trainers = _TRAINERS if sum(host.role == "operator" for host in deployment.hosts) > 1 else ""
+        text = _CERTIFICATES.format(commands=commands, trainers=trainers)
+    return f"{text}{steps.strip()}\n{_CHECK}"
+
+
+def _command(deployment: Deployment, host: Host) -> str:
+    if host.role == "operator":
+        run_id, site = "*", "*"
+    else:
         # Generators at the trainer's site name no site: they relay nothing.
-        _command("generator", each.name, run_id=run_id, site="*" if each.site == home else each.site)
-        for each in machines
-        if each.name not in training
-    ]
-    return _TEXT.format(
-        commands="\n".join(commands), place=_PLACE, trainers=_TRAINERS.rstrip() if len(trainers) > 1 else ""
-    )
-
-
-def _command(role: str, name: str, *, run_id: str, site: str) -> str:
-    options = {"run": run_id, "site": site, "name": name, "host": name}
+        run_id, site = deployment.run_id, "*" if host.site == deployment.head.site else host.site
+    options = {"run": run_id, "site": site, "name": host.name, "host": host.address}
     text = " ".join(f"--{option} {shlex.quote(value)}" for option, value in options.items())
-    return f"penstock certs issue {role} {text} \\\n    --dir authority --out certificates/{name} --at {_PLACE}"
+    return (
+        f"penstock certs issue {host.role} {text} \\\n    --dir authority --out certificates/{host.name} --at {PLACE}"
+    )

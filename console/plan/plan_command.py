@@ -37,16 +37,21 @@ def plan_file(
         raise ConfigError(f"{path}: {error}") from error
 
 
-def deploy(folder: Path, report: FeasiblePlan, *, run: Path | None, address: str | None) -> None:
-    """Write the files that start the plan; `address` reaches every machine (None: each under its own name)."""
-    from console.deploy.deployment import PLAIN_RUN, write_deployment
+def deploy(
+    folder: Path, report: FeasiblePlan, *, engine: str, run: Path | None, address: str | None, head_address: str | None
+) -> None:
+    """Write the files that start the plan; see `console.deploy.deployment.write_deployment`. Raises ConfigError."""
+    from console.deploy.configurations import PLAIN_RUN
+    from console.deploy.deployment import write_deployment
     from console.deploy.trainers import training_machines
 
     model, plan = report.model, report.plan
     stated = read_document(run) if run is not None else PLAIN_RUN
-    written = write_deployment(folder, model, plan, run=stated, address=address)
-    print(f"{len(written)} files in {folder}; docs/planning.md says how to start them", file=sys.stderr)
-    if len(plan.train) > 1:
+    written = write_deployment(
+        folder, model, plan, engine=engine, run=stated, address=address, head_address=head_address
+    )
+    print(f"{len(written)} files in {folder}; its README.md says how to start them", file=sys.stderr)
+    if len(plan.train) > 1 and engine == "compose":
         for each in training_machines(model, plan, address or plan.train[0].node):
             command = " ".join(("torchrun", *each.torchrun, "-m console serve trainer --config"))
             print(

@@ -30,14 +30,20 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     ] = None,
     deploy: Annotated[
         Path | None,
-        typer.Option("--deploy", metavar="DIR", help="Write compose files and configurations that start the plan."),
+        typer.Option("--deploy", metavar="DIR", help="Write files that start the plan, and configurations."),
     ] = None,
+    engine: Annotated[
+        str, typer.Option("--for", metavar="ENGINE", help="With --deploy: compose, slurm, kubernetes or skypilot.")
+    ] = "compose",
     run: Annotated[
         Path | None,
         typer.Option("--run", metavar="RUN.yaml", help="With --deploy: the run whose model and data to use."),
     ] = None,
     address: Annotated[
         str | None, typer.Option("--address", help="With --deploy: address of all machines, to try the plan on one.")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option("--head", metavar="HOST", help="With --deploy: where other sites reach the head.")
     ] = None,
 ) -> int:
     """Plan which machines of a mixed cluster generate and which train, and show the expected throughput.
@@ -48,6 +54,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
       penstock plan examples/two_sites.yaml
       penstock plan examples/two_sites.yaml --solver exhaustive --json
       penstock plan examples/two_sites.yaml --explain --picture plan.svg
+      penstock plan examples/two_sites.yaml --deploy out --for slurm --run RUN.yaml
     """
     from console.plan.plan_command import deploy as write
     from console.plan.plan_command import plan_file, show
@@ -59,7 +66,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         if picture is not None:
             picture.write_text(plan_picture(report), encoding="utf-8")
         if deploy is not None:
-            write(deploy, report, run=run, address=address)
+            write(deploy, report, engine=engine, run=run, address=address, head_address=head)
     return show(report, is_json=json_output, is_explained=explain)
 
 

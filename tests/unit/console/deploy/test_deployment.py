@@ -1,3 +1,4 @@
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -6,11 +7,13 @@ import pytest
 import yaml
 
 from console.config.config import load_run_config
-from console.deploy.deployment import PLAIN_RUN, deployment, write_deployment
+from console.deploy.configurations import PLAIN_RUN
+from console.deploy.deployment import deployment, write_deployment
+from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
 from console.node.config import NodeConfig, read_node
 from console.serve.serve import ServiceKind, load_service_config
-from penstock.config import ConfigError, validate
+from penstock.config import ConfigError, read_document, validate
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import read_plan
 from services.scheduler.problem.problem import read_problem
@@ -27,8 +30,8 @@ def model():
 SPREAD = plan([("l4-0", 2, 4)], [("a100-0", 4), ("l40s-0", 8)])
 
 
-def deployed(model, *, of=PLAN, run=PLAIN_RUN, address=None, folder=Path("/out")):
-    return deployment(model, of, run=run, address=address, folder=folder)
+def deployed(model, *, of=PLAN, run=PLAIN_RUN, address=None, folder=Path("/out"), engine="compose"):
+    return deployment(model, of, run=run, address=address, folder=folder, engine=engine)
 
 
 def test_every_file_is_accepted_by_what_reads_it(model, tmp_path):
@@ -43,7 +46,9 @@ def test_every_file_is_accepted_by_what_reads_it(model, tmp_path):
             assert read_problem(path) == model.problem
         elif path.name == "plan.yaml":
             assert read_plan(path) == PLAN
-        elif path.name not in ("docker-compose.yml", "README.md"):
+        elif path.name.startswith("machine-"):
+            validate(MachineConfig, read_document(path), source=path.name)
+        elif path.name not in ("docker-compose.yml", "README.md", ".env", "secrets.env"):
             load_service_config(ServiceKind(path.stem), path, [], listen=None)
     assert {str(path.relative_to(tmp_path / "out")) for path in written} == {
         "run.yaml",
@@ -55,6 +60,9 @@ def test_every_file_is_accepted_by_what_reads_it(model, tmp_path):
         "r0/node-l40s-0.yaml",
         "r1/node-l4-0.yaml",
         "r1/node-l4-1.yaml",
+        *(f"{site}/{name}" for site in ("r0", "r1") for name in (".env", "secrets.env")),
+        *(f"r0/machine-{name}.yaml" for name in ("a100-0", "l40s-0")),
+        *(f"r1/machine-{name}.yaml" for name in ("l4-0", "l4-1")),
     }
 
 
@@ -79,7 +87,7 @@ def test_machines_speak_tls_with_a_certificate_each(model):
     for name, service in services.items():
         if name != "redis":
             assert service["environment"]["PENSTOCK_TLS_KEY"] == "/run/secrets/key.pem", name
-            assert "${PENSTOCK_SECRETS:-/etc/penstock}:/run/secrets:ro" in service["volumes"], name
+            assert any(each.startswith("${PENSTOCK_SECRETS:?") for each in service["volumes"]), name
     assert "http://" not in str(files)
     assert not any("insecure" in document for document in files.values())
     text = files["README.md"]
@@ -107,7 +115,7 @@ def test_plain_text_stays_on_loopback_unless_it_is_asked_for(model):
     assert all(asked[name]["insecure"] for name, values in listeners(asked).items() if values)
     assert {value.partition(":")[0] for values in listeners(asked).values() for value in values} == {"0.0.0.0"}
     assert generator_config_of(asked["r1/node-l4-1.yaml"]).insecure
-    assert not {"README.md"} & {*tried, *asked}
+    assert "certs" not in tried["README.md"] + asked["README.md"]
 
 
 def test_machines_find_the_head_and_relay_only_where_the_trainer_is_far(model):
@@ -120,7 +128,7 @@ def test_machines_find_the_head_and_relay_only_where_the_trainer_is_far(model):
     assert "site" not in near["generator"]
     assert files["r0/reward.yaml"]["tokenizer_path"] == far["generator"]["model_path"]
     assert files["run.yaml"]["algorithm"] == {"group_size": 8, "prompts_per_step": 128, "max_staleness": 1}
-    assert files["run.yaml"]["scheduler"] == {"problem": "/out/r0/problem.yaml", "plan": "/out/r0/plan.yaml"}
+    assert files["run.yaml"]["scheduler"] == {"problem": "r0/problem.yaml", "plan": "r0/plan.yaml"}
 
 
 def test_trainers_start_on_every_machine_of_the_pool(model):
@@ -199,10 +207,13 @@ def test_what_cannot_be_written_is_reported(model, tmp_path):
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
 def test_docker_compose_accepts_each_sites_file(model, tmp_path):
     write_deployment(tmp_path / "out", model, PLAN)
-    for site, machine, services in (("r0", "a100-0", 7), ("r0", "l40s-0", 2), ("r1", "l4-0", 1)):
+    for site, machine, services in (("r0", "a100-0", 8), ("r0", "l40s-0", 3), ("r1", "l4-0", 2)):
         file = tmp_path / "out" / site / "docker-compose.yml"
         command = ["docker-compose", "-f", str(file), "--profile", machine, "config"]
         told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert "set it in .env to the folder with model and data" in told.stderr
+        filled = {**os.environ, "PENSTOCK_DATA": "/data", "PENSTOCK_RUNS": "/runs"}
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=filled)
         assert told.returncode == 0, told.stderr
         shown = yaml.safe_load(told.stdout)["services"]
         assert sum(each["profiles"] == [machine] for each in shown.values()) == services
@@ -210,9 +221,22 @@ def test_docker_compose_accepts_each_sites_file(model, tmp_path):
 
 def test_a_trainer_may_use_what_the_run_names_and_nothing_else(model):
     files = deployed(model)
-    run = files["run.yaml"]
-    roots = files["r0/trainer.yaml"]["allowed_roots"]
-    assert roots == [run["run"].get("dir", "runs"), run["model"]["path"], run["data"]["train"]]
+    assert files["r0/trainer.yaml"]["allowed_roots"] == ["/data", "/runs"]
+    assert files["r0/run.yaml"]["run"]["dir"] == "/runs"
+    here = deployed(model, address="127.0.0.1")
+    assert here["r0/trainer.yaml"]["allowed_roots"] == ["runs", "/data/model", "/data/train.jsonl"]
+
+
+def test_paths_mean_the_same_on_every_machine_or_are_refused(model):
+    run = {**PLAIN_RUN, "model": {"path": "models/mine"}}
+    files = deployed(model, run=run, folder=Path("/home/me/out"))
+    assert "/home/me" not in str(files)
+    assert files["r1/node-l4-0.yaml"]["generator"]["model_path"] == "/data/models/mine"
+    assert files["r1/machine-l4-0.yaml"]["readable"] == {"model.path": "/data/models/mine"}
+    with pytest.raises(ConfigError, match=r"model.path: /home/me/mine is outside /data"):
+        deployed(model, run={**run, "model": {"path": "/home/me/mine"}})
+    with pytest.raises(ConfigError, match="--for: 'nomad' is unknown; there is: compose"):
+        deployed(model, engine="nomad")
 
 
 def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, tmp_path):

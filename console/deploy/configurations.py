@@ -1,0 +1,332 @@
+"""Writes the configuration of every service and machine of a deployment, the same for all engines but for folders.
+
+Machines are reached under their own names, which must resolve where they are used (or all under one address, to try a
+deployment on one machine). Each runs `penstock node`, which starts the generators that the plan assigns to it and
+follows revisions. The first machine of the training pool is the head, where the run's own services are.
+
+Every service listens on all addresses with mutual TLS and a certificate for each machine; plain text is used only on
+loopback, or if the run's configuration says `insecure: true`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path, PurePath
+
+from console.config.config import parse_run_config
+from console.config.derive import training_config
+from console.deploy.description import IN_CONTAINERS, PORTS, Layout
+from console.deploy.machine_check import MachineConfig
+from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, emulation, machines
+from console.deploy.trainers import processes, training_machines
+from console.node.config import NodeConfig
+from penstock.config import ConfigError, Document, validate
+from penstock.security.plain_text import is_local
+from services.generator.engines.registry import engine_keys
+from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.problem.plan_document import PlanDocument, node_classes
+from services.scheduler.problem.problem import Problem
+
+PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
+"""The default run configuration: paths that the user has to fill."""
+_LOOPBACK = "127.0.0.1"
+_DATA = PurePath("/data")
+"""Model and data as containers see them."""
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Configurations:
+    """The configurations of one deployment.
+
+    Args:
+        model: The problem and its cost model.
+        plan: Who trains and who generates.
+        run: The run's own configuration.
+        layout: Where services find their files.
+        address: Reaches every machine, to try a deployment on this one; None: each is reached under its own name.
+        folder: Absolute path of the deployment here.
+
+    Raises:
+        ConfigError: the run or a name in the problem does not do.
+    """
+
+    def __init__(
+        self, model: CostModel, plan: PlanDocument, *, run: Document, layout: Layout, address: str | None, folder: Path
+    ) -> None:
+        _check_names(model.problem)
+        self.model, self.plan, self.layout, self.address, self.folder = model, plan, layout, address, folder
+        self.is_emulated = run.get("generator", {}).get("engine") == "emulated"
+        placed = run if address is not None else _placed(run, layout)
+        self.config = _run_config(model, plan, placed, is_emulated=self.is_emulated)
+        """The run's settings, with those that the plan was computed for."""
+        self.machines = machines(model.problem, plan, is_one_host=address is not None)
+        self.trainers = training_machines(model, plan, address or plan.train[0].node)
+        self.head = self.trainers[0]
+        self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
+        self.is_insecure = bool(self.config.get("insecure", False))
+        self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
+        self.center = {name: f"{self.host(self.head.name)}:{port}" for name, port in PORTS.items()}
+        """Addresses of the run's services."""
+
+    def files(self) -> dict[str, Document | str]:
+        """Every document or text by its path in the folder; all are validated. Raises ConfigError."""
+        home = self.head.site
+        runs = {"run.yaml": self._run_outside(), f"{home}/run.yaml": self._run_inside()}
+        if not self.layout.is_container:
+            runs = {f"{home}/run.yaml": self._run_outside()}
+        for name, document in runs.items():
+            training_config(parse_run_config(document, source=name), broker="127.0.0.1:1", source=name)
+        found: dict[str, Document | str] = {
+            **runs,
+            f"{home}/problem.yaml": self.model.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
+            f"{home}/plan.yaml": self.plan.model_dump(mode="json"),
+            **(self._services(home) if self.layout.is_container else {}),
+        }
+        for machine in self.machines:
+            document = self._node(machine)
+            validate(NodeConfig, document, source=machine.name)
+            found[f"{machine.site}/node-{machine.name}.yaml"] = document
+        for site in {each.site for each in self.trainers}:
+            if self.layout.is_container or self.head.torchrun:
+                found[f"{site}/trainer.yaml"] = self._service(self._trainer())
+        if self.is_emulated:
+            for site in {each.site for each in self.machines}:
+                found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.model.problem)
+        kinds = node_classes(self.model.problem)
+        for name in self.names():
+            document = self._machine(name)
+            validate(MachineConfig, document, source=name)
+            found[f"{kinds[name].region}/machine-{name}.yaml"] = document
+        return found
+
+    def names(self) -> list[str]:
+        """All machines: those that train first."""
+        return list(dict.fromkeys([*(each.name for each in self.trainers), *(each.name for each in self.machines)]))
+
+    def host(self, machine: str) -> str:
+        """How others reach a machine."""
+        return self.address or machine
+
+    def role(self, machine: str) -> str:
+        """The role of its certificate: those that train open everything."""
+        return "operator" if any(each.name == machine for each in self.trainers) else "generator"
+
+    def _service(self, document: Document) -> Document:
+        return {"insecure": True, **document} if self.is_insecure else document
+
+    def _listen(self, name: str) -> str:
+        return f"{self.listen_host}:{PORTS[name]}"
+
+    def _run_outside(self) -> Document:
+        """Configuration for `penstock run` on the head; it attaches to the trainer if torchrun starts that."""
+        listen = {name: self._listen(name) for name in ("broker", "scheduler", "reward", "trainer", "weights")}
+        document = self._with_plan(self._outside(self.head.site))
+        if self.address is not None:
+            nodes = [str(self.folder / each.site / f"node-{each.name}.yaml") for each in self.machines]
+            document["scheduler"] = {**document["scheduler"], "nodes": nodes}
+        if self.head.torchrun:
+            document["endpoints"] = {**document.get("endpoints", {}), "trainer": self.center["trainer"]}
+            del listen["trainer"], listen["weights"]
+        return {**document, "listen": {**listen, "public_host": self.host(self.head.name)}}
+
+    def _outside(self, site: str) -> PurePath:
+        """A site's folder as `penstock run` finds it without containers: from the deployment's, or the site's own."""
+        if self.address is not None:
+            return self.folder / site
+        return PurePath(site) if self.layout.is_container else self.layout.config
+
+    def _run_inside(self) -> Document:
+        """Configuration for the container that follows the run: all services are started beside it."""
+        document = self._with_plan(IN_CONTAINERS.config)
+        document["run"] = {**document["run"], "dir": str(IN_CONTAINERS.runs)}
+        attached = {name: self.center[name] for name in ("broker", "scheduler", "reward", "trainer")}
+        return {**document, "endpoints": {**document.get("endpoints", {}), **attached}}
+
+    def _with_plan(self, folder: PurePath) -> Document:
+        # Machines know what they emulate; the run starts no generator of its own.
+        generator = {key: value for key, value in self.config.get("generator", {}).items() if key != "emulated"}
+        plan = {"problem": str(folder / "problem.yaml"), "plan": str(folder / "plan.yaml")}
+        scheduler = {**self.config.get("scheduler", {}), **plan}
+        return {**self.config, "generator": generator, "scheduler": scheduler}
+
+    def _services(self, home: str) -> dict[str, Document | str]:
+        return {
+            f"{home}/broker.yaml": self._service(
+                {
+                    "listen": self._listen("broker"),
+                    "redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0",
+                    "scheduler": self.center["scheduler"],
+                }
+            ),
+            f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler"), **self._scheduler()}),
+            f"{home}/reward.yaml": self._service(
+                {
+                    "listen": self._listen("reward"),
+                    "run_id": self.config["run"]["id"],
+                    "broker": self.center["broker"],
+                    "tokenizer_path": self.config["model"]["path"],
+                    "reward": _reward(self.config),
+                }
+            ),
+        }
+
+    def _scheduler(self) -> Document:
+        """What the run states of its scheduler, in that service's own fields."""
+        stated = self.config.get("scheduler", {})
+        same = {key: stated[key] for key in ("heartbeat_interval_s", "cost_model") if key in stated}
+        fields = {"model_path": "length_model", "pairs_file": "length_pairs"}
+        lengths = {own: stated[key] for own, key in fields.items() if stated.get(key) is not None}
+        if lengths:
+            same["lengths"] = {**lengths, "state_dir": f"/runs/{self.config['run']['id']}/lengths"}
+        return same
+
+    def _node(self, machine: Machine) -> Document:
+        """Configuration of a machine's `penstock node`."""
+        is_tried_here = self.address is not None
+        own_folder = self.folder / "machines" / machine.name if is_tried_here else self.layout.runs / machine.name
+        run, stated = self.config, self.config.get("generator", {})
+        generator: Document = {
+            "listen": f"{self.listen_host}:{machine.first_port}",
+            "run_id": run["run"]["id"],
+            "broker": self.center["broker"],
+            "weights": self.center["trainer"],
+            "model_path": str(run["model"]["path"]),
+            "dtype": run["model"].get("dtype", "auto"),
+            "cache_dir": str(own_folder / "cache"),
+            "engine": {key: value for key, value in stated.items() if key in engine_keys()},
+        }
+        if self.is_emulated:
+            # A small model used for trials may state a shorter context in its folder.
+            longest = run.get("data", {}).get("max_prompt_tokens", 512) + run["sampling"]["max_new_tokens"]
+            generator["engine"]["max_context_tokens"] = math.ceil(longest)
+            site_folder = self.folder / machine.site if is_tried_here else self.layout.config
+            lengths = {"lengths": str(site_folder / LENGTHS_FILE)}
+            generator["emulated"] = {**lengths, **stated.get("emulated", {}), "gpu": machine.kind.gpu}
+        if machine.site != self.head.site:
+            generator["site"] = machine.site
+        document = {
+            "node_id": machine.name,
+            "site": machine.site,
+            "gpu": machine.kind.gpu,
+            "gpus": machine.kind.gpus,
+            "price_per_hour": machine.kind.price_per_gpu_hour * machine.kind.gpus,
+            "scheduler": self.center["scheduler"],
+            "address": self.host(machine.name),
+            "dir": str(own_folder),
+            "generator": generator,
+        }
+        return self._service(document)
+
+    def _trainer(self) -> Document:
+        roots = [str(_DATA), str(self.layout.runs)] if self._is_far else _trainer_roots(self.config)
+        return {
+            "listen": self._listen("trainer"),
+            "weights_listen": self._listen("weights"),
+            "weights_url": self.center["weights"],
+            "state_dir": str(self.layout.runs / ".trainers"),
+            "allowed_roots": roots,
+        }
+
+    @property
+    def _is_far(self) -> bool:
+        """Whether services run in containers on other machines than this one."""
+        return self.layout.is_container and self.address is None
+
+    def _machine(self, name: str) -> Document:
+        """What the machine's check is to find there."""
+        config, kind = self.config, node_classes(self.model.problem)[name]
+        trains = next((each for each in self.trainers if each.name == name), None)
+        generates = next((each for each in self.machines if each.name == name), None)
+        paths = {"model.path": config["model"]["path"]}
+        if name == self.head.name:
+            data = config.get("data", {})
+            paths |= {f"data.{key}": data[key] for key in ("train", "eval") if data.get(key) is not None}
+        runs = self.layout.runs if self._is_far or trains is None else PurePath(config["run"].get("dir", "runs"))
+        document: Document = {
+            "name": name,
+            "run_id": config["run"]["id"],
+            "site": kind.region,
+            "role": self.role(name),
+            "host": self.host(name),
+            "has_certificates": self.has_certificates,
+            "readable": {key: str(path) for key, path in paths.items()},
+            "writable": {"run.dir" if trains is not None else "dir": str(runs)},
+        }
+        if self.is_emulated:
+            return document
+        gpus = kind.gpus if generates is not None or trains is None else trains.gpus
+        memory_gb = self.model.problem.gpu_types[kind.gpu].hbm_GB
+        return {**document, "gpu": kind.gpu, "gpus": gpus, "gpu_memory_gb": memory_gb}
+
+
+def _check_names(problem: Problem) -> None:
+    for index, node in enumerate(problem.nodes):
+        for key, value in (("name", node.name), ("region", node.region)):
+            if not _HOST.fullmatch(value):
+                raise ConfigError(
+                    f"nodes.{index}.{key}: {value!r} cannot name a {'machine' if key == 'name' else 'folder'} of a "
+                    "deployment; use letters, digits, dots, dashes and underscores"
+                )
+
+
+def _placed(run: Document, layout: Layout) -> Document:
+    """The run with paths that mean the same on every machine. Raises ConfigError."""
+    found = {section: dict(run[section]) for section in ("model", "data") if isinstance(run.get(section), dict)}
+    for section, key in (("model", "path"), ("data", "train"), ("data", "eval")):
+        stated = found.get(section, {}).get(key)
+        if stated is None:
+            continue
+        path = PurePath(str(stated))
+        if layout.is_container:
+            path = _DATA / path
+            if not path.is_relative_to(_DATA) or ".." in path.parts:
+                raise ConfigError(
+                    f"{section}.{key}: {stated} is outside {_DATA}, the folder that containers see; name it below that"
+                )
+        elif not path.is_absolute():
+            raise ConfigError(f"{section}.{key}: {stated} is relative; name its path on every machine, from / on")
+        found[section][key] = str(path)
+    return {**run, **found}
+
+
+def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emulated: bool) -> Document:
+    """The run's configuration with the settings that the plan was computed for."""
+    problem = model.problem
+    workload = problem.workload
+    endpoints = {key: value for key, value in run.get("endpoints", {}).items() if key != "generators"}
+    config: Document = {
+        **run,
+        "run": {"id": re.sub(r"[^A-Za-z0-9._-]", "-", problem.id), **run.get("run", {})},
+        "algorithm": {
+            **({"name": "ppo"} if _trains_a_critic(problem) else {}),
+            **run.get("algorithm", {}),
+            "group_size": workload.group_size,
+            "prompts_per_step": workload.prompts_per_step,
+            "max_staleness": workload.staleness,
+        },
+        "sampling": {**run.get("sampling", {}), "max_new_tokens": math.ceil(workload.output_len.longest)},
+        "endpoints": endpoints,
+    }
+    if is_emulated:
+        # The trainer is real, on this machine's hardware: it keeps the run's settings.
+        emulated = emulation(problem, run["generator"].get("emulated", {}))
+        return {**config, "generator": {**run["generator"], "emulated": emulated}}
+    return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(model, plan)}}
+
+
+def _trains_a_critic(problem: Problem) -> bool:
+    """Whether more than the policy is trained."""
+    return sum(task.kind == "train" for task in problem.workload.train_tasks) > 1
+
+
+def _reward(config: Document) -> Document:
+    stated = config.get("reward", {})
+    return {"model": stated} if isinstance(stated, str) else stated
+
+
+def _trainer_roots(config: Document) -> list[str]:
+    """The paths that the run's trainer reads and writes, as the run names them."""
+    data = config.get("data", {})
+    paths = (config["run"].get("dir", "runs"), config["model"]["path"], data.get("train"), data.get("eval"))
+    return [str(path) for path in paths if path is not None]

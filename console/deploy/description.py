@@ -1,0 +1,172 @@
+"""Describes a deployment once, for the writers of every engine: its machines, and the services of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, TypeAlias
+
+from penstock.config import Document
+from penstock.process.grace_periods import STOP_GRACE_S
+from services.scheduler.problem.problem import NodeClass
+
+PORTS: Mapping[str, int] = {
+    "redis": 7300,
+    "broker": 7301,
+    "reward": 7303,
+    "trainer": 7304,
+    "weights": 7305,
+    "scheduler": 7306,
+}
+REDIS_MEMORY_GIB = 8
+"""Redis' own limit; its container has a quarter more."""
+SECRET_FILES: Mapping[str, str] = {f"PENSTOCK_TLS_{name.upper()}": f"{name}.pem" for name in ("ca", "cert", "key")}
+"""The files of `penstock certs issue`, by the variable that names each."""
+USER_ID = 10001
+"""The user of the images."""
+Files: TypeAlias = dict[str, Document | list[Document] | str]
+"""Contents by path: a YAML document, several of them, or text."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where an engine's services find their files."""
+
+    config: PurePath
+    """Configurations of the machine's site."""
+    runs: PurePath
+    """Run folders, caches and logs."""
+    is_container: bool
+    """Whether each service has a container; otherwise `penstock run` starts those of the head."""
+
+
+IN_CONTAINERS = Layout(config=PurePath("/config"), runs=PurePath("/runs"), is_container=True)
+IN_FOLDERS = Layout(config=PurePath(), runs=PurePath("runs"), is_container=False)
+"""Each machine starts its services in the folder of its site."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What an engine keeps running on a machine."""
+
+    name: str
+    """Unique in its site."""
+    kind: str
+    """Key of `STOP_GRACE_S`."""
+    image: str
+    arguments: tuple[str, ...]
+    """Of the command `penstock`; of the image's own for Redis."""
+    torchrun: tuple[str, ...] = ()
+    """Options of torchrun, if that starts the command."""
+    port: int | None = None
+    """Where it serves `grpc.health.v1`; None for what serves nothing, or not by gRPC."""
+    gpus: int = 0
+    memory_gib: int
+    """Limit, not a measurement: what is above it is taken for a leak."""
+    after: tuple[str, ...] = ()
+    """Services of this machine that must be healthy first."""
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds between SIGTERM and SIGKILL."""
+        return STOP_GRACE_S[self.kind]
+
+    @property
+    def ends(self) -> bool:
+        """Whether it ends with the run, with exit status 0."""
+        return self.kind == "run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A machine of the plan, with its services in the order in which they start."""
+
+    name: str
+    address: str
+    """How others reach it."""
+    kind: NodeClass
+    """Its entry in the problem."""
+    services: tuple[Service, ...]
+    role: str
+    """The role of its certificate."""
+
+    @property
+    def site(self) -> str:
+        """Its region."""
+        return self.kind.region
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that its services use: its first ones."""
+        return max(service.gpus for service in self.services)
+
+    @property
+    def check(self) -> tuple[str, ...]:
+        """Arguments of the `penstock` command that checks it, without the folder of configurations."""
+        return ("doctor", f"machine-{self.name}.yaml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """Everything that an engine's writer needs."""
+
+    run_id: str
+    layout: Layout
+    hosts: Sequence[Host]
+    """Those that train first; the first one is the head."""
+    has_certificates: bool
+    """Whether services speak TLS, with a certificate for each machine."""
+    configurations: Mapping[str, Document | str]
+    """Files of all sites, by path: SITE/NAME."""
+    head_address: str | None
+    """Where other sites reach the head, if that is stated."""
+
+    @property
+    def head(self) -> Host:
+        """The machine of the run's own services."""
+        return self.hosts[0]
+
+    @property
+    def sites(self) -> list[str]:
+        """All regions, the head's first."""
+        return list(dict.fromkeys(host.site for host in self.hosts))
+
+    def at(self, site: str) -> list[Host]:
+        """The machines of a site."""
+        return [host for host in self.hosts if host.site == site]
+
+    def files_at(self, site: str) -> dict[str, Document | str]:
+        """A site's configurations by name."""
+        start = f"{site}/"
+        return {path.removeprefix(start): text for path, text in self.configurations.items() if path.startswith(start)}
+
+
+def memory_gib(kind: str, *, weight_bytes: float = 0.0, gpus: int = 0) -> int:
+    """A limit on a service's memory, GiB, by the model's weights and its GPUs.
+
+    Trainers hold the newest weights, the previous ones for a delta and what a checkpoint gathers; generators read new
+    weights beside those of the engine; each process of a GPU has PyTorch and CUDA in memory.
+    """
+    weights_gib = weight_bytes / _GIB
+    limits: dict[str, float] = {
+        "broker": 4,
+        "redis": REDIS_MEMORY_GIB * 1.25,
+        "reward": 4,
+        "run": 2,
+        "scheduler": 2,
+        "trainer": 8 + 8 * max(1, gpus) + 4 * weights_gib,
+        "node": 8 + 8 * max(1, gpus) + 2 * weights_gib,
+    }
+    return round(limits[kind])
+
+
+def environment(folder: str) -> dict[str, str]:
+    """The variables that name a machine's certificate files in a folder."""
+    return {variable: f"{folder}/{name}" for variable, name in SECRET_FILES.items()}
+
+
+def without_empty(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document without its empty values."""
+    return {key: value for key, value in document.items() if value not in (None, (), [], {})}

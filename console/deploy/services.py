@@ -1,0 +1,135 @@
+"""Places the services of a deployment on its machines."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from console.deploy.configurations import Configurations
+from console.deploy.description import PORTS, REDIS_MEMORY_GIB, Deployment, Host, Service, memory_gib
+from console.deploy.nodes import Machine
+from console.deploy.trainers import TrainingMachine
+from services.scheduler.problem.plan_document import node_classes
+
+
+def describe(made: Configurations, *, head_address: str | None) -> Deployment:
+    """The deployment of these configurations. Raises ConfigError."""
+    kinds = node_classes(made.model.problem)
+    hosts = [
+        Host(
+            name=name,
+            address=made.host(name),
+            kind=kinds[name],
+            services=tuple(_services(made, name)),
+            role=made.role(name),
+        )
+        for name in made.names()
+    ]
+    return Deployment(
+        run_id=made.config["run"]["id"],
+        layout=made.layout,
+        hosts=hosts,
+        has_certificates=made.has_certificates,
+        configurations=made.files(),
+        head_address=head_address,
+    )
+
+
+def _services(made: Configurations, name: str) -> list[Service]:
+    trains = next((each for each in made.trainers if each.name == name), None)
+    generates = next((each for each in made.machines if each.name == name), None)
+    is_head = name == made.head.name
+    found: list[Service] = []
+    if is_head and made.layout.is_container:
+        found += _center(made.layout.config)
+    if trains is not None and (made.layout.is_container or trains.torchrun):
+        found.append(_trainer(made, trains, is_head=is_head))
+    if is_head:
+        found.append(_run(made))
+    if generates is not None:
+        found.append(_node(made, generates))
+    return found
+
+
+def _center(config: PurePath) -> list[Service]:
+    """Redis, broker, scheduler and reward worker, each in a container."""
+    redis = ("redis-server", "--port", str(PORTS["redis"]), "--bind", "127.0.0.1", "--dir", "/data")
+    durable = ("--appendonly", "yes", "--appendfsync", "everysec")
+    bounded = ("--maxmemory", f"{REDIS_MEMORY_GIB}gb", "--maxmemory-policy", "noeviction")
+    found = [
+        Service(
+            name="redis",
+            kind="redis",
+            image="redis:7",
+            arguments=(*redis, *durable, *bounded),
+            memory_gib=memory_gib("redis"),
+        )
+    ]
+    for name, after in (("broker", ("redis",)), ("scheduler", ()), ("reward", ("broker",))):
+        found.append(
+            Service(
+                name=name,
+                kind=name,
+                image=f"penstock-{name}",
+                arguments=("serve", name, "--config", str(config / f"{name}.yaml")),
+                port=PORTS[name],
+                memory_gib=memory_gib(name),
+                after=after,
+            )
+        )
+    return found
+
+
+def _trainer(made: Configurations, trainer: TrainingMachine, *, is_head: bool) -> Service:
+    """The trainer on the head; on other machines of the pool, the processes that it sends packs to."""
+    return Service(
+        name="trainer" if is_head else f"trainer-{trainer.name}",
+        kind="trainer",
+        image=_image(made, "trainer"),
+        arguments=("serve", "trainer", "--config", str(made.layout.config / "trainer.yaml")),
+        torchrun=trainer.torchrun,
+        port=PORTS["trainer"] if is_head else None,
+        gpus=0 if made.is_emulated else trainer.gpus,
+        memory_gib=memory_gib("trainer", weight_bytes=_weight_bytes(made), gpus=trainer.gpus),
+        after=("broker", "scheduler") if is_head and made.layout.is_container else (),
+    )
+
+
+def _run(made: Configurations) -> Service:
+    """What follows the run, and where there are no containers starts the head's services too."""
+    layout = made.layout
+    is_alone = not layout.is_container and not made.head.torchrun
+    after = ("broker", "scheduler", "reward", "trainer") if layout.is_container else ()
+    limit_gib = memory_gib("run")
+    if not layout.is_container:
+        limit_gib += sum(memory_gib(kind) for kind in ("redis", "broker", "scheduler", "reward"))
+    if is_alone:
+        limit_gib += memory_gib("trainer", weight_bytes=_weight_bytes(made), gpus=made.head.gpus)
+    return Service(
+        name="run",
+        kind="run",
+        image="penstock-console",
+        arguments=("run", str(layout.config / "run.yaml"), "--resume-or-start"),
+        gpus=made.head.gpus if is_alone and not made.is_emulated else 0,
+        memory_gib=limit_gib,
+        after=after,
+    )
+
+
+def _node(made: Configurations, machine: Machine) -> Service:
+    return Service(
+        name=f"node-{machine.name}",
+        kind="node",
+        image=_image(made, "generator"),
+        arguments=("node", str(made.layout.config / f"node-{machine.name}.yaml")),
+        gpus=0 if made.is_emulated else machine.kind.gpus,
+        memory_gib=memory_gib("node", weight_bytes=_weight_bytes(made), gpus=machine.kind.gpus),
+    )
+
+
+def _weight_bytes(made: Configurations) -> float:
+    # Emulated GPUs decode a model of any size without its weights; the one that trains beside them is small.
+    return 0.0 if made.is_emulated else made.model.demand.weight_bytes
+
+
+def _image(made: Configurations, kind: str) -> str:
+    return f"penstock-{kind}" if made.is_emulated else f"penstock-{kind}-gpu"
