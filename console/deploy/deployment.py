@@ -15,9 +15,11 @@ import yaml
 
 from console.deploy.compose import compose_files
 from console.deploy.configurations import PLAIN_RUN, Configurations
-from console.deploy.description import IN_CONTAINERS, Deployment, Files, Layout
+from console.deploy.description import IN_CONTAINERS, IN_FOLDERS, Deployment, Files, Layout
+from console.deploy.kubernetes import kubernetes_files
 from console.deploy.readme import readme
 from console.deploy.services import describe
+from console.deploy.slurm import slurm_files
 from penstock.config import ConfigError, Document
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
@@ -36,6 +38,8 @@ class Engine:
 
 ENGINES: Mapping[str, Engine] = {
     COMPOSE: Engine(compose_files, IN_CONTAINERS),
+    "kubernetes": Engine(kubernetes_files, IN_CONTAINERS),
+    "slurm": Engine(slurm_files, IN_FOLDERS),
 }
 
 

@@ -120,6 +120,8 @@ class Deployment:
     """Whether services speak TLS, with a certificate for each machine."""
     configurations: Mapping[str, Document | str]
     """Files of all sites, by path: SITE/NAME."""
+    weight_bytes: float
+    """Of the model."""
     head_address: str | None
     """Where other sites reach the head, if that is stated."""
 

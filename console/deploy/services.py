@@ -30,6 +30,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
         hosts=hosts,
         has_certificates=made.has_certificates,
         configurations=made.files(),
+        weight_bytes=_weight_bytes(made),
         head_address=head_address,
     )
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from tests.helpers.console import ROOT
+from tests.helpers.docker import reason_to_skip
 
 NUM_STEPS = 40
 STEP_S = 300.0
@@ -32,20 +33,12 @@ RUN_SETTINGS = {
 }
 
 
-def _reason_to_skip() -> str | None:
-    if shutil.which("docker") is None or shutil.which("docker-compose") is None:
-        return "docker and docker-compose are not installed"
-    if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
-        return "no Docker engine answers"
-    return None if os.geteuid() == 0 else "killing a container's first process from outside takes root"
-
-
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.docker,
     pytest.mark.flaky(reruns=0),
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(_reason_to_skip() is not None, reason=str(_reason_to_skip())),
+    pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip())),
 ]
 
 

@@ -1,0 +1,306 @@
+"""Writes Kubernetes objects for each site's cluster, joined by a kustomization.
+
+The head is one pod, so that its services share volumes of one machine: Redis, broker, scheduler and reward worker are
+sidecars of the trainer, which start in that order, one after the other is ready, and end after it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from console.deploy.description import PORTS, USER_ID, Deployment, Files, Host, Service, environment, without_empty
+from console.deploy.kubernetes_access import budget, network_policies, services
+from console.deploy.kubernetes_names import CONFIGURATION, NAMESPACE, certificate, claim, labels, metadata
+from penstock.config import ConfigError
+
+Object = dict[str, Any]
+
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,44}[a-z0-9])?")
+_STARTS_FOR_S = 1200
+_PERIOD_S = 15
+_GIB = 2**30
+_RUN_ATTEMPTS = 100
+
+_STEPS = """# Starting
+
+Machines are nodes of their site's cluster, by their names (`kubernetes.io/hostname`); Kubernetes 1.29 or newer starts
+the head's sidecars in order. Images are those of the repository's compose file, in a registry of yours: name it under
+`images` in each `SITE/kustomization.yaml`. For each site, in its cluster:
+
+```
+kubectl create namespace {namespace}
+{secrets}kubectl apply -f SITE/claims.yaml -f SITE/fill.yaml      # volumes, and pods to fill them
+kubectl cp MODEL {namespace}/fill-MACHINE:/data/model       # each machine; on the head the data too
+kubectl delete -f SITE/fill.yaml
+kubectl apply -k SITE
+kubectl -n {namespace} logs POD -c check                # why a pod does not start
+```
+
+Tokens and other secrets: a Secret `secrets` in that namespace, whose keys are the variables of docs/operating.md.
+Deleting a pod drains it: SIGTERM is every service's request to give back its work or to write its last checkpoint,
+within the pod's grace period. A node with the head on it is drained after `kubectl -n {namespace} delete pdb head`.
+Volumes are ReadWriteOnce, each machine's own.{far}
+"""
+_SECRET = "kubectl -n {namespace} create secret generic {name} --from-file=certificates/{host}   # site {site}\n"
+_FAR = """
+
+Other sites reach the head at {address}: point that name at the LoadBalancer of the Service `{head}` of site {site}."""
+
+
+def kubernetes_files(deployment: Deployment) -> Files:
+    """Objects and a kustomization for each site. Raises ConfigError for a plan that Kubernetes cannot carry out."""
+    _check(deployment)
+    files: Files = {"README.md": _steps(deployment)}
+    for site in deployment.sites:
+        hosts = deployment.at(site)
+        objects: dict[str, list[Object]] = {
+            "claims.yaml": [each for host in hosts for each in _claims(deployment, host)],
+            **{f"pods-{host.name}.yaml": _workloads(deployment, host) for host in hosts},
+            "network.yaml": _network(deployment, site),
+        }
+        files |= {f"{site}/{name}": documents for name, documents in objects.items()}
+        files[f"{site}/fill.yaml"] = [_filler(deployment, host) for host in hosts]
+        files[f"{site}/kustomization.yaml"] = _kustomization(deployment, site, list(objects))
+    return files
+
+
+def _check(deployment: Deployment) -> None:
+    for host in deployment.hosts:
+        for name in (host.name, host.site):
+            if not _LABEL.fullmatch(name):
+                raise ConfigError(
+                    f"nodes: {name!r} cannot name a Kubernetes object; use at most 46 lowercase letters, digits and "
+                    "dashes, a letter first"
+                )
+        kinds = {service.kind: service for service in host.services}
+        if host.role == "operator" and host.name != deployment.head.name:
+            raise ConfigError(
+                f"--for kubernetes: {deployment.head.name} and {host.name} both train, which takes a file system that "
+                "both write to (ReadWriteMany); plan for one machine that trains, or deploy --for slurm"
+            )
+        if {"trainer", "node"} <= kinds.keys() and kinds["node"].gpus:
+            raise ConfigError(
+                f"--for kubernetes: {host.name} trains on {kinds['trainer'].gpus} of its {host.kind.gpus} GPUs and "
+                "generates on the others, and containers cannot share a machine's GPUs by number; describe it as two "
+                "machines in the problem, or deploy --for compose"
+            )
+    far = [site for site in deployment.sites if site != deployment.head.site]
+    if far and deployment.head_address is None:
+        raise ConfigError(
+            f"--head: required, since the cluster of {far[0]} cannot resolve {deployment.head.name} of "
+            f"{deployment.head.site}; name the DNS name at which it reaches the head"
+        )
+    if deployment.head_address is not None and deployment.head_address.replace(".", "").isdecimal():
+        raise ConfigError(f"--head: {deployment.head_address} is an address; Kubernetes takes a DNS name here")
+
+
+def _steps(deployment: Deployment) -> str:
+    head = deployment.head
+    secrets = far = ""
+    if deployment.has_certificates:
+        secrets = "".join(
+            _SECRET.format(namespace=NAMESPACE, name=certificate(host), host=host.name, site=host.site)
+            for host in deployment.hosts
+        )
+    if len(deployment.sites) > 1:
+        far = _FAR.format(address=deployment.head_address, head=head.name, site=head.site)
+    return _STEPS.format(namespace=NAMESPACE, secrets=secrets, far=far)
+
+
+def _kustomization(deployment: Deployment, site: str, resources: list[str]) -> Object:
+    images = {service.image for host in deployment.at(site) for service in host.services}
+    return {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": NAMESPACE,
+        "resources": resources,
+        # A change of a configuration gives it another name, so that its pods start again.
+        "configMapGenerator": [{"name": CONFIGURATION, "files": sorted(deployment.files_at(site))}],
+        "images": [{"name": name.partition(":")[0], "newName": name.partition(":")[0]} for name in sorted(images)],
+    }
+
+
+def _network(deployment: Deployment, site: str) -> list[Object]:
+    return [*services(deployment, site), *network_policies(deployment, site), budget(deployment, site)]
+
+
+def _claims(deployment: Deployment, host: Host) -> list[Object]:
+    """Volumes that outlive pods: model and data of every machine; Redis and the runs of the head."""
+    weights_gib = deployment.weight_bytes / _GIB
+    sizes = {"data": 10 + 2 * weights_gib}
+    if host.name == deployment.head.name:
+        sizes |= {"redis": 20, "runs": 50 + 24 * weights_gib}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": metadata(claim(host, what), host),
+            "spec": {
+                "accessModes": ["ReadWriteOnce"],
+                "resources": {"requests": {"storage": f"{size_gib:.0f}Gi"}},
+            },
+        }
+        for what, size_gib in sizes.items()
+    ]
+
+
+def _workloads(deployment: Deployment, host: Host) -> list[Object]:
+    """The machine's pods: the head's services in one, the run's console and generators in others."""
+    found: list[Object] = []
+    center = [each for each in host.services if each.kind not in ("run", "node")]
+    if center:
+        pod = _pod(deployment, host, center[:-1], center[-1])
+        found.append(_deployment(host, host.name, "head", pod))
+    for service in host.services:
+        pod = _pod(deployment, host, [], service)
+        if service.kind == "node":
+            found.append(_deployment(host, service.name, "node", pod))
+        elif service.kind == "run":
+            found.append(_job(host, service, pod))
+    return found
+
+
+def _deployment(host: Host, name: str, component: str, pod: Object) -> Object:
+    selector = labels(host, component)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(name, host),
+        "spec": {
+            "replicas": 1,
+            # Its volumes and GPUs are free only when the previous pod has ended.
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": selector},
+            "template": {"metadata": {"labels": selector}, "spec": pod},
+        },
+    }
+
+
+def _job(host: Host, service: Service, pod: Object) -> Object:
+    """Ends when the run is complete; after a failure it resumes the run."""
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(service.name, host),
+        "spec": {
+            "backoffLimit": _RUN_ATTEMPTS,
+            "template": {
+                "metadata": {"labels": labels(host, "run")},
+                "spec": {**pod, "restartPolicy": "OnFailure"},
+            },
+        },
+    }
+
+
+def _pod(deployment: Deployment, host: Host, sidecars: list[Service], main: Service) -> Object:
+    together = [*sidecars, main]
+    check = _container(deployment, host, main)
+    command, file = host.check
+    check |= {"name": "check", "args": [command, str(deployment.layout.config / file)]}
+    for key in ("readinessProbe", "startupProbe", "command"):
+        check.pop(key, None)
+    waits = [_wait(deployment, host, name) for name in main.after] if not sidecars else []
+    return {
+        "nodeSelector": {"kubernetes.io/hostname": host.name},
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": round(sum(service.grace_s for service in together)),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "initContainers": [
+            check,
+            *waits,
+            *({**_container(deployment, host, each), "restartPolicy": "Always"} for each in sidecars),
+        ],
+        "containers": [_container(deployment, host, main)],
+        "volumes": _volumes(deployment, host, main),
+    }
+
+
+def _wait(deployment: Deployment, host: Host, name: str) -> Object:
+    """Until a service of the head is healthy."""
+    target = f"{deployment.head.address}:{PORTS[name]}"
+    loop = f"until python -m penstock.healthcheck {target}; do sleep 5; done"
+    service = next(each for each in host.services if each.kind == "run")
+    return {**_container(deployment, host, service), "name": f"wait-{name}", "command": ["sh", "-c", loop], "args": []}
+
+
+def _container(deployment: Deployment, host: Host, service: Service) -> Object:
+    limits = {"memory": f"{service.memory_gib}Gi", "nvidia.com/gpu": service.gpus}
+    found: Object = {
+        "name": service.kind,
+        "image": service.image,
+        "args": list(service.arguments),
+        "resources": {
+            "limits": {key: value for key, value in limits.items() if value},
+            "requests": {"cpu": str(max(1, 4 * service.gpus))},
+        },
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    if service.kind == "redis":
+        health = ["redis-cli", "-p", str(PORTS["redis"]), "ping"]
+        return found | _probes(health) | {"volumeMounts": [{"name": "redis", "mountPath": "/data"}]}
+    if service.port is not None:
+        # Not Kubernetes' own gRPC probe, which speaks no TLS.
+        found |= _probes(["python", "-m", "penstock.healthcheck", f"127.0.0.1:{service.port}"])
+    mounts = [("configuration", "/config"), ("data", "/data"), ("runs", str(deployment.layout.runs))]
+    if deployment.has_certificates:
+        variables = environment("/run/secrets/penstock").items()
+        found["env"] = [{"name": name, "value": path} for name, path in variables]
+        mounts.append(("certificate", "/run/secrets/penstock"))
+    if service.gpus:
+        mounts.append(("memory", "/dev/shm"))
+    read_only = ("configuration", "data", "certificate")
+    found["envFrom"] = [{"secretRef": {"name": "secrets", "optional": True}}]
+    found["volumeMounts"] = [
+        {"name": name, "mountPath": path, **({"readOnly": True} if name in read_only else {})} for name, path in mounts
+    ]
+    return found
+
+
+def _probes(command: list[str]) -> Object:
+    """Readiness, and restarts of what never comes up; no liveness: what waits for another service is well."""
+    probe = {"exec": {"command": command}, "periodSeconds": _PERIOD_S, "timeoutSeconds": 30}
+    starts = {**probe, "failureThreshold": _STARTS_FOR_S // _PERIOD_S}
+    return {"startupProbe": starts, "readinessProbe": {**probe, "failureThreshold": 4}}
+
+
+def _volumes(deployment: Deployment, host: Host, main: Service) -> list[Object]:
+    is_head = host.name == deployment.head.name
+
+    def claimed(what: str) -> Object:
+        return {"name": what, "persistentVolumeClaim": {"claimName": claim(host, what)}}
+
+    found: list[Object] = [{"name": "configuration", "configMap": {"name": CONFIGURATION}}, claimed("data")]
+    found.append(claimed("runs") if is_head else {"name": "runs", "emptyDir": {}})
+    if main.kind == "trainer":
+        found.append(claimed("redis"))
+    if deployment.has_certificates:
+        secret = {"secretName": certificate(host), "defaultMode": 0o440}
+        found.append({"name": "certificate", "secret": secret})
+    if main.gpus:
+        found.append({"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}})
+    return found
+
+
+def _filler(deployment: Deployment, host: Host) -> Object:
+    """A pod that does nothing but hold the machine's data volume, to copy model and data into."""
+    main = host.services[-1]
+    pod = _pod(deployment, host, [], main)
+    kept = ("name", "image", "securityContext")
+    container = {key: value for key, value in pod["containers"][0].items() if key in kept}
+    container |= {"command": ["sleep", "infinity"], "volumeMounts": [{"name": "data", "mountPath": "/data"}]}
+    shared = {key: pod[key] for key in ("nodeSelector", "automountServiceAccountToken", "securityContext")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**metadata(f"fill-{host.name}", host), "namespace": NAMESPACE},
+        "spec": without_empty({**shared, "containers": [container], "volumes": [pod["volumes"][1]]}),
+    }

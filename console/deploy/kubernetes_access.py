@@ -1,0 +1,81 @@
+"""Writes how pods are reached, and by whom: Services, NetworkPolicies and the PodDisruptionBudget of a site."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from console.deploy.description import PORTS, Deployment, Host
+from console.deploy.kubernetes_names import COMPONENT_LABEL, MACHINE_LABEL, NAME_LABEL, labels, metadata
+from console.deploy.nodes import FIRST_GENERATOR_PORT
+
+Object = dict[str, Any]
+_PUBLIC = ("broker", "trainer", "weights", "scheduler")
+"""What generators call."""
+_LOCAL = (*_PUBLIC, "reward")
+
+
+def services(deployment: Deployment, site: str) -> list[Object]:
+    """Each machine under its name: the head's services, and relays of machines at other sites."""
+    head = deployment.head
+    if site != head.site:
+        address = {"type": "ExternalName", "externalName": deployment.head_address}
+        return [_service(head, address), *(_relay(host) for host in deployment.at(site))]
+    is_public = len(deployment.sites) > 1
+    spec = {
+        "type": "LoadBalancer" if is_public else "ClusterIP",
+        "selector": labels(head, "head"),
+        # A trainer whose broker is away is not ready, and is still asked and stopped.
+        "publishNotReadyAddresses": True,
+        "ports": [{"name": name, "port": PORTS[name]} for name in _LOCAL],
+    }
+    return [_service(head, spec)]
+
+
+def _service(host: Host, spec: Object) -> Object:
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata(host.name, host), "spec": spec}
+
+
+def _relay(host: Host) -> Object:
+    """The machine's name stands for its pod: relays listen on ports by the GPUs of their generators."""
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(host, "node")}
+    return _service(host, spec)
+
+
+def network_policies(deployment: Deployment, site: str) -> list[Object]:
+    """Nothing reaches a pod but what is named here."""
+    found = [_policy("nobody", dict(NAME_LABEL), [])]
+    if site == deployment.head.site:
+        ours = [{"podSelector": {"matchLabels": NAME_LABEL}}]
+        rules: list[Object] = [{"from": ours, "ports": [{"port": PORTS[name]} for name in _LOCAL]}]
+        if len(deployment.sites) > 1:
+            # Other sites, by their certificates.
+            rules.append({"ports": [{"port": PORTS[name]} for name in _PUBLIC]})
+        return [*found, _policy("head", labels(deployment.head, "head"), rules)]
+    last = FIRST_GENERATOR_PORT + 2 * max(host.kind.gpus for host in deployment.at(site)) - 1
+    nodes = {**NAME_LABEL, COMPONENT_LABEL: "node"}
+    relays = {
+        "from": [{"podSelector": {"matchLabels": nodes}}],
+        "ports": [{"port": FIRST_GENERATOR_PORT, "endPort": last}],
+    }
+    return [*found, _policy("relays", nodes, [relays])]
+
+
+def _policy(name: str, selector: dict[str, str], ingress: list[Object]) -> Object:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(name),
+        "spec": {"podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"], "ingress": ingress},
+    }
+
+
+def budget(deployment: Deployment, site: str) -> Object:
+    """The head is moved by hand only, since it stops the run meanwhile; other machines leave one at a time."""
+    is_home = site == deployment.head.site
+    selector = {MACHINE_LABEL: deployment.head.name} if is_home else {**NAME_LABEL, COMPONENT_LABEL: "node"}
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata("head" if is_home else "nodes"),
+        "spec": {"maxUnavailable": 0 if is_home else 1, "selector": {"matchLabels": selector}},
+    }

@@ -1,0 +1,135 @@
+"""The Kubernetes objects of `plan --deploy`: valid by the published schemas, and what they promise."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from console.deploy.configurations import PLAIN_RUN
+from console.deploy.deployment import deployment, write_deployment
+from penstock.config import ConfigError
+from penstock.process.grace_periods import STOP_GRACE_S
+from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.problem.problem import Problem
+from tests.helpers.plans.problems import plan, problem
+from tests.helpers.plans.two_sites import PLAN, PROBLEM
+
+HEAD = "head.example.org"
+
+
+def written(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """All objects of both sites."""
+    model = CostModel(Problem.model_validate(PROBLEM))
+    settings = {"engine": "kubernetes", "head_address": HEAD, **changes}
+    paths = write_deployment(folder / "out", model, PLAN, **settings)
+    names = ("claims.yaml", "network.yaml", "fill.yaml", "pods-head-0.yaml", "pods-l4-0.yaml")
+    return [each for path in paths if path.name in names for each in yaml.safe_load_all(path.read_text())]
+
+
+def pods(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]
+        for each in objects
+        if each["kind"] in ("Deployment", "Job")
+    }
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod["initContainers"], *pod["containers"]]
+
+
+def test_every_object_is_valid_and_the_kustomization_joins_those_of_a_site(tmp_path: Path) -> None:
+    objects = written(tmp_path)
+    for each in objects:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+    assert {each["kind"] for each in objects} == {
+        *("Deployment", "Job", "Service", "PersistentVolumeClaim", "Pod", "NetworkPolicy", "PodDisruptionBudget"),
+    }
+    for site in ("home", "far"):
+        folder = tmp_path / "out" / site
+        joined = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        named = {*joined["resources"], *joined["configMapGenerator"][0]["files"], "kustomization.yaml", "fill.yaml"}
+        assert named == {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_builds_valid_objects(tmp_path: Path) -> None:
+    written(tmp_path)
+    for site in ("home", "far"):
+        command = ["kubectl", "kustomize", str(tmp_path / "out" / site)]
+        built = list(yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        for each in built:
+            kubernetes_validate.validate(each, "1.37", strict=True)
+        name = next(each["metadata"]["name"] for each in built if each["kind"] == "ConfigMap")
+        used = {pod["volumes"][0]["configMap"]["name"] for pod in pods(built).values()}
+        assert used == {name}
+        assert name != "configuration"
+
+
+def test_pods_are_checked_first_run_without_root_and_keep_secrets_apart(tmp_path: Path) -> None:
+    found = pods(written(tmp_path))
+    assert found.keys() == {"head-0", "run", "node-l4-0"}
+    for pod in found.values():
+        assert pod["initContainers"][0]["args"][0] == "doctor"
+        assert pod["securityContext"]["runAsNonRoot"]
+        secrets = [each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each]
+        assert secrets == [f"certificate-{pod['nodeSelector']['kubernetes.io/hostname']}"]
+        for container in containers(pod):
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]["memory"]
+            if container["name"] != "redis":
+                assert container["envFrom"] == [{"secretRef": {"name": "secrets", "optional": True}}]
+    assert "BEGIN" not in str(found)
+
+
+def test_sidecars_end_after_the_trainer_and_all_graces_fit(tmp_path: Path) -> None:
+    head = pods(written(tmp_path))["head-0"]
+    sidecars = [each["name"] for each in head["initContainers"] if each.get("restartPolicy") == "Always"]
+    assert sidecars == ["redis", "broker", "scheduler", "reward"]
+    assert [each["name"] for each in head["containers"]] == ["trainer"]
+    assert head["terminationGracePeriodSeconds"] == sum(STOP_GRACE_S[name] for name in (*sidecars, "trainer"))
+    for container in (*head["initContainers"][1:], *head["containers"]):
+        assert container["readinessProbe"]["exec"]["command"][0] in ("python", "redis-cli")
+        assert "livenessProbe" not in container
+
+
+def test_volumes_are_one_machines_and_only_what_is_named_is_reached(tmp_path: Path) -> None:
+    objects = written(tmp_path)
+    modes = [each["spec"]["accessModes"] for each in objects if each["kind"] == "PersistentVolumeClaim"]
+    assert modes == [["ReadWriteOnce"]] * 4
+    policies = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "NetworkPolicy"}
+    assert policies["nobody"]["ingress"] == []
+    assert 7300 not in [port["port"] for rule in policies["head"]["ingress"] for port in rule["ports"]]
+    budgets = {
+        each["metadata"]["name"]: each["spec"]["maxUnavailable"]
+        for each in objects
+        if each["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets == {"head": 0, "nodes": 1}
+    external = [each["spec"].get("externalName") for each in objects if each["kind"] == "Service"]
+    assert external.count(HEAD) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "train", "said"),
+    [
+        (
+            "nodes=[{name: My_Box, gpu: L4, gpus: 8, region: r0}, {name: far, gpu: L4, gpus: 8, region: r1}]",
+            [("My_Box-0", 8)],
+            "'My_Box-0' cannot name a Kubernetes object",
+        ),
+        ("id=x", [("a100-0", 8), ("l40s-0", 8)], "both train, which takes a file system that both write to"),
+        ("id=x", [("a100-0", 4)], "a100-0 trains on 4 of its 8 GPUs and generates on the others"),
+        ("id=x", [("a100-0", 8)], "--head: required, since the cluster of r1 cannot resolve a100-0 of r0"),
+    ],
+)
+def test_what_kubernetes_cannot_carry_out_is_refused(changed: str, train: list, said: str) -> None:
+    model, of = CostModel(problem("tiny_04", changed)), plan([], train)
+    with pytest.raises(ConfigError, match=said):
+        deployment(model, of, engine="kubernetes", run=PLAIN_RUN, folder=Path("/out"))
