@@ -17,6 +17,8 @@ LOGITS_BYTES = 512 << 20
 """Logits that exist at a time, float32; those of one position if they are larger."""
 ROUTED_GRADIENTS = 2
 """Of each copy of a token that is sent to an expert, those that exist at a time."""
+MASTER_BYTES = 4
+"""Of a weight as it is trained."""
 GRADIENT_BYTES = 4
 """Of a parameter, as processes add gradients up."""
 
@@ -108,6 +110,8 @@ class TrainingMode:
     has_critic: bool = False
     has_adapter: bool = False
     """A LoRA adapter is trained, so small that it does not count, and weights are held in the type of products."""
+    offloads: bool = False
+    """Weights, gradients, moments and reference rest in the machine's memory, and go to the device layer by layer."""
     is_on_cpus: bool = False
     """Processes meet over gloo, which adds up a copy of the gradients that it is given."""
 
@@ -118,7 +122,16 @@ class TrainingMode:
 
 
 def held_bytes(shape: ModelShape, mode: TrainingMode) -> float:
-    """What one process holds all the time: its shard of weights, gradients, moments, reference and critic."""
+    """What one process holds on its device all the time: a shard of weights, gradients, moments, reference, critic."""
+    return 0.0 if mode.offloads else _state_bytes(shape, mode)
+
+
+def offloaded_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    """The same where it rests in the machine's memory instead."""
+    return _state_bytes(shape, mode) if mode.offloads else 0.0
+
+
+def _state_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     trained = (mode.weight_bytes if mode.has_adapter else STATE_BYTES) * shape.num_params
     if mode.has_critic:
         # All but an output layer, which a tied one is not by itself.
@@ -153,6 +166,8 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     layer_activations = mode.pack_tokens * _activation_bytes(shape, mode)
     kept = shape.num_layers * (hidden if mode.checkpoints_layers else layer_activations)
     of_logits = kept + 3 * hidden + _logits_bytes(shape, mode)
+    # A shard of what is gathered next, on its way to the device.
+    sent_up = MASTER_BYTES * max(shape.root_params, shape.layer_params) / mode.num_shards if mode.offloads else 0.0
     if mode.has_adapter:
         # Without gradients of weights, and with copies of none: the weights of a layer, and of the next.
         gathered = 0.0 if mode.num_shards == 1 else mode.weight_bytes * (shape.root_params + 2 * shape.layer_params)
@@ -172,7 +187,7 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     layers = 3 * layer + sent * shape.layer_params
     end_of_layer = root + gradient + layers + kept + (1 if mode.checkpoints_layers else -1) * layer_activations
     end = root + gradient * (2 if shape.is_tied else 1) + sent * shape.root_params
-    return max(root + layer + of_logits, end_of_layer, end)
+    return sent_up + max(root + layer + of_logits, end_of_layer, end)
 
 
 def _logits_bytes(shape: ModelShape, mode: TrainingMode) -> float:

@@ -245,6 +245,9 @@ class ComputeConfig(StrictModel):
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about a third more work. Unset: if they would not fit
     otherwise."""
+    offload: bool | None = None
+    """Keep weights, gradients and optimiser in the machine's memory, and take AdamW's step there: less of a GPU's
+    memory, slower steps. Unset: if they would not fit otherwise, and fit there."""
     max_silence_s: float | None = Field(default=None, gt=0)
     """The run fails if no new group arrives for this long while the broker is reachable. Unset: 1800 s, or three times
     the duration of the longest completion on the slowest generator if that is longer."""
@@ -351,6 +354,27 @@ class TrainingConfig(RunSections):
                 raise ValueError(
                     f"trainer.parallel.{name}: {degree} is not supported with {other}; leave it 1, use shard"
                 )
+        return self
+
+    @property
+    def offload_obstacle(self) -> str | None:
+        """What of this run does not go together with `trainer.offload`, with what to do; None if all of it does."""
+        trainer, parallel = self.trainer, self.trainer.parallel
+        obstacles = {
+            "one process, whose weights FSDP does not shard; raise trainer.processes": len(trainer.shares) == 1,
+            "trainer.device cpu, where there is nothing to move": trainer.device == "cpu",
+            "lora": self.lora is not None,
+            f"the critic of {self.algorithm.name}": self.algorithm.definition.has_critic,
+            "trainer.parallel.pipeline": parallel.pipeline > 1,
+            "trainer.parallel.tensor": parallel.tensor > 1,
+            "trainer.parallel.islands": parallel.islands is not None,
+        }
+        return next((name for name, is_there in obstacles.items() if is_there), None)
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        if self.trainer.offload and (obstacle := self.offload_obstacle):
+            raise ValueError(f"trainer.offload: true is not supported with {obstacle}; or leave trainer.offload unset")
         return self
 
     @model_validator(mode="after")

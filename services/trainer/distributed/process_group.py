@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import PreTrainedModel
@@ -193,14 +193,16 @@ class RankGroup(Ranks):
     def shard(self, network: nn.Module, *, computing: torch.dtype) -> None:
         """Shards by FSDP2: one unit for each layer declared by the model's authors, and one for the rest."""
         policy = MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=MASTER, cast_forward_inputs=False)
+        # Pinned memory is copied while the device computes; without a GPU there is none.
+        rest = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.offloads else OffloadPolicy()
         if self._expert_mesh is not None:
             for experts in [*self._expert_mesh.experts_of(network)]:
-                fully_shard(experts, mesh=self._expert_mesh.shards, mp_policy=policy)
+                fully_shard(experts, mesh=self._expert_mesh.shards, mp_policy=policy, offload_policy=rest)
         names = set(getattr(network, "_no_split_modules", None) or ())
         for module in [module for module in network.modules() if type(module).__name__ in names]:
-            fully_shard(module, mesh=self._mesh, mp_policy=policy)
+            fully_shard(module, mesh=self._mesh, mp_policy=policy, offload_policy=rest)
         # Gathered weights must not outlive a forward pass: after one without gradients they would become stale.
-        fully_shard(network, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(network, mesh=self._mesh, mp_policy=policy, offload_policy=rest, reshard_after_forward=True)
         for module in network.modules():
             if isinstance(module, FSDPModule):
                 # Losses are sums, and so are gradients; gloo cannot scale them otherwise.

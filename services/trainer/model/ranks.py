@@ -35,6 +35,8 @@ class Ranks:
     """Stages of layers into which the model is cut."""
     stage_index = 0
     """Of this process' stage, from that of the embedding on."""
+    offloads = False
+    """Whether what `shard` leaves in a process rests in the machine's memory, not on its device."""
     elsewhere: Mapping[str, Tensor] = {}
     """Of a stage the model's other tensors, by name, without memory; known once a model was cut."""
     copies: frozenset[str] = frozenset()

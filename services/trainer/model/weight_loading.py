@@ -78,7 +78,15 @@ def load_weights(
         if ranks.num_ranks == 1:
             _multiply_experts_in(computing, model)
     # Of a sharded model only buffers move; the call also lets FSDP take over the parameters that were read.
-    return model.eval().to(device)
+    return _with_buffers_on(device, model.eval().cpu()) if ranks.offloads else model.eval().to(device)
+
+
+def _with_buffers_on(device: torch.device, model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose parameters stay where they are."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    return model
 
 
 def _multiply_experts_in(computing: torch.dtype, model: PreTrainedModel) -> None:

@@ -3,17 +3,27 @@
 - Each process compares what its part needs, by the formulas of `penstock.model.training_memory`, with its own memory;
   all decide alike, by the one with the least room.
 - A run is refused only if what it holds all the time exceeds that memory; all else is a warning, and is tried.
+- What is not set is chosen: activations computed again if they do not fit, then weights and optimiser in the machine's
+  memory if it has room.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import structlog
 import torch
 
 from penstock.model.model_shape import read_shape
-from penstock.model.training_memory import ModelShape, TrainingMode, held_bytes, published_bytes, working_bytes
+from penstock.model.training_memory import (
+    ModelShape,
+    TrainingMode,
+    held_bytes,
+    offloaded_bytes,
+    published_bytes,
+    working_bytes,
+)
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.memory_share import memory_share
 from services.trainer.distributed.stages import divided
@@ -27,65 +37,57 @@ _MOST = 2**62
 _log = structlog.get_logger()
 
 
-def recomputes_activations(config: TrainingConfig, ranks: Ranks) -> bool:
-    """Whether layers compute their activations again in the backward pass; called by all processes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFit:
+    """How a run fits."""
 
-    Args:
-        config: Of the run; `trainer.gradient_checkpointing` if it is set.
-        ranks: The processes.
+    recomputes: bool
+    """Layers compute their activations again in the backward pass."""
+    offloads: bool
+    """Weights, gradients and optimiser rest in the machine's memory."""
+
+
+def fit_memory(config: TrainingConfig, ranks: Ranks) -> MemoryFit:
+    """Chooses what `trainer.gradient_checkpointing` and `trainer.offload` leave open; called by all processes.
+
+    Offload comes last: each step then moves all weights and gradients between machine and device.
 
     Raises:
-        BackendError: A process cannot hold its part of the model, or the model cannot be cut into the stages asked for.
+        BackendError: A process cannot hold its part of the model, or the model cannot be cut into the stages asked for,
+            or offload is asked for on CPUs.
         OSError: The directory does not hold a model.
     """
     device = ranks.device(config.trainer.device)
-    memory = _device_bytes(device, ranks)
+    given = config.trainer.gradient_checkpointing, config.trainer.offload
+    if config.trainer.offload and device.type == "cpu":
+        raise BackendError(
+            "trainer.offload: true, and this trainer computes on CPUs: weights and optimiser rest in the machine's "
+            "memory already; leave it unset, or train on a GPU"
+        )
     shape, problem = _shape(config)
     if not ranks.agree(shape is not None):
         _log.warning("the model's memory is not known", problem=problem)
-        return config.trainer.gradient_checkpointing or False
+        return MemoryFit(recomputes=given[0] or False, offloads=given[1] or False)
     assert shape is not None
     is_half = compute_dtype(config.model.dtype, path=config.model.path, device=device) == torch.bfloat16
     shape = _stage_shape(config, shape, ranks).split(ranks.num_splits)
     mode = training_mode(config, num_shards=ranks.num_shards, is_half=is_half, is_on_cpus=device.type == "cpu")
-    held = held_bytes(shape, mode)
-    # On CPUs the processes of a machine share its memory: more of them on the same one have no more.
-    spread = "raise trainer.processes" if device.type == "cuda" else "spread trainer.processes over more machines"
-    needed, available = _least_room(ranks, held, memory)
-    if needed > available:
-        raise BackendError(
-            f"model.path: a process of {ranks.num_ranks} needs {needed / 1e9:.1f} GB to hold its part of "
-            f"{config.model.path}, and {available / 1e9:.1f} GB are available to it; {spread}"
-            + ("" if mode.has_adapter else ", or train an adapter (lora)")
-        )
-    # Copies of published weights are in the machine's memory, which is the device's own only on CPUs.
-    held += published_bytes(shape, mode) if mode.is_on_cpus else 0
-    tightest = [
-        _least_room(ranks, held + working_bytes(shape, replace(mode, checkpoints_layers=is_so)), USABLE * memory)
-        for is_so in (False, True)
+    can_offload = device.type == "cuda" and config.offload_obstacle is None
+    memory = _device_bytes(device, ranks)
+    open_offload = (False, True) if can_offload else (False,)
+    tries = [
+        _tried(shape, replace(mode, checkpoints_layers=recomputes, offloads=offloads), ranks, memory=memory)
+        for offloads in (open_offload if given[1] is None else (given[1],))
+        for recomputes in ((False, True) if given[0] is None else (given[0],))
     ]
-    (whole, most), (least, _) = tightest
-    given = config.trainer.gradient_checkpointing
-    recomputes = whole > most if given is None else given
+    # Where nothing fits, the least of those that at least hold the model is tried.
+    able = [each for each in tries if each.holds]
+    if not able:
+        raise BackendError(_refusal(config, tries, num_ranks=ranks.num_ranks))
+    chosen = next((each for each in able if each.fits), able[-1])
     if ranks.rank == 0:
-        _log.info(
-            "memory of each process",
-            gradient_checkpointing=recomputes,
-            is_chosen=given is None,
-            GB_usable=round(most / 1e9, 2),
-            GB_with_all_activations=round(whole / 1e9, 2),
-            GB_with_checkpointing=round(least / 1e9, 2),
-            tokens_per_pack=mode.pack_tokens,
-        )
-        needed, most = tightest[recomputes]
-        if needed > most:
-            _log.warning(
-                "memory may not suffice",
-                GB_needed=round(needed / 1e9, 2),
-                GB_usable=round(most / 1e9, 2),
-                fixes=f"{spread}; lower trainer.tokens_per_pack; train an adapter (lora)",
-            )
-    return recomputes
+        _report(chosen, tries, config)
+    return MemoryFit(recomputes=chosen.mode.checkpoints_layers, offloads=chosen.mode.offloads)
 
 
 def training_mode(config: TrainingConfig, *, num_shards: int, is_half: bool, is_on_cpus: bool) -> TrainingMode:
@@ -101,6 +103,91 @@ def training_mode(config: TrainingConfig, *, num_shards: int, is_half: bool, is_
         has_adapter=has_adapter,
         is_on_cpus=is_on_cpus,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Try:
+    """What a way to train needs and has, bytes, in the process with the least room for it."""
+
+    mode: TrainingMode
+    held: tuple[int, int]
+    """All the time, on the device."""
+    peak: tuple[int, int]
+    """In a step, on the device, of what a run may use."""
+    offloaded: tuple[int, int]
+    """In the machine's memory, where something is moved there."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether every process can hold its part."""
+        return all(needed <= available for needed, available in (self.held, self.offloaded))
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step fits as well."""
+        needed, available = self.peak
+        return self.holds and needed <= available
+
+
+def _tried(shape: ModelShape, mode: TrainingMode, ranks: Ranks, *, memory: int) -> _Try:
+    """Called by all processes, each with its own part and its device's memory."""
+    held, published = held_bytes(shape, mode), published_bytes(shape, mode)
+    # Copies of published weights are in the machine's memory, which is the device's own only on CPUs.
+    peak = held + working_bytes(shape, mode) + (published if mode.is_on_cpus else 0)
+    offloaded = offloaded_bytes(shape, mode) + published if mode.offloads else 0
+    return _Try(
+        mode=mode,
+        held=_least_room(ranks, held, memory),
+        peak=_least_room(ranks, peak, USABLE * memory),
+        offloaded=_least_room(ranks, offloaded, USABLE * memory_share(ranks.num_ranks)),
+    )
+
+
+def _refusal(config: TrainingConfig, tries: Sequence[_Try], *, num_ranks: int) -> str:
+    first, last = tries[0], tries[-1]
+    needed, available = first.offloaded if first.mode.offloads else first.held
+    of_machine = " of its machine's memory" if first.mode.offloads else ""
+    text = (
+        f"model.path: a process of {num_ranks} needs {needed / 1e9:.1f} GB{of_machine} to hold its part of "
+        f"{config.model.path}, and {available / 1e9:.1f} GB are available to it; {_spread(first.mode)}"
+    )
+    if last.mode.offloads > first.mode.offloads:
+        needed, available = last.offloaded
+        text += (
+            f", or its machine's memory: trainer.offload needs {needed / 1e9:.1f} GB of it, and {available / 1e9:.1f} "
+            "GB are available"
+        )
+    return text + ("" if first.mode.has_adapter else ", or train an adapter (lora)")
+
+
+def _spread(mode: TrainingMode) -> str:
+    # On CPUs the processes of a machine share its memory: more of them on the same one have no more.
+    return "spread trainer.processes over more machines" if mode.is_on_cpus else "raise trainer.processes"
+
+
+def _report(chosen: _Try, tries: Sequence[_Try], config: TrainingConfig) -> None:
+    _log.info(
+        "memory of each process",
+        gradient_checkpointing=chosen.mode.checkpoints_layers,
+        offload=chosen.mode.offloads,
+        is_chosen=config.trainer.gradient_checkpointing is None,
+        GB_usable=round(chosen.peak[1] / 1e9, 2),
+        tokens_per_pack=chosen.mode.pack_tokens,
+        **{_way(each.mode): round(each.peak[0] / 1e9, 2) for each in tries},
+    )
+    needed, usable = chosen.peak
+    if needed > usable:
+        _log.warning(
+            "memory may not suffice",
+            GB_needed=round(needed / 1e9, 2),
+            GB_usable=round(usable / 1e9, 2),
+            fixes=f"{_spread(chosen.mode)}; lower trainer.tokens_per_pack; train an adapter (lora)",
+        )
+
+
+def _way(mode: TrainingMode) -> str:
+    kept = "checkpointing" if mode.checkpoints_layers else "all_activations"
+    return f"GB_with_{kept}{'_and_offload' if mode.offloads else ''}"
 
 
 def _least_room(ranks: Ranks, needed: float, available: float) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from services.trainer.model.backend import Backend
 from services.trainer.model.model_loading import ModelSettings
 from services.trainer.model.ranks import Ranks
 from services.trainer.run.context import Policy
-from services.trainer.run.memory_fit import recomputes_activations
+from services.trainer.run.memory_fit import fit_memory
 from services.trainer.step.step_settings import is_reference_early
 
 CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
@@ -60,8 +60,11 @@ def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
 def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend:
     """The backend, or this process' part of it; raises OSError, BackendError."""
     algorithm = config.algorithm.definition
+    ranks = ranks or Ranks()
+    fit = fit_memory(config, ranks)
+    ranks.offloads = fit.offloads
     kind = RankBackend
-    if ranks is not None and ranks.num_stages > 1:
+    if ranks.num_stages > 1:
         # Imported here: it needs torch.distributed.
         from services.trainer.distributed.stage_backend import StageBackend
 
@@ -77,7 +80,7 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
             loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm),
             layers_per_stage=config.trainer.parallel.layers_per_stage,
             critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
-            gradient_checkpointing=recomputes_activations(config, ranks or Ranks()),
+            gradient_checkpointing=fit.recomputes,
             replays_routes=config.algorithm.routing_replay,
         ),
         optimizer=config.optimizer,
