@@ -5,6 +5,7 @@ Configurations name the same number differently; the names known here are those 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _FEED_FORWARDS = ("intermediate_size", "ffn_dim", "ffn_hidden_size")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token")
 _ALL_EXPERTS_TYPES = ("llama4_text",)
 """Whose code sends every token to every expert, with a weight of zero to those not chosen, beside a shared one."""
@@ -26,6 +28,7 @@ _ACTIVATIONS = ("hidden_act", "activation_function")
 _STEPS_KEPT = {"gelu_new": 3, "xielu": 3}
 """Activation functions of several steps: tensors that these keep for their gradients beside input and result."""
 _NORMS = ("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+_EXPERT_LAYER = re.compile(r"layers\.(\d+)\..*experts?\.")
 _TEXT = ("text_config", "llm_config")
 """Where models of several media keep their language model's configuration."""
 _OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
@@ -45,6 +48,35 @@ def read_shape(folder: Path) -> ModelShape:
         return _shape(_text_config(whole), whole, _tensors(folder))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+
+
+def read_numbers(folder: Path) -> dict[str, float]:
+    """What a planning problem states of the model in a folder, by the problem's keys; raises as `read_shape` does."""
+    shape, config = read_shape(folder), _text_config(read_mapping(folder / "config.json"))
+    num_heads = _needed(config, _HEADS)
+    head_size = shape.query_width // num_heads
+    numbers: dict[str, float] = {
+        "params": shape.num_params,
+        "layers": shape.num_layers,
+        "hidden": shape.hidden,
+        "q_heads": num_heads,
+        "kv_heads": shape.key_width // head_size,
+        "head_dim": head_size,
+        "vocab": shape.vocab,
+        "tied_embeddings": shape.is_tied,
+    }
+    num_chosen = _first(config, _CHOSEN_EXPERTS)
+    if num_chosen is None:
+        return numbers | {"ffn": shape.feed_forward}
+    try:
+        width = _needed(config, _EXPERT_WIDTHS)
+        numbers |= {"experts": _needed(config, _EXPERTS), "experts_per_token": num_chosen, "expert_ffn": width}
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    layers = {found[1] for name in _tensors(folder) if (found := _EXPERT_LAYER.search(name))}
+    numbers |= {"expert_layers": len(layers)} if layers else {}
+    shared = _shared_width(config, width)
+    return numbers | ({"shared_ffn": shared} if shared else {})
 
 
 def _shape(config: Config, whole: Config, tensors: Mapping[str, tuple[int, ...]]) -> ModelShape:
@@ -110,7 +142,13 @@ def _feed_forward(config: Config, hidden: int) -> int:
     width = _first(config, _EXPERT_WIDTHS) or 0
     if config.get("model_type") in _ALL_EXPERTS_TYPES:
         return (chosen + 1) * width
-    return chosen * width + (_first(config, ("shared_expert_intermediate_size",)) or 0)
+    return chosen * width + _shared_width(config, width)
+
+
+def _shared_width(config: Config, width: int) -> int:
+    """Of what all tokens pass beside experts of this width: stated, or as a number of such experts."""
+    stated = _first(config, ("shared_expert_intermediate_size",))
+    return width * (_first(config, ("n_shared_experts",)) or 0) if stated is None else stated
 
 
 def _num_feed_forward_copies(config: Config, tensors: Mapping[str, tuple[int, ...]]) -> int:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from penstock.config import MAX_CONFIG_BYTES, ConfigError, StrictModel, read_document, validate
+from penstock.model.model_shape import read_numbers
 from services.scheduler.problem.output_lengths import OutputLengths
 
 MAX_NODES = 10_000
@@ -95,6 +96,8 @@ class Model(StrictModel):
     """Of these, those that a token is sent to."""
     expert_ffn: Count | None = None
     """Width of an expert."""
+    expert_layers: Count | None = None
+    """Layers that have experts; unset: all."""
     shared_ffn: Count | None = None
     """Width of what all tokens pass beside their experts; unset if there is nothing."""
     weight_bytes: Positive = 2.0
@@ -105,7 +108,8 @@ class Model(StrictModel):
     @property
     def expert_params(self) -> float:
         """Of all experts of all layers; 0 in a dense model."""
-        return self.layers * (self.experts or 0) * _GATED_MATRICES * self.hidden * (self.expert_ffn or 0)
+        layers = self.layers if self.expert_layers is None else self.expert_layers
+        return layers * (self.experts or 0) * _GATED_MATRICES * self.hidden * (self.expert_ffn or 0)
 
     @property
     def expert_share(self) -> float:
@@ -133,20 +137,23 @@ class Model(StrictModel):
     def _is_a_mixture_or_dense(self) -> Self:
         stated = {"experts_per_token": self.experts_per_token, "expert_ffn": self.expert_ffn}
         if self.experts is None:
-            others = [name for name, value in (stated | {"shared_ffn": self.shared_ffn}).items() if value is not None]
+            stated |= {"shared_ffn": self.shared_ffn, "expert_layers": self.expert_layers}
+            others = [name for name, value in stated.items() if value is not None]
             if others:
                 raise ValueError(f"{others[0]}: only for a mixture; state experts as well, or remove it")
             return self
         for name, value in stated.items():
             if value is None:
                 raise ValueError(f"{name}: a mixture of {self.experts} experts needs it; state it, or remove experts")
+        if (self.expert_layers or 0) > self.layers:
+            raise ValueError(f"expert_layers: {self.expert_layers}; at most the {self.layers} layers")
         if self.expert_share > 1:
             raise ValueError(f"experts_per_token: {self.experts_per_token}; at most the {self.experts} experts")
         rest = self.params - self.expert_params
         if rest <= self.vocab * self.hidden * (1 if self.tied_embeddings else 2):
             raise ValueError(
                 f"params: {self.params:g}; must be more than embeddings and the {self.expert_params:g} of all experts "
-                f"({_GATED_MATRICES} x layers x experts x hidden x expert_ffn)"
+                f"({_GATED_MATRICES} x expert_layers x experts x hidden x expert_ffn)"
             )
         return self
 
@@ -326,19 +333,38 @@ class Problem(StrictModel):
 
 
 def read_problem(path: Path) -> Problem:
-    """The problem in a JSON or YAML file. Raises ConfigError with one line per problem found."""
+    """The problem in a JSON or YAML file, whose `model.path` may name a Hugging Face folder to read numbers from.
+
+    Raises ConfigError with one line per problem found.
+    """
     if path.suffix != ".json":
-        return validate(Problem, read_document(path), source=str(path))
+        return validate(Problem, _with_model(read_document(path), path), source=str(path))
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    return parse_problem(text, source=str(path))
+    return validate(Problem, _with_model(_json_mapping(text, source=str(path)), path), source=str(path))
+
+
+def _with_model(document: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The document with the numbers of the model whose folder it names; those that it states itself stay."""
+    model = document.get("model")
+    if not isinstance(model, dict) or not isinstance(folder := model.get("path"), str):
+        return document
+    try:
+        numbers = read_numbers(path.parent / folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: model.path: {error}") from error
+    return document | {"model": numbers | {key: value for key, value in model.items() if key != "path"}}
 
 
 def parse_problem(text: str, *, source: str) -> Problem:
     """The problem in a JSON text. Raises ConfigError with one line per problem found."""
+    return validate(Problem, _json_mapping(text, source=source), source=source)
+
+
+def _json_mapping(text: str, *, source: str) -> dict[str, Any]:
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{source}: larger than {MAX_CONFIG_BYTES} characters; is this a planning problem?")
     try:
@@ -347,4 +373,4 @@ def parse_problem(text: str, *, source: str) -> Problem:
         raise ConfigError(f"{source}: not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{source}: must be a mapping, got {type(document).__name__}")
-    return validate(Problem, document, source=source)
+    return document

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from penstock.model.model_shape import read_shape
+from penstock.model.model_shape import read_numbers, read_shape
 from penstock.model.training_memory import ModelShape
 
 CONFIG = {
@@ -68,6 +68,18 @@ def test_parts_are_those_that_the_index_names(folder):
 def test_experts_count_as_wide_as_those_that_a_token_is_sent_to(folder):
     config = {**CONFIG, "num_experts_per_tok": 3, "moe_intermediate_size": 5, "shared_expert_intermediate_size": 7}
     assert read_shape(folder(config, model={"x": LAYERS})).feed_forward == 22
+
+
+def test_numbers_of_a_planning_problem_are_those_of_the_folder(folder):
+    layers = {
+        f"model.layers.{index}.mlp.{name}": LAYERS for index, name in ((0, "gate_proj"), (1, "experts.0.up_proj"))
+    }
+    config = {**CONFIG, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
+    numbers = read_numbers(folder({**config, "n_shared_experts": 1}, model={"model.embed": EMBEDDING, **layers}))
+    dense = {"params": 656, "layers": 2, "hidden": 8, "q_heads": 4, "kv_heads": 2, "head_dim": 4, "vocab": 32}
+    mixture = {"experts": 4, "experts_per_token": 2, "expert_ffn": 5, "expert_layers": 1, "shared_ffn": 5}
+    assert numbers == {**dense, "tied_embeddings": True, **mixture}
+    assert read_numbers(folder(CONFIG, model={"x": LAYERS}))["ffn"] == 12
 
 
 def test_where_every_expert_computes_every_token_all_count(folder):

@@ -1,10 +1,14 @@
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.config import ConfigError, validate
 from services.scheduler.problem.problem import Problem, parse_problem, read_problem
 from tests.helpers.plans.problems import INSTANCES, document
+
+MODEL = "model.safetensors"
 
 
 def test_a_problem_reads_the_same_from_json_and_from_yaml(tmp_path):
@@ -58,3 +62,21 @@ def test_constants_that_are_not_given_are_those_of_the_reference_model():
     assert (
         parse_problem(json.dumps(without), source="p").cost_model == read_problem(INSTANCES / "tiny_04.json").cost_model
     )
+
+
+def test_a_problem_names_the_folder_of_its_model(tmp_path):
+    save_file({"model.embed": np.zeros((32, 8), np.float16), "gate": np.zeros((4, 100), np.float16)}, tmp_path / MODEL)
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(sizes | {"num_attention_heads": 4}))
+    stated = document("tiny_04") | {"model": {"path": ".", "kv_heads": 1}}
+    for name in ("problem.json", "problem.yaml"):
+        (tmp_path / name).write_text(json.dumps(stated))
+        model = read_problem(tmp_path / name).model
+        assert (model.params, model.layers, model.ffn, model.q_heads, model.kv_heads) == (656, 2, 12, 4, 1)
+    config.write_text(json.dumps(sizes))
+    with pytest.raises(ConfigError, match=r"problem\.json: model\.path: .* config\.json has no num_attention_heads"):
+        read_problem(tmp_path / "problem.json")
+    # Over the wire nobody names this machine's folders.
+    with pytest.raises(ConfigError, match=r"model\.path: unknown key"):
+        parse_problem(json.dumps(stated), source="problem")

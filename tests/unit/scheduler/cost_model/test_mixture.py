@@ -27,6 +27,8 @@ def test_a_token_multiplies_the_parameters_that_are_active() -> None:
     assert pytest.approx(3.3e9, rel=0.02) == ACTIVE
     assert mixture.flops_per_token == pytest.approx(2 * (ACTIVE - 151_936 * 2048))
     assert mixture.task_flops[0][1] < dense.task_flops[0][1] / 4
+    half = demand_of(problem("tiny_04", QWEN3_30B.replace("experts: 128", "expert_layers: 24, experts: 128")))
+    assert half.expert_bytes == mixture.expert_bytes / 2
     # All of them are held, published and trained.
     held = ("weight_bytes", "training_state_bytes", "gradient_bytes", "kv_bytes_per_token")
     assert [getattr(mixture, name) for name in held] == [getattr(dense, name) for name in held]
@@ -75,6 +77,7 @@ def test_the_validator_charges_the_same_as_the_cost_model() -> None:
     ("change", "reason"),
     [
         (("experts: 128, ", ""), "experts_per_token: only for a mixture; state experts as well"),
+        (("experts: 128", "expert_layers: 49, experts: 128"), "expert_layers: 49; at most the 48 layers"),
         (("expert_ffn: 768", "ffn: 768"), "expert_ffn: a mixture of 128 experts needs it"),
         (("experts_per_token: 8", "experts_per_token: 129"), "experts_per_token: 129; at most the 128 experts"),
         (("expert_ffn: 768", "expert_ffn: 1024"), "params: .* must be more than embeddings and the .* of all experts"),
