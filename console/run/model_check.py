@@ -65,10 +65,18 @@ def routing_problem(config: RunConfig) -> str | None:
     if not config.algorithm.routing_replay:
         return None
     try:
-        read_routers(config.model.path, field="algorithm.routing_replay")
+        shape = read_routers(config.model.path, field="algorithm.routing_replay").shape
     except NoRoutersError as error:
         return str(error)
-    return None
+    num_tokens = config.data.max_prompt_tokens
+    most = shape.max_group_tokens // config.algorithm.group_size - config.sampling.max_new_tokens
+    most = min(most, shape.max_prompt_tokens)
+    if num_tokens <= most:
+        return None
+    return (
+        f"data.max_prompt_tokens: {num_tokens}; at most {most} with algorithm.routing_replay, whose routes take "
+        f"{shape.row_bytes} bytes a token: lower it, algorithm.group_size or sampling.max_new_tokens"
+    )
 
 
 def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:

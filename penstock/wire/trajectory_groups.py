@@ -49,6 +49,8 @@ class Sample:
     is_truncated: bool = False
     """Whether it was cut at its maximal length."""
     text: str = ""
+    routes: bytes = b""
+    """For a run that replays them, rows of the prompt's and the completion's positions but the last: see `routes`."""
 
 
 def make_prompt(
@@ -102,6 +104,7 @@ def _trajectory(sample: Sample) -> types_pb2.Trajectory:
         finish_reason=truncated if sample.is_truncated else stopped,
         score=types_pb2.Score(value=sample.reward),
         text=sample.text,
+        routes=sample.routes,
     )
 
 
@@ -140,4 +143,5 @@ def _sample(trajectory: types_pb2.Trajectory) -> Sample:
         advantages=float32_array(advantages, "advantages") if advantages else None,
         is_truncated=trajectory.finish_reason == types_pb2.FINISH_REASON_LENGTH,
         text=trajectory.text,
+        routes=trajectory.routes,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from penstock.model.routers import Routers, read_routers
@@ -22,6 +24,8 @@ from services.generator.engines.vllm.config import VllmEngineConfig
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.batches.training_sample import TrainingSample, trajectory_of
 from tests.helpers.models.model_families import save_tiny
+from tests.helpers.models.tiny_model import make_update
+from tests.helpers.waiting import until
 from tests.unit.trainer.distributed.test_rank_backend import build_backend
 
 PROMPTS = (tuple(range(5, 45)), (9, 10), (11, 12, 13, 14, 15, 16))
@@ -39,16 +43,24 @@ def request(
     )
 
 
-async def decode(engine: Engine, asked: GenerateRequest) -> tuple[list[int], Routes]:
-    spans: list[TokenSpan] = [span async for span in engine.generate(asked)]
+async def spans_of(engine: Engine, asked: GenerateRequest) -> list[TokenSpan]:
+    return [span async for span in engine.generate(asked)]
+
+
+def joined(spans: Sequence[TokenSpan]) -> Routes:
     routes = [span.routes for span in spans if span.routes is not None]
     assert len(routes) == len(spans)
-    return [token for span in spans for token in span.token_ids.tolist()], np.concatenate(routes)
+    return np.concatenate(routes)
+
+
+async def decode(engine: Engine, asked: GenerateRequest) -> tuple[list[int], Routes]:
+    spans = await spans_of(engine, asked)
+    return [token for span in spans for token in span.token_ids.tolist()], joined(spans)
 
 
 async def sampled(engine: Engine, index: int, prompt: Sequence[int]) -> TrainingSample:
     asked = request(str(index), prompt, num_tokens=32, seed=index)
-    spans = [span async for span in engine.generate(asked)]
+    spans = await spans_of(engine, asked)
     tokens = np.concatenate([span.token_ids for span in spans])
     return TrainingSample(
         group_id="g",
@@ -58,7 +70,7 @@ async def sampled(engine: Engine, index: int, prompt: Sequence[int]) -> Training
         behavior_logprobs=np.concatenate([span.logprobs for span in spans]),
         policy_versions=np.zeros(len(tokens), np.int64),
         reward=1.0,
-        routes=np.concatenate([span.routes for span in spans if span.routes is not None]),
+        routes=joined(spans),
     )
 
 
@@ -76,6 +88,39 @@ def chosen(path: Path, routers: Routers, token_ids: Sequence[int]) -> Routes:
     return torch.stack([layers[place] for place in range(len(layers))], dim=1).numpy()
 
 
+async def check_an_update(engine: Engine, path: Path, routers: Routers) -> None:
+    """Tokens keep the rows that sampled them when their positions are computed again under new weights."""
+    update = replace(make_update(perturbed(path), policy_version=1), is_recomputing=True)
+    sample = asyncio.create_task(spans_of(engine, request("long", PROMPTS[1], num_tokens=100)))
+    seen = engine.stats().tokens_generated
+    await until(lambda: engine.stats().tokens_generated > seen + 8)
+    await engine.update_weights(update)
+    spans = await sample
+    whole = [*PROMPTS[1], *(token for span in spans for token in span.token_ids.tolist())]
+    old = sum(len(span.token_ids) for span in spans if span.policy_version == 0)
+    assert {span.policy_version for span in spans} == {0, 1}
+    rows, num_old = joined(spans), len(PROMPTS[1]) - 1 + old
+    before, after = (chosen(folder, routers, whole)[:-1] for folder in (path, path / "perturbed"))
+    assert np.array_equal(rows[:num_old], before[:num_old])
+    assert np.array_equal(rows[num_old:], after[num_old:])
+    assert not np.array_equal(before[:num_old], after[:num_old])
+
+
+def perturbed(path: Path) -> Path:
+    """The weights of a further version, as its only file in a folder beside the model's configuration."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(path / "perturbed")
+    file = path / "perturbed" / "update.safetensors"
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, file, metadata={"format": "pt"}
+    )
+    return file
+
+
 async def check_routes(engine: Engine, path: Path) -> None:
     routers = read_routers(path, field="records_routes")
     await engine.start()
@@ -84,6 +129,7 @@ async def check_routes(engine: Engine, path: Path) -> None:
         # A prompt that was decoded before, and a sample that goes on from a prefix.
         again = await decode(engine, request("again", PROMPTS[0]))
         continued, more = await decode(engine, request("more", PROMPTS[0], found[0][0][:5]))
+        await check_an_update(engine, path, routers)
     finally:
         await engine.stop()
     for prompt, (tokens, routes) in zip((*PROMPTS, PROMPTS[0]), (*found, again), strict=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from google.protobuf import duration_pb2
 
@@ -262,6 +264,29 @@ async def test_a_sample_the_store_half_forgot_is_given_back_and_decoded_again(be
         engine.say("g-0-2", span(9, finish=FinishReason.LENGTH))
         await until(lambda: sample.is_finished)
     assert sample.token_ids == [5, 6, 9]
+
+
+async def test_samples_to_train_on_come_with_routes_if_the_run_replays_them(bench):
+    moe = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 8, "num_experts_per_tok": 2}
+    (bench.tmp_path / "model" / "config.json").write_text(json.dumps(moe))
+    routes = np.arange(8, dtype=np.uint8).reshape(4, 1, 2)
+    engine = ScriptedEngine()
+    (sample,) = bench.broker.submit(prompt("g"))
+    measured = prompt("e")
+    measured.purpose = types_pb2.PURPOSE_EVALUATE
+    bench.broker.submit(measured)
+    await bench.store.publish(0)
+    async with bench.running(engine, records_routes=True):
+        await until(lambda: {"g-0-1", "e-0-1"} <= engine.requests.keys())
+        assert engine.requests["g-0-1"].has_routes
+        assert not engine.requests["e-0-1"].has_routes
+        # Two rows of the prompt, and one of each token.
+        engine.say("g-0-1", span(5, 6, routes=routes))
+        engine.say("g-0-1", span(7, finish=FinishReason.LENGTH, routes=routes[:1]))
+        await until(lambda: sample.is_finished)
+    assert sample.routes == bytes([*range(8), 0, 1])
+    shape = bench.broker.hellos[0].routing
+    assert (shape.num_layers, shape.num_experts, shape.experts_per_token) == (1, 8, 2)
 
 
 async def test_a_lost_or_revoked_lease_is_aborted(bench):

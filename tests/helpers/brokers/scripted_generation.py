@@ -40,6 +40,7 @@ class Sample:
     num_leases: int = 0
     finish_reason: int = 0
     text: str = ""
+    routes: bytes = b""
     holder: str = ""
 
     @property
@@ -198,6 +199,7 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         sample.token_ids += token_ids.tolist()
         sample.logprobs += logprobs.tolist()
         sample.versions += versions.tolist()
+        sample.routes += chunk.routes
         if chunk.finish_reason:
             sample.finish_reason = chunk.finish_reason
             sample.text = chunk.text

@@ -14,6 +14,7 @@ from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
 from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine
+from services.generator.engines.transformers.config import TransformersEngineConfig
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
 from services.generator.service import GeneratorServicer
@@ -45,12 +46,13 @@ class Bench:
         return await call(self.stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
 
     @asynccontextmanager
-    async def running(self, engine, *, through_proxy=False, **settings):
+    async def running(self, engine, *, through_proxy=False, records_routes=False, **settings):
         async with AsyncExitStack() as stack:
             _, target = await stack.enter_async_context(serving(self.broker.service(), self.store.service()))
             if through_proxy:
                 self.proxy = await stack.enter_async_context(proxy_to(int(target.rpartition(":")[2])))
                 target = self.proxy.address
+            kind = TransformersEngineConfig if records_routes else EmulatedEngineConfig
             config = GeneratorConfig(
                 listen="127.0.0.1:0",
                 run_id="r",
@@ -59,7 +61,8 @@ class Bench:
                 model_path=self.tmp_path / "model",
                 cache_dir=self.tmp_path / "cache",
                 flush_interval_s=0.02,
-                engine=EmulatedEngineConfig(**{"max_concurrent_samples": 8} | settings),
+                records_routes=records_routes,
+                engine=kind(**{"max_concurrent_samples": 8} | settings),
             )
             self.registry = CollectorRegistry()
             metrics = GeneratorMetrics(self.registry)

@@ -9,13 +9,14 @@ import numpy as np
 from services.generator.engine.engine import EngineProfile, EngineStats, FinishReason, TokenSpan, UpdateReport
 
 
-def span(*token_ids, version=0, finish=None, logprob=-0.5):
+def span(*token_ids, version=0, finish=None, logprob=-0.5, routes=None):
     """Tokens sampled by one version."""
     return TokenSpan(
         token_ids=np.asarray(token_ids, np.int32),
         logprobs=np.full(len(token_ids), logprob, np.float32),
         policy_version=version,
         finish_reason=finish,
+        routes=routes,
     )
 
 
