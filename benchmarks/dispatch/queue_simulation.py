@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.dispatch.emulated_fleet import EmulatedGenerator, Engine
 from penstock.v1 import broker_pb2, types_pb2
-from penstock.wire.routes import RouteFacts
+from penstock.wire.routes import NO_ROUTES
 from services.broker.dispatch.latency import LatencyModel
 from services.broker.dispatch.policies import make_policy
 from services.broker.dispatch.situation import Situation
@@ -271,7 +271,7 @@ def _chunk(grant: Grant, stored: int, num_tokens: int, finish_reason: types_pb2.
         max_version=0,
         fault="",
         payload=b"",
-        routes=RouteFacts(),
+        routes=NO_ROUTES,
     )
 
 

@@ -36,10 +36,13 @@ class RouteFacts(NamedTuple):
     """The largest id if each takes two."""
 
 
+NO_ROUTES = RouteFacts()
+
+
 def read_facts(data: Packed) -> RouteFacts:
     """The facts of serialized routes, perhaps none."""
     if not data:
-        return RouteFacts()
+        return NO_ROUTES
     pairs = np.frombuffer(data[: len(data) // 2 * 2], _UINT16)
     return RouteFacts(len(data), int(np.frombuffer(data, _UINT8).max()), int(pairs.max(initial=0)))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from penstock.wire.routes import RouteFacts
+from penstock.wire.routes import NO_ROUTES, RouteFacts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class PutGroups:
             max_versions=[max(self.max_versions)],
             rewards=[],
             num_prompt_tokens=0,
-            routes=[RouteFacts()] * max(self.num_samples),
+            routes=[NO_ROUTES] * max(self.num_samples),
         )
 
     def sample_slices(self) -> list[tuple[int, int]]:

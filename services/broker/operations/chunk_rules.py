@@ -81,6 +81,9 @@ class ChunkRules:
             return f"{chunk.end} completion tokens, but the run allows {self._max_tokens}"
         if chunk.max_version is not None and chunk.max_version > self._policy_version:
             return f"policy version {chunk.max_version} is ahead of the run's {self._policy_version}"
+        if self._routing is None and not chunk.routes.num_bytes:
+            # The common case.
+            return ""
         num_rows = num_route_rows(num_tokens=chunk.num_tokens, num_prompt_tokens=num_prompt_tokens, offset=chunk.offset)
         return routes_fault(self._routing if num_prompt_tokens else None, chunk.routes, num_rows)
 

@@ -32,6 +32,9 @@ def check_recorder(engine: BaseEngineConfig, *, field: str) -> None:
     if not engine.can_record_routes:
         others = ", ".join(name for name, each in ENGINES.items() if each.can_record_routes)
         raise ValueError(f"{field}: engine {engine.engine} cannot record routes; choose {others}, or set it to false")
+    if engine.pipeline_parallel > 1:
+        stages = f"pipeline_parallel {engine.pipeline_parallel}"
+        raise ValueError(f"{field}: an engine of {stages} cannot record routes; leave that 1, or set this to false")
 
 
 def split_engine(document: Mapping[str, Any]) -> tuple[type[BaseEngineConfig], dict[str, Any]]:

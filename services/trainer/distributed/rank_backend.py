@@ -31,6 +31,7 @@ from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.batches.packing import Pack, Trajectory, join
 from services.trainer.config import OptimizerConfig
+from services.trainer.data.tokenizer_files import copy_tokenizer
 from services.trainer.distributed.memory_share import memory_share
 from services.trainer.model.attention import packed_inputs, register_packed_attention
 from services.trainer.model.backend import (
@@ -49,7 +50,6 @@ from services.trainer.model.precision import compute_dtype, computing_in
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.routing_replay import RoutingReplay
 from services.trainer.model.token_logprobs import TokenLogprobs
-from services.trainer.model.tokenizer_files import copy_tokenizer
 from services.trainer.model_state.agreement import Writers
 from services.trainer.model_state.dcp import write_resume
 from services.trainer.model_state.optimizer_state import TrainingState

@@ -28,6 +28,7 @@ def recorded(
         max_policy_version=1,
         generator_id="gen-1",
         text="zwei \u4e8c",
+        routes=bytes([0, 255, 1, 128]),
     )
     trajectory.score.components.update({"b": 1.0, "a": 0.1})
     trajectory.score.latency.FromNanoseconds(12_345_678)

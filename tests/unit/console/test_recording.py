@@ -48,9 +48,7 @@ def test_every_field_comes_back(tmp_path: Path, suffix: str) -> None:
     bare.trajectory.score.ClearField("latency")
     bare.prompt.sampling.CopyFrom(types_pb2.SamplingParams(max_new_tokens=1))
     abstained = types_pb2.Score(status=types_pb2.SCORE_STATUS_ABSTAINED, message="why", model="n")
-    routed = recorded()
-    routed.trajectory.routes = bytes([0, 255, 1, 128])
-    samples = [routed, recorded(index=1).rescored(abstained), bare]
+    samples = [recorded(), recorded(index=1).rescored(abstained), bare]
     assert list(read_samples(write(tmp_path / f"file{suffix}", *samples))) == samples
 
 

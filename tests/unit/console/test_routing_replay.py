@@ -27,6 +27,8 @@ def test_an_engine_that_records_no_routes_is_refused(tmp_path: Path) -> None:
     words = "engine emulated cannot record routes; choose vllm, transformers, or set it to false"
     with pytest.raises(ConfigError, match=f"algorithm.routing_replay: {words}"):
         parse_run_config(document(tmp_path, generator={"engine": "emulated"}), source="c.yaml")
+    with pytest.raises(ConfigError, match="an engine of pipeline_parallel 2 cannot record routes; leave that 1"):
+        parse_run_config(document(tmp_path, generator={"engine": "vllm", "pipeline_parallel": 2}), source="c.yaml")
     settings = {"run_id": "r", "model_path": tmp_path, "cache_dir": tmp_path, "records_routes": True}
     with pytest.raises(ValidationError, match=f"records_routes: {words}"):
         GeneratorConfig.model_validate(settings | {"engine": {"engine": "emulated"}})

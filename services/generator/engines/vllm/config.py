@@ -32,9 +32,6 @@ class VllmEngineConfig(BaseEngineConfig):
         from services.generator.engines.vllm.vllm_engine import VllmEngine
 
         self._check_parts(model.model_path)
-        if model.records_routes and self.pipeline_parallel > 1:
-            stages = self.pipeline_parallel
-            raise ValueError(f"engine.pipeline_parallel: {stages} stages cannot record routes; set records_routes or 1")
         return VllmEngine(self, model)
 
     def _check_parts(self, model_path: Path) -> None:

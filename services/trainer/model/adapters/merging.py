@@ -15,9 +15,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from penstock.model.adapter_layout import model_digest
+from services.trainer.data.tokenizer_files import copy_tokenizer
 from services.trainer.model.adapters.lora import ADAPTER_FILE, saved_base_digest
 from services.trainer.model.backend import CheckpointMismatchError
-from services.trainer.model.tokenizer_files import copy_tokenizer
 
 ADAPTER_CONFIG = "adapter_config.json"
 

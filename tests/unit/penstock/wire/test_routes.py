@@ -78,6 +78,11 @@ def test_routers_are_found_by_the_configuration(
     routers = read_routers(tmp_path, field="algorithm.routing_replay")
     assert routers.layers == layers
     assert routers.shape == RoutingShape(num_layers=len(layers), num_experts=8, experts_per_token=2)
+    # Of what an engine says of all layers, theirs are kept.
+    whole = np.arange(8, dtype=np.int32).reshape(1, 4, 2)
+    joined = routers.joined([whole, whole])
+    assert (joined.dtype, joined[1].tolist()) == (np.uint8, [[2 * layer, 2 * layer + 1] for layer in layers])
+    assert routers.joined([]).shape == (0, len(layers), 2)
 
 
 @pytest.mark.parametrize("changes", [{"model_type": "qwen3"}, {"mlp_only_layers": [0, 1, 2, 3]}])

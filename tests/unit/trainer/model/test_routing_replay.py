@@ -14,6 +14,10 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import linear
 
+from penstock.errors import InvalidFieldError
+from penstock.wire.routes import RoutingShape
+from penstock.wire.trajectory_groups import Sample, make_group, make_prompt
+from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.packing import Pack, Trajectory, divide, pack_trajectories
 from services.trainer.batches.training_sample import trajectory_of
 from services.trainer.config import LoraSection, TrainingConfig
@@ -128,6 +132,35 @@ def test_a_reference_takes_its_own_experts(directory: Path, lora: LoraSection | 
     # Nothing is trained yet, so the policy differs by its experts alone.
     [policy] = backend.score(pack, quantity="logprobs")
     assert np.abs(policy - reference).max() > 1e-3
+
+
+def test_experts_beyond_a_byte_are_taken_by_their_ids(tmp_path: Path) -> None:
+    [member, *_] = trajectories()
+    assert member.routes is not None
+    path = save_tiny("qwen3_moe", tmp_path, num_experts=300)
+    backend = build_backend(path, replays_routes=True)
+    small, large = member.routes.astype(np.uint16), member.routes.astype(np.uint16) + 256
+    found = [backend.score(packed([replace(member, routes=each)]), quantity="logprobs")[0] for each in (small, large)]
+    plain = build_backend(path)
+    with forced(plain, large):
+        [expected] = plain.score(packed([member]), quantity="logprobs")
+    np.testing.assert_allclose(found[1], expected, atol=1e-6)
+    assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("routes", [b"", bytes(4 * 5), bytes([9] * 4 * 6)])
+def test_a_group_with_routes_of_another_form_cannot_be_read(routes: bytes) -> None:
+    shape = RoutingShape(num_layers=LAYERS, num_experts=EXPERTS, experts_per_token=CHOSEN)
+    sample = Sample(token_ids=[5, 6, 7, 8], logprobs=[-1.0] * 4, policy_version=0, reward=1.0, routes=routes)
+    group = make_group(make_prompt([1, 2, 3]), [sample])
+    with pytest.raises(InvalidFieldError, match=r"trajectory\.routes: routes: "):
+        training_samples(group, routing=shape)
+    group.trajectories[0].routes = bytes(4 * 6)
+    [read] = training_samples(group, routing=shape)
+    assert read.routes is not None
+    assert read.routes.shape == (6, LAYERS, CHOSEN)
+    # Not asked for, they are not looked at.
+    assert training_samples(group)[0].routes is None
 
 
 def test_a_critic_takes_its_own_experts(directory: Path) -> None:
