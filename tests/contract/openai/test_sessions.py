@@ -11,6 +11,7 @@ import pytest
 
 from penstock.v1.weights_pb2 import WeightsManifest
 from penstock.wire.codec import decode_versions, float32_array, int32_array
+from penstock.wire.routes import RoutingShape
 from tests.helpers.brokers.broker import Trainer
 from tests.helpers.generators.openai_endpoint import END, endpoint_bench, save_chat_model
 from tests.helpers.waiting import until
@@ -87,6 +88,23 @@ async def test_two_turns_with_a_tool_become_one_trajectory_whose_tool_output_is_
     assert tokenizer.decode(prompt).endswith("<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n")
     # The second turn's prompt was the first one's tokens, exactly, and the tool's.
     assert list(bench.engine.requests[1].prompt_token_ids) == [*prompt, *turns[0], *tool]
+
+
+async def test_turns_and_what_is_given_between_them_come_with_routes(model):
+    shape = RoutingShape(num_layers=1, num_experts=256, experts_per_token=2)
+    async with endpoint_bench(model, use_a_tool, limits={"routing": shape.to_proto()}) as bench:
+        await two_turns(bench, "s1", 1.0)
+        await two_turns(bench, "s2", 0.0)
+        (group,) = await bench.groups(1)
+        await bench.client().chat.completions.create(model="tiny", messages=[user("2+3?")])
+    prompt, ids, mask, *_ = view(group)
+    routes = shape.array(group.trajectories[0].routes, num_rows=len(prompt) + len(ids) - 1, field="r")[:, 0]
+    assert routes[:, 0].tolist() == [token_id % 256 for token_id in [*prompt, *ids][:-1]]
+    # The first turn's positions as they were first computed, and from its last token on the second turn's.
+    num_first = len(prompt) + mask.index(0) - 1
+    assert routes[:, 1].tolist() == [1] * num_first + [2] * (len(routes) - num_first)
+    # What nobody trains on comes without.
+    assert [request.has_routes for request in bench.engine.requests] == [True] * 4 + [False]
 
 
 async def test_a_group_says_at_which_temperature_it_was_sampled(model):

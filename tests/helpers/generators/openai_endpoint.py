@@ -91,6 +91,10 @@ class PlannedEngine:
         if isinstance(planned, str):
             planned = [*self.tokenizer.encode(planned), self.tokenizer.eos_token_id]
         token_ids = planned[: request.sampling.max_new_tokens]
+        num_prompt, number = len(request.prompt_token_ids), len(self.requests)
+        # Rows that say their position's token and the request that computed them.
+        whole = [*request.prompt_token_ids, *token_ids]
+        rows = np.array([[[token_id % 256, number]] for token_id in whole], np.uint8)
         reason = FinishReason.STOP if token_ids[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
         self.num_running += 1
         try:
@@ -104,6 +108,9 @@ class PlannedEngine:
                     logprobs=np.asarray([-0.01 * (start + i + 1) for i in range(len(part))], np.float32),
                     policy_version=self.policy_version,
                     finish_reason=reason if start + len(part) == len(token_ids) else None,
+                    routes=rows[start and num_prompt - 1 + start : num_prompt - 1 + start + len(part)]
+                    if request.has_routes
+                    else None,
                 )
                 await asyncio.sleep(0)
         finally:
@@ -216,6 +223,7 @@ async def endpoint_bench(
         ends = end_token_ids(model_path)
         parts = RolloutParts(
             engine=engine,
+            records_routes="routing" in (limits or {}),
             tokens=None,
             held=held,
             text=IdText(),
