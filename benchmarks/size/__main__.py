@@ -36,6 +36,7 @@ from benchmarks.scratch import scratch_folder
 from benchmarks.size.expected import model_mb
 from benchmarks.size.run import PROCESSES, Size, document, observed_run
 from benchmarks.trainer.bare_publication import measure_bare
+from penstock.model.model_shape import read_shape
 from services.trainer.config import TrainingConfig
 from services.trainer.run.memory_fit import training_mode
 
@@ -93,7 +94,7 @@ async def _one(folder: Path, shape: str) -> tuple[Result, dict[str, float]]:
     )
     found = await observed_run(folder / "run", model, size)
     config = _trainer_config(folder, model, size)
-    mode = training_mode(config, num_shards=PROCESSES, is_half=True, is_on_cpus=True)
+    mode = training_mode(config, read_shape(model), num_shards=PROCESSES, is_half=True, is_on_cpus=True)
     return found, model_mb(model, mode, kv_cache_gib=size.kv_cache_gib)
 
 

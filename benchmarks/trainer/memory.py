@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ FORMULAS = ("formula_mb", "checkpoint_formula_mb")
 _WORKER = b"services.trainer.worker_process"
 
 
-def run_role(model: Path, processes: int, algorithm: str, dtype: str = "float32") -> Result:
+def run_role(model: Path, processes: int, algorithm: str, dtype: str = "float32", lora: str = "null") -> Result:
     """One trainer, of which this process is the first."""
     from services.trainer.distributed.coordinator import lead
     from services.trainer.run.policy_loading import local_backend
@@ -49,9 +50,13 @@ def run_role(model: Path, processes: int, algorithm: str, dtype: str = "float32"
             "model": {"path": str(model), "dtype": dtype},
             "data": {"train": None},
             "algorithm": json.loads(algorithm),
+            "lora": json.loads(lora),
             "trainer": {"device": "cpu", "processes": processes, "gradient_checkpointing": False},
         }
     )
+    if config.lora is not None:
+        # Its libraries are loaded with an adapter only.
+        import_module("services.trainer.model.adapters.lora")
     meter = _Meter()
     backend: Backend
     if processes == 1:
@@ -83,7 +88,7 @@ def _formula(config: TrainingConfig, *, has_copies: bool) -> dict[str, float]:
 
     shape = read_shape(config.model.path)
     mode = training_mode(
-        config, num_shards=len(config.trainer.shares), is_half=config.model.dtype == "bfloat16", is_on_cpus=True
+        config, shape, num_shards=len(config.trainer.shares), is_half=config.model.dtype == "bfloat16", is_on_cpus=True
     )
     mode = replace(mode, pack_tokens=PACK_TOKENS)
     held = held_bytes(shape, mode)
@@ -140,7 +145,7 @@ class _Meter:
 
 
 async def run(
-    processes: Sequence[int], *, algorithm: str, dtype: str, shape: Mapping[str, object], progress: Progress
+    processes: Sequence[int], *, algorithm: str, dtype: str, lora: str, shape: Mapping[str, object], progress: Progress
 ) -> Result:
     """A trainer of each number of processes."""
     results = []
@@ -160,6 +165,8 @@ async def run(
                 algorithm,
                 "--dtype",
                 dtype,
+                "--lora",
+                lora,
             )
             await run_child(
                 *command,
@@ -193,11 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--algorithm", default='{"name": "dapo"}', help="the section of that name, as JSON")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="154m", help="of the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
+    parser.add_argument("--lora", default="null", help="the section of that name, as JSON")
     parser.add_argument("--role", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.role:
-        found = run_role(options.role, options.processes[0], options.algorithm, options.dtype)
+        found = run_role(options.role, options.processes[0], options.algorithm, options.dtype, options.lora)
         options.out.write_text(json.dumps(found), encoding="utf-8")
         return 0
     return measure(
@@ -205,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.processes,
             algorithm=options.algorithm,
             dtype=options.dtype,
+            lora=options.lora,
             shape=SHAPES["tiny" if options.quick else options.shape],
             progress=progress,
         ),

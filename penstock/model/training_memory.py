@@ -19,6 +19,8 @@ ROUTED_GRADIENTS = 2
 """Of each copy of a token that is sent to an expert, those that exist at a time."""
 MASTER_BYTES = 4
 """Of a weight as it is trained."""
+ADAPTER_BYTES = 4
+"""Of an adapter's number, as it is published."""
 GRADIENT_BYTES = 4
 """Of a parameter, as processes add gradients up."""
 
@@ -109,7 +111,13 @@ class TrainingMode:
     """A copy of the weights is kept; below an adapter the weights themselves are the reference."""
     has_critic: bool = False
     has_adapter: bool = False
-    """A LoRA adapter is trained, so small that it does not count, and weights are held in the type of products."""
+    """A LoRA adapter is trained, and the weights of its base are held in the type of products, or in 4 bits."""
+    num_adapted: float = 0.0
+    """The numbers of that adapter."""
+    packed_layer_bytes: float | None = None
+    """Of a layer of a base in 4 bits; None for one in the type of products."""
+    unpacked_bytes: float = 0.0
+    """Of the weight that such a layer multiplies with."""
     offloads: bool = False
     """Weights, gradients, moments and reference rest in the machine's memory, and go to the device layer by layer."""
     is_on_cpus: bool = False
@@ -132,7 +140,10 @@ def offloaded_bytes(shape: ModelShape, mode: TrainingMode) -> float:
 
 
 def _state_bytes(shape: ModelShape, mode: TrainingMode) -> float:
-    trained = (mode.weight_bytes if mode.has_adapter else STATE_BYTES) * shape.num_params
+    trained = STATE_BYTES * shape.num_params
+    if mode.has_adapter:
+        base = mode.weight_bytes * shape.root_params + shape.num_layers * _base_layer_bytes(shape, mode)
+        trained = base + STATE_BYTES * mode.num_adapted
     if mode.has_critic:
         # All but an output layer, which a tied one is not by itself.
         is_whole = shape.is_tied and shape.has_embedding
@@ -141,18 +152,25 @@ def _state_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     return (trained + reference) / mode.num_shards
 
 
+def _base_layer_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    return mode.weight_bytes * shape.layer_params if mode.packed_layer_bytes is None else mode.packed_layer_bytes
+
+
 def copied_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     """What one process copies for a checkpoint, in the memory of its machine, until it is written.
 
     Only where there is memory enough: otherwise training waits until it is written.
     """
-    num_trained = (0 if mode.has_adapter else shape.num_params) + (shape.num_params if mode.has_critic else 0)
+    num_trained = (mode.num_adapted if mode.has_adapter else shape.num_params) + (
+        shape.num_params if mode.has_critic else 0
+    )
     return SAVED_BYTES * num_trained / mode.num_shards
 
 
 def published_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     """What one process copies of its weights for a publication, in the memory of its machine, until it is written."""
-    return 0.0 if mode.has_adapter else mode.weight_bytes * shape.num_params / mode.num_shards
+    num_bytes = ADAPTER_BYTES * mode.num_adapted if mode.has_adapter else mode.weight_bytes * shape.num_params
+    return num_bytes / mode.num_shards
 
 
 def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
@@ -164,13 +182,20 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     # Layers add up in float32.
     hidden = 4.0 * shape.hidden * mode.pack_tokens
     layer_activations = mode.pack_tokens * _activation_bytes(shape, mode)
+    if mode.has_adapter and not mode.checkpoints_layers:
+        # Norms keep what they multiply with their weights for gradients of these alone; a layer that is computed again
+        # has as much of its own meanwhile.
+        layer_activations -= (
+            4 * mode.pack_tokens * (shape.num_norms * shape.hidden + shape.query_width + shape.key_width)
+        )
     kept = shape.num_layers * (hidden if mode.checkpoints_layers else layer_activations)
     of_logits = kept + 3 * hidden + _logits_bytes(shape, mode)
     # A shard of what is gathered next, on its way to the device.
     sent_up = MASTER_BYTES * max(shape.root_params, shape.layer_params) / mode.num_shards if mode.offloads else 0.0
     if mode.has_adapter:
         # Without gradients of weights, and with copies of none: the weights of a layer, and of the next.
-        gathered = 0.0 if mode.num_shards == 1 else mode.weight_bytes * (shape.root_params + 2 * shape.layer_params)
+        gathered = mode.weight_bytes * shape.root_params + 2 * _base_layer_bytes(shape, mode)
+        gathered = mode.unpacked_bytes + (0.0 if mode.num_shards == 1 else gathered)
         return gathered + max(of_logits, kept + layer_activations if mode.checkpoints_layers else 0)
     # Before a layer's activations are freed, experts' gradients of all copies of its tokens exist as well.
     of_layer = kept + (layer_activations if mode.checkpoints_layers else 0)

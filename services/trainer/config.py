@@ -121,6 +121,9 @@ class ModelConfig(StrictModel):
 class LoraSection(StrictModel):
     """A LoRA adapter is trained, published and saved; the model itself does not change."""
 
+    base: Literal["auto", "nf4"] = "auto"
+    """How the trainer holds the model: auto in the type of matrix products (`model.dtype`), nf4 its linear layers in 4
+    bits (QLoRA). Generators sample with the model as it is, so with nf4 log-probs differ by the rounding."""
     rank: int = Field(default=16, ge=1, le=MAX_RANK)
     """Rank of every adapted layer."""
     alpha: float = Field(default=32.0, gt=0)
@@ -354,6 +357,11 @@ class TrainingConfig(RunSections):
                 raise ValueError(
                     f"trainer.parallel.{name}: {degree} is not supported with {other}; leave it 1, use shard"
                 )
+        if self.lora.base == "nf4" and self.trainer.parallel.tensor > 1:
+            raise ValueError(
+                f"trainer.parallel.tensor: {self.trainer.parallel.tensor} is not supported with lora.base nf4, which "
+                "packs whole rows; leave it 1, use shard"
+            )
         return self
 
     @property
@@ -367,6 +375,7 @@ class TrainingConfig(RunSections):
             f"the critic of {self.algorithm.name}": self.algorithm.definition.has_critic,
             "trainer.parallel.pipeline": parallel.pipeline > 1,
             "trainer.parallel.tensor": parallel.tensor > 1,
+            "trainer.parallel.expert": parallel.expert > 1,
             "trainer.parallel.islands": parallel.islands is not None,
         }
         return next((name for name, is_there in obstacles.items() if is_there), None)

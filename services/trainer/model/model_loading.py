@@ -78,7 +78,7 @@ def _load_adapted(settings: ModelSettings, device: torch.device, ranks: Ranks, *
     from services.trainer.model.adapters.lora import LoraModel
 
     assert settings.lora is not None
-    injection = Injection(settings.lora, ranks)
+    injection = Injection(settings.lora, ranks, device)
     model = load_weights(
         settings.path,
         dtype=dtype,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
+from penstock.model.adapter_memory import adapter_params, packed_layer_bytes, unpacked_bytes
 from penstock.model.model_shape import read_shape
 from penstock.model.training_memory import (
     ModelShape,
@@ -24,7 +25,7 @@ from penstock.model.training_memory import (
     published_bytes,
     working_bytes,
 )
-from services.trainer.config import TrainingConfig
+from services.trainer.config import LoraSection, TrainingConfig
 from services.trainer.distributed.memory_share import memory_share
 from services.trainer.distributed.stages import divided
 from services.trainer.model.backend import BackendError
@@ -71,7 +72,7 @@ def fit_memory(config: TrainingConfig, ranks: Ranks) -> MemoryFit:
     assert shape is not None
     is_half = compute_dtype(config.model.dtype, path=config.model.path, device=device) == torch.bfloat16
     shape = _stage_shape(config, shape, ranks).split(ranks.num_splits)
-    mode = training_mode(config, num_shards=ranks.num_shards, is_half=is_half, is_on_cpus=device.type == "cpu")
+    mode = training_mode(config, shape, num_shards=ranks.num_shards, is_half=is_half, is_on_cpus=device.type == "cpu")
     can_offload = device.type == "cuda" and config.offload_obstacle is None
     memory = _device_bytes(device, ranks)
     open_offload = (False, True) if can_offload else (False,)
@@ -90,10 +91,12 @@ def fit_memory(config: TrainingConfig, ranks: Ranks) -> MemoryFit:
     return MemoryFit(recomputes=chosen.mode.checkpoints_layers, offloads=chosen.mode.offloads)
 
 
-def training_mode(config: TrainingConfig, *, num_shards: int, is_half: bool, is_on_cpus: bool) -> TrainingMode:
-    """How a run trains, as far as memory depends on it, with all activations kept."""
+def training_mode(
+    config: TrainingConfig, shape: ModelShape, *, num_shards: int, is_half: bool, is_on_cpus: bool
+) -> TrainingMode:
+    """How a run trains a model, or a process' part of it, as far as memory depends on it, with all activations kept."""
     has_adapter = config.lora is not None
-    return TrainingMode(
+    mode = TrainingMode(
         num_shards=num_shards,
         # A longer sample has a pack of its own.
         pack_tokens=max(config.trainer.tokens_per_pack, config.data.max_prompt_tokens + config.sampling.max_new_tokens),
@@ -102,6 +105,19 @@ def training_mode(config: TrainingConfig, *, num_shards: int, is_half: bool, is_
         has_critic=config.algorithm.definition.has_critic,
         has_adapter=has_adapter,
         is_on_cpus=is_on_cpus,
+    )
+    return mode if config.lora is None else with_adapter(mode, config.lora, shape)
+
+
+def with_adapter(mode: TrainingMode, lora: LoraSection, shape: ModelShape) -> TrainingMode:
+    """The same with the adapter's numbers, and a base in 4 bits if it has one."""
+    mode = replace(mode, num_adapted=adapter_params(shape, rank=lora.rank, target_modules=lora.target_modules))
+    if lora.base == "auto":
+        return mode
+    return replace(
+        mode,
+        packed_layer_bytes=packed_layer_bytes(shape, weight_bytes=mode.weight_bytes),
+        unpacked_bytes=unpacked_bytes(shape, weight_bytes=mode.weight_bytes),
     )
 
 

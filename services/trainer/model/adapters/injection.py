@@ -16,11 +16,10 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from services.trainer.config import LoraSection
+from services.trainer.model.adapters.parts import own_part, placed
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.precision import MASTER
 from services.trainer.model.ranks import Ranks
@@ -35,9 +34,10 @@ class Injection:
     Args:
         config: Rank, scale, layers, dropout.
         ranks: The processes that share the base.
+        device: Of this process, on which weights are packed into 4 bits.
     """
 
-    def __init__(self, config: LoraSection, ranks: Ranks) -> None:
+    def __init__(self, config: LoraSection, ranks: Ranks, device: torch.device) -> None:
         self._targets = config.target_modules
         self.settings = LoraConfig(
             r=config.rank,
@@ -48,7 +48,11 @@ class Injection:
         )
         self.layers: dict[str, Any] = {}
         """The adapted layers by name."""
+        self._is_packed = config.base == "nf4"
+        self._packed: dict[str, Any] = {}
+        """The layers of 4 bits, by their names in the files."""
         self._ranks = ranks
+        self._device = device
         self._base: PreTrainedModel | None = None
 
     def around(self, base: PreTrainedModel) -> Iterator[nn.Module]:
@@ -73,20 +77,47 @@ class Injection:
             for factor in ("A", "B"):
                 factor_of(layer, factor).to(MASTER)
         self._ranks.split_adapter(base)
+        if self._is_packed:
+            self._pack(base)
         yield base
         for name, layer in self.layers.items():
             self._replace(name, layer.base_layer)
+        for name, layer in self._packed.items():
+            if layer.packed.is_meta:
+                self._replace(name, layer.reader())
 
     def fill(self) -> None:
         """Show the factors again, with this process' part of their first values: A is random, B zero.
 
         A's numbers follow from PyTorch's seed and the layer's name, so they are the same however the base is divided.
         """
+        for name, layer in self._packed.items():
+            layer.finish_reading()
+            self._replace(name, layer)
         for name, layer in self.layers.items():
             self._replace(name, layer)
             a, b = factor_of(layer, "A"), factor_of(layer, "B")
-            a.weight = _placed(a.weight, _drawn(name, tuple(a.weight.shape)))
-            b.weight = _placed(b.weight, torch.zeros(b.weight.shape, dtype=MASTER))
+            first = {a: _drawn(name, tuple(a.weight.shape)), b: torch.zeros(b.weight.shape, dtype=MASTER)}
+            for factor, whole in first.items():
+                factor.weight = nn.Parameter(placed(factor.weight, own_part(whole, factor.weight)))
+
+    def _pack(self, base: PreTrainedModel) -> None:
+        """Replace all linear layers but the output layer by layers of 4 bits."""
+        # Imported here: it loads libraries, and most bases have 16 bits.
+        from services.trainer.model.adapters.nf4 import BLOCK, Nf4Linear
+
+        found = {name: each for name, each in base.named_modules() if type(each) is nn.Linear and ".lora_" not in name}
+        for name, linear in found.items():
+            if linear is base.get_output_embeddings():
+                continue
+            if linear.in_features % BLOCK:
+                raise UnsupportedModelError(
+                    f"lora.base: nf4 packs blocks of {BLOCK} weights, and {name} has {linear.in_features} inputs; "
+                    "set it to auto"
+                )
+            layer = Nf4Linear(linear, self._device)
+            self._replace(name, layer)
+            self._packed[name.removesuffix(".base_layer")] = layer
 
     def _replace(self, name: str, layer: nn.Module) -> None:
         assert self._base is not None
@@ -105,14 +136,3 @@ def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     whole = torch.empty(shape, dtype=MASTER)
     return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-
-
-def _placed(empty: Tensor, whole: Tensor) -> nn.Parameter:
-    """The part of a tensor that belongs in the place of an empty one."""
-    if not isinstance(empty, DTensor):
-        return nn.Parameter(whole)
-    shape, offsets = compute_local_shape_and_global_offset(empty.shape, empty.device_mesh, empty.placements)
-    part = torch.empty_like(empty.detach(), device=whole.device)
-    own = tuple(slice(offset, offset + size) for offset, size in zip(offsets, shape, strict=True))
-    part.to_local().copy_(whole[own])
-    return nn.Parameter(part)

@@ -49,6 +49,19 @@ def test_stages_and_split_layers_train_an_adapter_as_one_process(tmp_path, famil
             assert_goes_on_after_a_loss_that_is_not_finite(many)
 
 
+@pytest.mark.parametrize(("processes", "parallel"), [(2, {"pipeline": 2}), (3, {"islands": [2, 1]})], ids=str)
+def test_over_a_base_of_4_bits_they_train_as_one_process(tmp_path, processes, parallel):
+    folder = made(tmp_path / "model", "qwen2", is_tied=True, hidden_size=64, intermediate_size=64, head_dim=16)
+    changes = {"lora": {"base": "nf4"}, "gradient_checkpointing": True}
+    one = alone(folder, **changes)
+    # The base is another one, if only a little.
+    rounded, exact = (scores(each, random_trajectories(9), "logprobs") for each in (one, alone(folder, lora=True)))
+    assert 1e-3 < np.abs(rounded - exact).mean() < 1
+    with two_processes(folder, processes=processes, parallel=parallel, **changes) as many:
+        assert_trains_as_one(many, one)
+        assert_writes_and_resumes_as_one(many, one, tmp_path)
+
+
 def assert_writes_and_resumes_as_one(many, one, folder):
     """Each holds the bits of the other's checkpoint, and publishes the same bytes."""
     for name in ("of_many", "of_one"):

@@ -150,7 +150,7 @@ def test_a_process_reads_its_part_of_the_base_and_draws_its_part_of_the_adapter(
 
 def loaded(path, ranks, dtype):
     register_packed_attention()
-    injection = Injection(LORA, ranks)
+    injection = Injection(LORA, ranks, torch.device("cpu"))
     model = load_weights(
         path, dtype=dtype, computing=dtype, device=torch.device("cpu"), ranks=ranks, sharded=injection.around
     )

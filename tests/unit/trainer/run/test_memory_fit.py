@@ -92,7 +92,7 @@ def memory(monkeypatch):
 def needs(model, *, num_shards=1):
     """Bytes held, and at the peak, of which the run uses USABLE."""
     shape = read_shape(model)
-    mode = training_mode(config_of(model), num_shards=num_shards, is_half=False, is_on_cpus=True)
+    mode = training_mode(config_of(model), shape, num_shards=num_shards, is_half=False, is_on_cpus=True)
     held = held_bytes(shape, mode)
     return held, (held + published_bytes(shape, mode) + working_bytes(shape, mode)) / USABLE
 
@@ -144,7 +144,7 @@ def test_each_stage_is_compared_with_the_memory_of_its_own_process(tmp_path, mon
     parallel = {"pipeline": 2, "layers_per_stage": [1, 7]}
     config = config_of(model, processes=2, parallel=parallel, gradient_checkpointing=None)
     shape = read_shape(model)
-    mode = training_mode(config, num_shards=1, is_half=False, is_on_cpus=True)
+    mode = training_mode(config, shape, num_shards=1, is_half=False, is_on_cpus=True)
     stages = shape.stage(1, is_first=True, is_last=False), shape.stage(7, is_first=False, is_last=True)
     held = [held_bytes(stage, mode) for stage in stages]
     peaks = [
