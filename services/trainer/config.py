@@ -270,13 +270,12 @@ class ComputeConfig(StrictModel):
     @model_validator(mode="after")
     def _mesh_has_all_processes(self) -> Self:
         self.parallel.mesh(len(self.shares))
-        num_together = self.parallel.pipeline * self.parallel.tensor
-        for first in range(0, len(self.shares), num_together):
-            if len(set(shares := self.shares[first : first + num_together])) > 1:
+        for ranks in self.parallel.together(len(self.shares)):
+            if len(set(shares := [self.shares[rank] for rank in ranks])) > 1:
                 who, fix = "the stages of one pipeline", ", and give a slow process fewer layers by layers_per_stage"
                 if self.parallel.tensor > 1:
                     who, fix = "processes that split layers between them", ""
-                raise ValueError(f"processes: {list(shares)} are {who}, which have one share; make them equal{fix}")
+                raise ValueError(f"processes: {shares} are {who}, which have one share; make them equal{fix}")
         return self
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -21,7 +22,7 @@ class ParallelConfig(StrictModel):
     tensor: Degree = 1
     """Processes that split each layer between them by heads, columns and whole experts, for the same tokens."""
     pipeline: Degree = 1
-    """Stages of layers into which each copy of the model is cut, one process each, which pass activations on."""
+    """Stages of layers into which each copy of the model is cut, which pass activations on; `shard` processes each."""
     layers_per_stage: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] | None = None
     """Layers of each stage, first to last: [1, 3]. Unset: as even as possible."""
     islands: Annotated[tuple[Degree, ...], Field(min_length=2)] | None = None
@@ -45,7 +46,8 @@ class ParallelConfig(StrictModel):
             )
         if self.expert > 1 and self.pipeline > 1:
             raise ValueError(
-                f"expert: {self.expert} is not supported with pipeline, whose stages have one process each; leave it 1"
+                f"expert: {self.expert} is not supported with pipeline, whose processes pass in unlike numbers of "
+                "microbatches; leave it 1"
             )
         return self
 
@@ -57,8 +59,6 @@ class ParallelConfig(StrictModel):
                 f"layers_per_stage: {list(sizes)} states {len(sizes)} stages, and pipeline {self.pipeline}; "
                 "give one number for each stage"
             )
-        if self.pipeline > 1 and (self.shard or 1) > 1:
-            raise ValueError(f"shard: {self.shard} is not supported with pipeline; leave it out, use replicate")
         if self.pipeline > 1 and self.tensor > 1:
             raise ValueError(f"tensor: {self.tensor} is not supported with pipeline; leave it 1, use replicate")
         return self
@@ -89,16 +89,10 @@ class ParallelConfig(StrictModel):
                     f"{num_processes}; change one of them"
                 )
             return len(self.islands), max(self.islands)
-        if self.pipeline > 1:
-            if (needed := self.replicate * self.pipeline) != num_processes:
-                raise ValueError(
-                    f"parallel: replicate {self.replicate} x pipeline {self.pipeline} needs {needed} processes, and "
-                    f"processes states {num_processes}; change one of them"
-                )
-            return self.replicate, 1
-        shard = self.shard or max(1, num_processes // (self.replicate * self.tensor))
-        if (needed := self.replicate * shard * self.tensor) != num_processes:
-            split = f" x tensor {self.tensor}" if self.tensor > 1 else ""
+        degrees = {"replicate": self.replicate, "pipeline": self.pipeline, "tensor": self.tensor}
+        shard = self.shard or max(1, num_processes // prod(degrees.values()))
+        if (needed := prod(degrees.values()) * shard) != num_processes:
+            split = "".join(f" x {name} {degrees[name]}" for name in ("pipeline", "tensor") if degrees[name] > 1)
             raise ValueError(
                 f"parallel: replicate {self.replicate} x shard {shard}{split} needs {needed} processes, and "
                 f"processes states {num_processes}; change one of them"
@@ -109,3 +103,12 @@ class ParallelConfig(StrictModel):
                 "change one of them"
             )
         return self.replicate, shard
+
+    def together(self, num_processes: int) -> list[range]:
+        """Ranks of the processes that have each pack together: a pipeline's stages, or those that split layers."""
+        if self.pipeline == 1:
+            return [range(first, first + self.tensor) for first in range(0, num_processes, self.tensor)]
+        _, shard = self.mesh(num_processes)
+        width = self.pipeline * shard
+        starts = range(0, num_processes, width)
+        return [range(start + column, start + width, shard) for start in starts for column in range(shard)]

@@ -73,7 +73,7 @@ def lead(
         build=lambda group: build_part(config, group, build),
         config_json=config.model_dump_json(),
         # Of processes that have packs together, and the same share.
-        shares=config.trainer.shares[:: num_stages * num_splits],
+        shares=[config.trainer.shares[ranks[0]] for ranks in config.trainer.parallel.together(num_ranks)],
         on_lost=on_lost,
         on_close=started.close,
     )

@@ -144,6 +144,12 @@ class RankGroup(Ranks):
         return next((group for pair, group in made.items() if self.rank in pair), None)
 
     @property
+    def leads_stage(self) -> bool:
+        """Whether this process is the first of its stage in the first copy of the model."""
+        width = self.num_shards * self.num_splits
+        return self.rank % width == 0 and self.rank < self.num_stages * width
+
+    @property
     def elsewhere(self) -> Mapping[str, Tensor]:  # type: ignore[override]
         """Of the other stages."""
         return self.stage.elsewhere
@@ -214,9 +220,7 @@ class RankGroup(Ranks):
         if not isinstance(tensor, DTensor):
             return tensor
         full = tensor.full_tensor()
-        width = self.num_shards * self.num_splits
-        leads_stage = self.rank % width == 0 and self.rank < self.num_stages * width
-        return full.cpu() if leads_stage else full.new_empty(0)
+        return full.cpu() if self.leads_stage else full.new_empty(0)
 
     def total(self, tensor: Tensor) -> Tensor:
         """Adds up over the mesh."""

@@ -6,6 +6,7 @@ Losses are sums over tokens: the gradient of a pack's microbatches is that of th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +31,7 @@ class StageBackend(RankBackend):
     """A `Backend` whose model is one stage; its packs and results are those of the whole pipeline."""
 
     _ranks: RankGroup
+    _critic: StageCritic | None
 
     @cached_property
     def _link(self) -> StageLink:
@@ -48,7 +50,15 @@ class StageBackend(RankBackend):
         pack = self._idle_pack if given is None or is_idle else given
         microbatches = self._link.microbatches(pack)
         # In all stages, and before they depend on each other for the policy's own pass.
-        references = [self._reference_of_loss(each) for each in microbatches]
+        with self._link.gathered(self._trained.networks[1:]):
+            references = [self._reference_of_loss(each) for each in microbatches]
+        with self._link.gathered([self._model]):
+            return self._passes(pack, microbatches, references, is_idle=is_idle)
+
+    def _passes(
+        self, pack: Pack, microbatches: Sequence[Pack], references: Sequence[Tensor | None], *, is_idle: bool
+    ) -> LossTotals:
+        """Forward, then backward, as `forward_backward` says."""
         outputs = [self._passed(self._model, each) for each in microbatches]
         totals, loss = LossTotals(), 0.0
         if self._link.is_last:
@@ -75,8 +85,10 @@ class StageBackend(RankBackend):
         """One pass of the pipeline; the numbers are known in its last stage, and zeros in the others."""
         (given,) = packs
         parts: list[Pack | None] = [None] if given is None else [*self._link.microbatches(given)]
-        found = [super(StageBackend, self).score(part, quantity=quantity)[0] for part in parts]
-        self._link.settle()
+        critic = [] if self._critic is None else self._critic.modules
+        with self._link.gathered([*self._trained.networks, *critic]):
+            found = [super(StageBackend, self).score(part, quantity=quantity)[0] for part in parts]
+            self._link.settle()
         return [np.concatenate(found)]
 
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
@@ -130,7 +142,7 @@ class StageBackend(RankBackend):
                     part = self._absent_part(self._elsewhere[name])
                     held[name] = torch.empty(part.shape, dtype=part.dtype)
                     dist.recv(held[name], sender)
-        elif ranks.rank < ranks.num_stages:
+        elif ranks.leads_stage:
             names = sorted(held.keys() - ranks.copies)
             ranks.send({"names": names}, to=0)
             for name in names:

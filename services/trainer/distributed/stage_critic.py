@@ -24,6 +24,8 @@ class StageCritic(Critic):
     def __init__(self, *args: Any, link: StageLink, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._link = link
+        self.modules = [self._network, self._head] if link.is_last else [self._network]
+        """Those that are called, sharded each for itself."""
 
     def values(self, pack: Pack) -> Tensor:
         """Of a microbatch, float32[N]; zeros in all stages but the last."""
@@ -32,6 +34,11 @@ class StageCritic(Critic):
 
     def forward_backward(self, pack: Pack, *, is_idle: bool = False) -> float:
         """As a pipeline of microbatches; the sum of losses is known in the last stage, and 0 in the others."""
+        with self._link.gathered(self.modules):
+            total = self._passes(pack, is_idle=is_idle)
+        return self._counted(total, pack, is_idle=is_idle)
+
+    def _passes(self, pack: Pack, *, is_idle: bool) -> float:
         microbatches = self._link.microbatches(pack)
         outputs = [self._passed(each) for each in microbatches]
         if self._link.is_last:
@@ -42,12 +49,11 @@ class StageCritic(Critic):
             total = 0.0
         self._link.settle()
         self._require_finite(total, pack)
-        modules = [self._network, self._head] if self._link.is_last else [self._network]
         for number, (received, found) in enumerate(outputs, 1):
             scaled = found * 0.0 if is_idle and self._link.is_last else found
-            self._link.backward(modules, received, scaled, is_last=number == len(outputs))
+            self._link.backward(self.modules, received, scaled, is_last=number == len(outputs))
         self._link.settle()
-        return self._counted(total, pack, is_idle=is_idle)
+        return total
 
     def _passed(self, pack: Pack) -> tuple[Tensor | None, Tensor]:
         return self._link.passed(pack, layers=self._layers, end=lambda inputs: self._values_of(pack, inputs))

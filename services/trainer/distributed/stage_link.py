@@ -9,12 +9,14 @@ Source: Huang et al., GPipe (arXiv 1811.06965).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from services.trainer.batches.packing import Pack, divide
 from services.trainer.distributed.process_group import RankGroup
@@ -84,10 +86,11 @@ class StageLink:
             found: What it made: hidden states, or the loss of the last stage.
             is_last: Of the pack's microbatches.
         """
-        # Gradients are summed over copies of the stage once a pack: they may have different numbers of microbatches.
+        # Gradients are summed, and weights gathered, over a stage once a pack: they have their own microbatches.
         for module in modules:
             module.set_is_last_backward(is_last)
             module.set_requires_gradient_sync(is_last)
+            module.set_reshard_after_backward(is_last)
         if self.is_last:
             found.backward()
         else:
@@ -103,6 +106,24 @@ class StageLink:
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
+
+    @staticmethod
+    @contextmanager
+    def gathered(networks: Sequence[Any]) -> Iterator[None]:
+        """While a pack passes, keep the weights that it gathers; then free them.
+
+        Gathered once a pack, and not for each microbatch, of which the processes of a stage have unlike numbers.
+        """
+        for network in networks:
+            network.set_reshard_after_forward(False)
+        try:
+            yield
+        finally:
+            for network in networks:
+                network.set_reshard_after_forward(True)
+                for module in network.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
 
     def _received(self, num_tokens: int) -> Tensor | None:
         if self._ranks.stage.is_first:

@@ -19,6 +19,7 @@ class LoneRank(Ranks):
     """Shards as a process of a group does; what it gathers from the others is arbitrary."""
 
     shard = RankGroup.shard
+    _expert_mesh = None
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks, self.num_shards = rank, num_ranks, num_ranks

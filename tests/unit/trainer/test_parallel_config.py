@@ -23,6 +23,7 @@ def made(**settings: object) -> ComputeConfig:
         ([1, 2], {"shard": 2}, (1, 2)),
         (2, {"pipeline": 2, "layers_per_stage": [1, 3]}, (1, 1)),
         ([1, 1, 2, 2], {"pipeline": 2, "replicate": 2}, (2, 1)),
+        ([1, 2, 1, 2], {"pipeline": 2}, (1, 2)),
         (8, {"tensor": 2}, (1, 4)),
         (8, {"tensor": 2, "replicate": 2}, (2, 2)),
         ([1, 1, 2, 2], {"tensor": 2, "shard": 2}, (1, 2)),
@@ -46,8 +47,7 @@ def test_what_is_left_out_is_sharded(processes, parallel, mesh):
         (4, {"pipeline": 2, "tensor": 2}, "tensor: 2 is not supported with pipeline; leave it 1, use replicate"),
         ([1, 2], {"tensor": 2}, "processes: [1.0, 2.0] are processes that split layers between them, which have one"),
         (3, {"islands": [2, 1], "tensor": 2}, "tensor 2 is not supported beside them; leave it out"),
-        (4, {"pipeline": 2}, "replicate 1 x pipeline 2 needs 2 processes, and processes states 4"),
-        (4, {"pipeline": 2, "shard": 2}, "shard: 2 is not supported with pipeline; leave it out, use replicate"),
+        (3, {"pipeline": 2}, "replicate 1 x shard 1 x pipeline 2 needs 2 processes, and processes states 3"),
         (2, {"pipeline": 2, "layers_per_stage": [4]}, "layers_per_stage: [4] states 1 stages, and pipeline 2"),
         (2, {"layers_per_stage": [1, 3]}, "layers_per_stage: [1, 3] states 2 stages, and pipeline 1"),
         (2, {"pipeline": 2, "layers_per_stage": [0, 4]}, "layers_per_stage"),
@@ -99,3 +99,17 @@ def test_islands_have_all_processes_and_their_shares():
     config = made(processes=[1, 1, 2], parallel={"islands": [2, 1]})
     assert config.parallel.mesh(3) == (2, 2)
     assert config.shares == (1.0, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "together"),
+    [
+        ({}, [[0], [1], [2], [3]]),
+        ({"tensor": 2}, [[0, 1], [2, 3]]),
+        ({"pipeline": 2, "replicate": 2}, [[0, 1], [2, 3]]),
+        ({"pipeline": 2, "shard": 2}, [[0, 2], [1, 3]]),
+        ({"islands": [3, 1]}, [[0], [1], [2], [3]]),
+    ],
+)
+def test_who_has_packs_together(parallel, together):
+    assert [[*ranks] for ranks in made(processes=4, parallel=parallel).parallel.together(4)] == together

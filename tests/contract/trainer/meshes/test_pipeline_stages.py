@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from services.trainer.batches.rank_partition import partition
 from services.trainer.model.backend import BackendError, CheckpointMismatchError
 from tests.helpers.trainers.equal_training import (
+    assert_bit_equal,
     assert_continues_in_shards,
     assert_each_resumes_the_other,
     assert_equal,
@@ -22,6 +23,8 @@ from tests.helpers.trainers.two_processes import alone, scores, two_processes, w
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 UNLIKE = {"pipeline": 2, "layers_per_stage": [1, 3]}
+COMPANY = {"algorithm": {"name": "dapo", "kl_coefficient": 0.1}, "gradient_checkpointing": True}
+"""A reference, and activations that are computed again."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,29 @@ def test_two_pipelines_of_two_stages_train_as_one_process(model):
         assert_equal(weights(four), weights(one))
 
 
+@pytest.mark.parametrize(
+    ("family", "is_tied", "changes"), [("qwen3", True, COMPANY), ("qwen3_moe", False, {})], ids=["qwen3", "qwen3_moe"]
+)
+def test_stages_that_are_sharded_train_write_and_resume_as_one_process(tmp_path, family, is_tied, changes):
+    """Their processes have packs of their own, of unlike numbers of microbatches."""
+    folder = made(tmp_path / "model", family, is_tied=is_tied)
+    one = alone(folder, **changes)
+    with two_processes(folder, processes=4, parallel=UNLIKE | {"shard": 2}, **changes) as four:
+        assert four.shares == (1.0, 1.0)
+        sharded = four._local._learner.parameters["model.layers.0.self_attn.q_proj.weight"]
+        assert sharded.to_local().numel() == sharded.numel() // 2
+        assert_trains_as_one(four, one)
+        held = weights(four)
+        assert_each_resumes_the_other(four, one, tmp_path)
+        assert_bit_equal(load_file(tmp_path / "published"), held)
+        (packs,) = partition(random_trajectories(5, count=1), max_pack_tokens=64, shares=four.shares)
+        assert None in packs
+        one.forward_backward(next(pack for pack in packs if pack is not None))
+        four.forward_backward(*packs)
+        norms = [backend.optimizer_step(divisor=7).grad_norm for backend in (four, one)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_files_and_checkpoints_are_those_of_one_process(tmp_path, family):
     folder = made(tmp_path / "model", family, is_tied=family == "qwen2")
@@ -74,9 +100,8 @@ def test_files_and_checkpoints_are_those_of_one_process(tmp_path, family):
 
 
 def test_a_reference_and_recomputed_activations_are_cut_too(model):
-    changes = {"algorithm": {"name": "dapo", "kl_coefficient": 0.1}, "gradient_checkpointing": True}
-    one = alone(model, **changes)
-    with two_processes(model, parallel={"pipeline": 2}, **changes) as two:
+    one = alone(model, **COMPANY)
+    with two_processes(model, parallel={"pipeline": 2}, **COMPANY) as two:
         for seed in (1, 2):
             assert train(two, seed) == pytest.approx(train(one, seed), rel=1e-5, abs=1e-5)
         found, expected = (scores(backend, random_trajectories(9), "reference_logprobs") for backend in (two, one))
