@@ -27,6 +27,7 @@ _ALL_EXPERTS_TYPES = ("llama4_text",)
 _ACTIVATIONS = ("hidden_act", "activation_function")
 _STEPS_KEPT = {"gelu_new": 3, "xielu": 3}
 """Activation functions of several steps: tensors that these keep for their gradients beside input and result."""
+_EXPERT_WEIGHTS = ".experts."
 _NORMS = ("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 _EXPERT_LAYER = re.compile(r"layers\.(\d+)\..*experts?\.")
 _TEXT = ("text_config", "llm_config")
@@ -100,6 +101,7 @@ def _shape(config: Config, whole: Config, tensors: Mapping[str, tuple[int, ...]]
         is_tied=is_tied,
         num_norms=_num_norms(tensors, hidden, num_layers=_needed(config, _LAYERS)),
         num_chosen_experts=_num_chosen_experts(config) or 0,
+        expert_params=sum(prod(shape) for name, shape in tensors.items() if _EXPERT_WEIGHTS in name),
     )
 
 

@@ -21,6 +21,8 @@ MASTER_BYTES = 4
 """Of a weight as it is trained."""
 ADAPTER_BYTES = 4
 """Of an adapter's number, as it is published."""
+EXCHANGED_COPIES = 2
+"""Of each copy of a token, those that exist as it is received, and as its answer is."""
 GRADIENT_BYTES = 4
 """Of a parameter, as processes add gradients up."""
 
@@ -45,6 +47,8 @@ class ModelShape:
     """Experts that a token is sent to, each of which takes a copy of it; 0 without experts."""
     num_feed_forward_copies: int = 4
     """Tensors of the feed-forward network's width that a layer keeps for its gradient: four with a gate."""
+    expert_params: float = 0.0
+    """Of the experts of all layers; 0 without experts."""
     num_norms: float = 2.0
     """Norms of a layer's hidden states."""
     has_logits: bool = True
@@ -76,6 +80,7 @@ class ModelShape:
             self,
             num_params=num_layers * self.layer_params + num_ends * self.embedding_params,
             num_layers=num_layers,
+            expert_params=self.expert_params * num_layers / self.num_layers,
             vocab=self.vocab * num_ends,
             # An end holds one of the two.
             is_tied=True,
@@ -83,12 +88,18 @@ class ModelShape:
             has_embedding=is_first,
         )
 
+    def divided(self, num_expert_shards: int) -> ModelShape:
+        """The shape of what those of several processes have together that hold the same of the divided experts."""
+        held = self.expert_params / num_expert_shards
+        return replace(self, num_params=self.num_params - self.expert_params + held, expert_params=held)
+
     def split(self, num_splits: int) -> ModelShape:
         """The shape of what one of several processes has of it that split each layer between them."""
         layers = self.num_params - self.root_params
         return replace(
             self,
             num_params=self.root_params + layers / num_splits,
+            expert_params=self.expert_params / num_splits,
             feed_forward=self.feed_forward // num_splits,
             query_width=self.query_width // num_splits,
             key_width=self.key_width // num_splits,
@@ -105,6 +116,8 @@ class TrainingMode:
     """Tokens of one forward pass."""
     is_half: bool
     """Matrix products, gathered weights and the reference are of 16 bits."""
+    num_expert_shards: int = 1
+    """Of the processes over which it is sharded, those that divide its experts; no other one gathers these."""
     checkpoints_layers: bool = False
     """Only each layer's input is kept for the backward pass."""
     has_reference: bool = False
@@ -205,6 +218,7 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
         copies = 2 * (shape.num_params - (0 if shape.is_tied else shape.embedding_params)) if mode.is_half else 0
         gradients = 4 * shape.embedding_params * (3 if shape.is_tied else 1)
         return copies + max(of_logits, of_layer, gradients)
+    shape = shape.divided(mode.num_expert_shards)
     root, layer = mode.weight_bytes * shape.root_params, mode.weight_bytes * shape.layer_params
     gradient = mode.weight_bytes * shape.embedding_params
     sent = GRADIENT_BYTES * (2 if mode.is_on_cpus else 1)
@@ -212,6 +226,10 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     layers = 3 * layer + sent * shape.layer_params
     end_of_layer = root + gradient + layers + kept + (1 if mode.checkpoints_layers else -1) * layer_activations
     end = root + gradient * (2 if shape.is_tied else 1) + sent * shape.root_params
+    if mode.num_expert_shards > 1:
+        # What is gathered of a layer may be less than what its tokens take while they are exchanged.
+        exchanged = mode.weight_bytes * EXCHANGED_COPIES * shape.num_chosen_experts * shape.hidden * mode.pack_tokens
+        end_of_layer = max(end_of_layer, root + gradient + 2 * layer + of_layer + exchanged)
     return sent_up + max(root + layer + of_logits, end_of_layer, end)
 
 

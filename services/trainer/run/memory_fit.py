@@ -73,6 +73,7 @@ def fit_memory(config: TrainingConfig, ranks: Ranks) -> MemoryFit:
     is_half = compute_dtype(config.model.dtype, path=config.model.path, device=device) == torch.bfloat16
     shape = _stage_shape(config, shape, ranks).split(ranks.num_splits)
     mode = training_mode(config, shape, num_shards=ranks.num_shards, is_half=is_half, is_on_cpus=device.type == "cpu")
+    mode = replace(mode, num_expert_shards=config.trainer.parallel.expert)
     can_offload = device.type == "cuda" and config.offload_obstacle is None
     memory = _device_bytes(device, ranks)
     open_offload = (False, True) if can_offload else (False,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
 
+from services.trainer.distributed.expert_mesh import ExpertMesh
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.model.ranks import Ranks
 
@@ -21,19 +23,28 @@ class LoneRank(Ranks):
     shard = RankGroup.shard
     _expert_mesh = None
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, *, expert_size: int = 1) -> None:
         self.rank, self.num_ranks, self.num_shards = rank, num_ranks, num_ranks
         # A name of its own: PyTorch keeps what it computed for equal meshes, which elsewhere have one rank a process.
         self._mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(f"rank_{rank}",))
+        if expert_size > 1:
+            num_shards = num_ranks // expert_size
+            shards, experts = names = (f"expert_shard_{rank}", f"expert_{rank}")
+            divided = self._mesh._unflatten(0, (num_shards, expert_size), names)
+            self._expert_mesh = ExpertMesh(divided[experts], shards=divided[shards], num_shards=num_shards)
+
+    def cut(self, model: PreTrainedModel, layers_per_stage: Sequence[int] | None, *, has_output: bool = True) -> None:
+        if self._expert_mesh is not None:
+            self._expert_mesh.divide(model)
 
     def total(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
-def one_of(rank: int, num_ranks: int) -> Iterator[LoneRank]:
+def one_of(rank: int, num_ranks: int, *, expert_size: int = 1) -> Iterator[LoneRank]:
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
-        yield LoneRank(rank, num_ranks)
+        yield LoneRank(rank, num_ranks, expert_size=expert_size)
     finally:
         dist.destroy_process_group()
