@@ -2,7 +2,8 @@
 
 Each of them has some of the heads, some of the columns of the feed-forward network, and whole experts. What attention
 and feed-forward network receive is the same everywhere, and what they answer is added up; so are, backwards, the
-gradients of what they received. Embedding, norms between them and output layer are the same in all.
+gradients of what they received. A norm over all heads adds up the squares of each. Embedding, norms between layers and
+output layer are the same in all.
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 """
@@ -10,6 +11,7 @@ Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +27,13 @@ from services.trainer.model.parameter_views import compute_with
 
 DIMENSION = "tensor"
 """Of the mesh of a trainer's processes."""
-FAMILIES = frozenset(("llama", "qwen2", "qwen3", "qwen3_moe"))
+FAMILIES = frozenset(("llama", "olmoe", "qwen2", "qwen3", "qwen3_moe"))
 """Model types whose modules have the names below, and which are tested."""
 _REGIONS = ("self_attn", "mlp")
 """Of a layer: what comes in is whole, what goes out is added up."""
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_COLUMNS = ("o_proj", "down_proj")
+_NORMS = ("q_norm", "k_norm")
 _EXPERTS = "experts"
 
 
@@ -133,6 +136,10 @@ class SplitLayers:
                 self._split_parameters(child, dim=0)
             elif name in _BY_COLUMNS:
                 self._split_parameters(child, dim=1)
+            elif name in _NORMS and len(child.weight) > module.head_dim:
+                # Not of each head, but of all heads together.
+                self._split_parameters(child, dim=0)
+                child.forward = partial(self._normalised, child)
             elif name == _EXPERTS:
                 self._split_parameters(child, dim=0)
                 child.num_experts //= self._size
@@ -149,6 +156,15 @@ class SplitLayers:
         is_own = (own >= 0) & (own < experts.num_experts)
         # One beyond the last means none, in all of `transformers`' implementations.
         return hidden, own.where(is_own, experts.num_experts), weights.where(is_own, 0.0)
+
+    def _normalised(self, norm: Any, hidden: Tensor) -> Tensor:
+        """By the root mean square over the parts of all processes, as OLMoE's norm is."""
+        own = hidden.float()
+        # Each part of the result depends on all squares: their sum's gradient is the sum of all processes'.
+        squares = _Entering.apply(_Leaving.apply(own.square().sum(-1, keepdim=True), self._group), self._group)
+        mean = squares / (own.shape[-1] * self._size)
+        scaled: Tensor = norm.weight * (own * torch.rsqrt(mean + norm.variance_epsilon)).to(hidden.dtype)
+        return scaled
 
     def _enter(self, _region: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         if inputs:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.trained_model import distinct_tensors
 
-FAMILIES = frozenset(("llama", "qwen2", "qwen3", "qwen3_moe"))
+FAMILIES = frozenset(("llama", "olmoe", "qwen2", "qwen3", "qwen3_moe"))
 """Model types whose modules have the names that `Stage.cut` expects, and which are tested."""
 
 

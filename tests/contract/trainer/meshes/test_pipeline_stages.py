@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("family", "is_tied"),
-    [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", True), ("qwen3_moe", False), ("qwen3_moe", True)],
+    [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", True), ("qwen3_moe", False), ("olmoe", False)],
 )
 def test_stages_of_one_and_three_layers_train_as_one_process(tmp_path, family, is_tied):
     folder = made(tmp_path / "model", family, is_tied=is_tied)
