@@ -13,13 +13,14 @@ from pathlib import Path
 
 import yaml
 
-from console.deploy.compose import compose_files
 from console.deploy.configurations import PLAIN_RUN, Configurations
 from console.deploy.description import IN_CONTAINERS, IN_FOLDERS, Deployment, Files, Layout
-from console.deploy.kubernetes import kubernetes_files
+from console.deploy.engines.compose import compose_files
+from console.deploy.engines.kubernetes import kubernetes_files
+from console.deploy.engines.skypilot import skypilot_files
+from console.deploy.engines.slurm import slurm_files
 from console.deploy.readme import readme
 from console.deploy.services import describe
-from console.deploy.slurm import slurm_files
 from penstock.config import ConfigError, Document
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
@@ -39,6 +40,7 @@ class Engine:
 ENGINES: Mapping[str, Engine] = {
     COMPOSE: Engine(compose_files, IN_CONTAINERS),
     "kubernetes": Engine(kubernetes_files, IN_CONTAINERS),
+    "skypilot": Engine(skypilot_files, IN_FOLDERS),
     "slurm": Engine(slurm_files, IN_FOLDERS),
 }
 
@@ -106,9 +108,19 @@ def deployment(
     return {**files, "README.md": readme(described, str(files.pop("README.md")))}
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are, without quotes and escapes."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def _text(content: Document | list[Document] | str) -> str:
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        return yaml.safe_dump_all(content, sort_keys=False)
-    return yaml.safe_dump(content, sort_keys=False)
+    documents = content if isinstance(content, list) else [content]
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)

@@ -131,6 +131,11 @@ class Deployment:
         return self.hosts[0]
 
     @property
+    def training(self) -> list[Host]:
+        """The machines that train; several of them need a file system that all see."""
+        return [host for host in self.hosts if host.role == "operator"]
+
+    @property
     def sites(self) -> list[str]:
         """All regions, the head's first."""
         return list(dict.fromkeys(host.site for host in self.hosts))

@@ -38,7 +38,7 @@ def readme(deployment: Deployment, steps: str) -> str:
     text = ""
     if deployment.has_certificates:
         commands = "\n".join(_command(deployment, host) for host in deployment.hosts)
-        trainers = _TRAINERS if sum(host.role == "operator" for host in deployment.hosts) > 1 else ""
+        trainers = _TRAINERS if len(deployment.training) > 1 else ""
         text = _CERTIFICATES.format(commands=commands, trainers=trainers)
     return f"{text}{steps.strip()}\n{_CHECK}"
 

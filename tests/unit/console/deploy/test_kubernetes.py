@@ -124,7 +124,11 @@ def test_volumes_are_one_machines_and_only_what_is_named_is_reached(tmp_path: Pa
             [("My_Box-0", 8)],
             "'My_Box-0' cannot name a Kubernetes object",
         ),
-        ("id=x", [("a100-0", 8), ("l40s-0", 8)], "both train, which takes a file system that both write to"),
+        (
+            "id=x",
+            [("a100-0", 8), ("l40s-0", 8)],
+            "a100-0 and l40s-0 train, which takes a file system",
+        ),
         ("id=x", [("a100-0", 4)], "a100-0 trains on 4 of its 8 GPUs and generates on the others"),
         ("id=x", [("a100-0", 8)], "--head: required, since the cluster of r1 cannot resolve a100-0 of r0"),
     ],

@@ -71,8 +71,10 @@ def test_a_machine_starts_what_is_its_own_and_ends_all_when_one_ends(folder: Pat
     (folder / "settings.env").write_text(f"export PENSTOCK_SECRETS={tmp_path}\n")
     path = install(
         tmp_path / "bin",
-        penstock='echo "penstock $*"; [ "$1" = node ] && exec sleep 60; exit 0',
-        torchrun='echo "torchrun ${@: -3}"; exec sleep 60',
+        # The run ends when both others have been started.
+        penstock='echo "penstock $*"; [ "$1" = node ] && touch node && exec sleep 60\n'
+        'while [ "$1" = run ] && ! [ -e node -a -e torchrun ]; do sleep 0.05; done',
+        torchrun='echo "torchrun ${@: -3}"; touch torchrun; exec sleep 60',
     )
     told = run(folder / "machine.sh", "start", SLURMD_NODENAME="a100-0", **path)
     assert told.returncode == 0, told.stderr

@@ -9,11 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from console.deploy.description import Deployment, Files, Host, Service, environment
+from console.deploy.description import Deployment, Files, Host
+from console.deploy.engines.machine_script import SECRETS_FOLDER, machine_script
 from console.deploy.trainers import MAX_RESTARTS
 from penstock.process.grace_periods import STOP_GRACE_S
 
-_SECRETS_FOLDER = "PENSTOCK_SECRETS"
 _MARGIN_S = 60.0
 _TIME_LIMIT = "24:00:00"
 
@@ -109,42 +109,18 @@ else
 fi
 exit 1
 """
-_MACHINE = r"""#!/bin/bash
-# machine.sh check|start: what this deployment has on the machine that this runs on.
-name=${SLURMD_NODENAME:?is set by srun}
-cd "$(dirname "$0")" || exit 2
-. ./settings.env || exit 2
-"""
-_START = r"""
-services=()
-asked=
-trap 'asked=yes; kill -TERM "${services[@]}" 2>/dev/null' TERM
-for service in "${!commands[@]}"; do
-    ${commands[service]} &
-    services+=($!)
-done
-# The first to end decides; what is left is ended, as it is by SIGTERM.
-wait -n "${services[@]}"
-status=$?
-for service in "${!services[@]}"; do kill -0 "${services[service]}" 2>/dev/null || break; done
-# Status 0 is a run that is complete: nothing else ends by itself.
-[[ $status/$asked == 0/ && ${commands[service]} != *--resume-or-start ]] && status=1
-kill -TERM "${services[@]}" 2>/dev/null
-for service in "${services[@]}"; do while kill -0 "$service" 2>/dev/null; do wait "$service"; done; done
-exit "$status"
-"""
 
 
 def slurm_files(deployment: Deployment) -> Files:
     """The job, what submits it, and what its machines start."""
-    folder = f", and `{_SECRETS_FOLDER}`, the folder `certificates`" if deployment.has_certificates else ""
+    folder = f", and `{SECRETS_FOLDER}`, the folder `certificates`" if deployment.has_certificates else ""
     margin_s = STOP_GRACE_S["run"] + _MARGIN_S
     return {
         "README.md": _STEPS.format(secrets=f"tokens if you use them{folder}", margin=margin_s, restarts=MAX_RESTARTS),
         "settings.env": _SETTINGS.format(secrets=_CERTIFICATES if deployment.has_certificates else ""),
         "submit.sh": _submit(deployment),
         "job.sh": _job(deployment, margin_s),
-        "machine.sh": _machine(deployment),
+        "machine.sh": machine_script(deployment, deployment.hosts, name_variable="SLURMD_NODENAME", is_at_site=False),
     }
 
 
@@ -194,31 +170,3 @@ def _sizes(hosts: Sequence[Host]) -> list[str]:
         "--mem=0",
         *([f"--gres=gpu:{max(host.kind.gpus for host in hosts)}"] if gpus else []),
     ]
-
-
-def _machine(deployment: Deployment) -> str:
-    cases = "".join(_case(host) for host in deployment.hosts)
-    certificates = ""
-    if deployment.has_certificates:
-        needed = (
-            f': "${{{_SECRETS_FOLDER}:?set it in settings.env to the folder with the certificate of each machine}}"\n'
-        )
-        folder = f"${_SECRETS_FOLDER}/$name"
-        exports = (f'export {variable}="{path}"\n' for variable, path in environment(folder).items())
-        certificates = needed + "".join(exports)
-    other = '*) echo "penstock: $name: is in no plan here" >&2; exit 2 ;;'
-    return f"{_MACHINE}{certificates}case $1/$name in\n{cases}{other}\nesac\n{_START}"
-
-
-def _case(host: Host) -> str:
-    check = shlex.join(("penstock", *host.check))
-    commands = " ".join(shlex.quote(_command(service)) for service in host.services)
-    return (
-        f"check/{host.name}) cd {host.site} && exec {check} ;;\n"
-        f"start/{host.name}) cd {host.site} && commands=({commands}) ;;\n"
-    )
-
-
-def _command(service: Service) -> str:
-    program = ("torchrun", *service.torchrun, "-m", "console") if service.torchrun else ("penstock",)
-    return shlex.join((*program, *service.arguments))

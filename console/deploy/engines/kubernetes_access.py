@@ -1,11 +1,11 @@
-"""Writes how pods are reached, and by whom: Services, NetworkPolicies and the PodDisruptionBudget of a site."""
+"""Writes how pods are reached, and by whom: Services, NetworkPolicies and the PodDisruptionBudgets of a site."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from console.deploy.description import PORTS, Deployment, Host
-from console.deploy.kubernetes_names import COMPONENT_LABEL, MACHINE_LABEL, NAME_LABEL, labels, metadata
+from console.deploy.engines.kubernetes_names import COMPONENT_LABEL, NAME_LABEL, labels, metadata
 from console.deploy.nodes import FIRST_GENERATOR_PORT
 
 Object = dict[str, Any]
@@ -69,13 +69,20 @@ def _policy(name: str, selector: dict[str, str], ingress: list[Object]) -> Objec
     }
 
 
-def budget(deployment: Deployment, site: str) -> Object:
-    """The head is moved by hand only, since it stops the run meanwhile; other machines leave one at a time."""
-    is_home = site == deployment.head.site
-    selector = {MACHINE_LABEL: deployment.head.name} if is_home else {**NAME_LABEL, COMPONENT_LABEL: "node"}
+def budgets(deployment: Deployment, site: str) -> list[Object]:
+    """The head is moved by hand only, since the run stops meanwhile; machines that generate leave one at a time."""
+    found = []
+    if site == deployment.head.site:
+        found.append(_budget("head", labels(deployment.head, "head"), max_unavailable=0))
+    if any(service.kind == "node" for host in deployment.at(site) for service in host.services):
+        found.append(_budget("nodes", {**NAME_LABEL, COMPONENT_LABEL: "node"}, max_unavailable=1))
+    return found
+
+
+def _budget(name: str, selector: dict[str, str], *, max_unavailable: int) -> Object:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": metadata("head" if is_home else "nodes"),
-        "spec": {"maxUnavailable": 0 if is_home else 1, "selector": {"matchLabels": selector}},
+        "metadata": metadata(name),
+        "spec": {"maxUnavailable": max_unavailable, "selector": {"matchLabels": selector}},
     }

@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from console.deploy.description import PORTS, USER_ID, Deployment, Files, Host, Service, environment, without_empty
-from console.deploy.kubernetes_access import budget, network_policies, services
-from console.deploy.kubernetes_names import CONFIGURATION, NAMESPACE, certificate, claim, labels, metadata
+from console.deploy.engines.kubernetes_access import budgets, network_policies, services
+from console.deploy.engines.kubernetes_names import CONFIGURATION, NAMESPACE, certificate, claim, labels, metadata
 from penstock.config import ConfigError
 
 Object = dict[str, Any]
@@ -66,6 +66,11 @@ def kubernetes_files(deployment: Deployment) -> Files:
 
 
 def _check(deployment: Deployment) -> None:
+    if len(deployment.training) > 1:
+        raise ConfigError(
+            f"--for kubernetes: {' and '.join(host.name for host in deployment.training)} train, which takes a file "
+            "system that all of them write to (ReadWriteMany); plan for one machine that trains, or deploy --for slurm"
+        )
     for host in deployment.hosts:
         for name in (host.name, host.site):
             if not _LABEL.fullmatch(name):
@@ -74,11 +79,6 @@ def _check(deployment: Deployment) -> None:
                     "dashes, a letter first"
                 )
         kinds = {service.kind: service for service in host.services}
-        if host.role == "operator" and host.name != deployment.head.name:
-            raise ConfigError(
-                f"--for kubernetes: {deployment.head.name} and {host.name} both train, which takes a file system that "
-                "both write to (ReadWriteMany); plan for one machine that trains, or deploy --for slurm"
-            )
         if {"trainer", "node"} <= kinds.keys() and kinds["node"].gpus:
             raise ConfigError(
                 f"--for kubernetes: {host.name} trains on {kinds['trainer'].gpus} of its {host.kind.gpus} GPUs and "
@@ -122,7 +122,7 @@ def _kustomization(deployment: Deployment, site: str, resources: list[str]) -> O
 
 
 def _network(deployment: Deployment, site: str) -> list[Object]:
-    return [*services(deployment, site), *network_policies(deployment, site), budget(deployment, site)]
+    return [*services(deployment, site), *network_policies(deployment, site), *budgets(deployment, site)]
 
 
 def _claims(deployment: Deployment, host: Host) -> list[Object]:

@@ -1,0 +1,82 @@
+"""`penstock plan --deploy --for slurm` on a real slurmctld and two slurmd: refused, requeued and resumed, complete."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.console import ROOT
+from tests.helpers.plans.two_sites import MACHINES, RUN_ID, deploy, issue_certificates, make_data, run_document
+from tests.helpers.slurm_cluster import SlurmCluster, reason_to_skip, slurm_cluster, wait
+
+NUM_STEPS = 60
+WAIT_S = 300.0
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slurm,
+    pytest.mark.flaky(reruns=0),
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip())),
+]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path / "slurm", MACHINES) as found:
+        yield found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The deployment, with settings filled in."""
+    data = make_data(tmp_path / "data")
+    found = deploy(tmp_path / "out", "slurm", run_document(data, num_steps=NUM_STEPS))
+    command = tmp_path / "bin" / "penstock"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m console "$@"\n')
+    command.chmod(0o755)
+    settings = {"PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    settings["PENSTOCK_SECRETS"] = str(tmp_path / "certificates")
+    lines = (f"export {name}={shlex.quote(value)}\n" for name, value in settings.items())
+    (found / "settings.env").write_text("".join(lines))
+    return found
+
+
+def test_a_job_is_refused_requeued_when_a_component_ends_and_resumed_to_the_end(
+    cluster: SlurmCluster, folder: Path
+) -> None:
+    log = folder / "job.log"
+
+    def said(text: str) -> bool:
+        return log.exists() and text in log.read_text()
+
+    def submit() -> None:
+        told = cluster("./submit.sh", folder=folder)
+        assert told.returncode == 0, told.stderr
+
+    issue_certificates(folder.parent, run_id="another")
+    submit()
+    wait("refusal", lambda: "FAILED" in cluster.states(), timeout_s=WAIT_S)
+    assert said("not of run deployed; issue the one for l4-0 of run deployed")
+    assert said("penstock: nothing was started")
+    assert not (folder / "home" / "runs").exists() or not list((folder / "home" / "runs").iterdir())
+
+    issue_certificates(folder.parent)
+    log.unlink()
+    submit()
+    wait("steps", lambda: said("step 4/"), timeout_s=WAIT_S, said=log.read_text)
+    cluster("pkill", "--signal", str(int(signal.SIGKILL)), "--full", "console node node-l4-0")
+    wait("requeue", lambda: said("queued again"), timeout_s=WAIT_S, said=log.read_text)
+    assert said("penstock: component 1 (far: l4-0) ended with status 137; the job is queued again")
+    assert said("can be resumed")
+
+    wait("end", lambda: "COMPLETED" in cluster.states(), timeout_s=WAIT_S, said=log.read_text)
+    assert said(f"resumes {folder / 'home' / 'runs' / RUN_ID}")
+    assert said("in flight 0: balanced")
+    assert said("penstock: the run is complete")
