@@ -11,6 +11,7 @@ from penstock.network.http_server import public_url
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
 from penstock.network.rpc import Server, run_until_stopped, service_of
+from penstock.process.bound_child import end_group_with_parent
 from penstock.process.grace_periods import CHECKPOINT_S
 from penstock.security import Security
 from penstock.security.addresses import OwnAddresses
@@ -40,6 +41,9 @@ async def serve(config: TrainerConfig) -> None:
     place = Place.read(os.environ)
     security = Security.from_environment(insecure=config.insecure)
     check_trust(place, security, trusts_network=config.trusts_network)
+    if place is not None:
+        # torchrun ends its processes itself unless it is killed: they would keep the ports and the GPUs.
+        end_group_with_parent(os.getppid(), grace_s=CHECKPOINT_S)
     if place is not None and not place.spans_machines:
         stay_on_loopback()
     if place is not None and place.rank > 0:

@@ -42,6 +42,7 @@ def lead(
 
     Raises:
         BackendError: A process cannot hold its part.
+        ConfigError: Processes on other machines see other files.
     """
     num_ranks = len(config.trainer.shares)
     started = StartedRanks(num_ranks=num_ranks, on_lost=on_lost)
@@ -76,6 +77,7 @@ def lead(
         shares=[config.trainer.shares[ranks[0]] for ranks in config.trainer.parallel.together(num_ranks)],
         on_lost=on_lost,
         on_close=started.close,
+        files=None if torchrun is None else (config.run.dir / config.run.id, config.model.path),
     )
 
 

@@ -1,6 +1,6 @@
 """A process that trains beside the coordinator (process 0) and makes the calls it receives, up to `close`.
 
-    build --> any of the calls of a Backend --> close
+    compare, among machines --> build --> any of the calls of a Backend --> close
 
 An error that is the same in all processes (BackendError) is sent back; after any other error this process is out of
 step with the others, so it ends, and the coordinator with it.
@@ -19,6 +19,7 @@ import structlog
 
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
+from services.trainer.distributed.same_files import difference
 from services.trainer.model.backend import Backend, BackendError, LossTotals
 
 CALLS = frozenset(
@@ -59,7 +60,9 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
         answer: dict[str, Any] = {}
         results: Arrays = {}
         try:
-            if call["op"] == "build":
+            if call["op"] == "compare":
+                answer = {"difference": difference(Path(call["path"]), Path(call["model"]), call["fingerprint"])}
+            elif call["op"] == "build":
                 backend = build(call["config"], group)
             elif backend is not None:
                 answer, results = _done(backend, arrays, **call)

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import ConfigError
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
 from services.trainer.distributed.rank_worker import encoded
+from services.trainer.distributed.same_files import fingerprint_of, mark_in
 from services.trainer.model.backend import Backend, BackendError, LossTotals, Quantity, StepMetrics
 from services.trainer.publishing.written_weights import WrittenWeights
 
@@ -40,9 +42,11 @@ class ShardedBackend:
         shares: Relative capacity of each process.
         on_lost: Called with the reason when the group has broken.
         on_close: Called when the group has been closed.
+        files: The run folder and the model, if some processes are on other machines.
 
     Raises:
         BackendError: A process cannot hold its part.
+        ConfigError: A process sees other files.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class ShardedBackend:
         shares: Sequence[float],
         on_lost: Callable[[str], None],
         on_close: Callable[[], None],
+        files: tuple[Path, Path] | None = None,
     ) -> None:
         self._group = group
         self._others = range(1, group.num_ranks)
@@ -61,8 +66,10 @@ class ShardedBackend:
         self._on_close = on_close
         self.shares = tuple(shares)
         try:
+            if files is not None:
+                self._require_same(*files)
             self._local, _ = self._everywhere("build", lambda: build(group), config=config_json)
-        except BackendError:
+        except (BackendError, ConfigError):
             self._leave()
             raise
 
@@ -128,6 +135,14 @@ class ShardedBackend:
         """Ends the other processes."""
         self._local.close()
         self._leave()
+
+    def _require_same(self, run_dir: Path, model: Path) -> None:
+        with mark_in(run_dir) as mark:
+            own = fingerprint_of(model)
+            _, answers = self._everywhere("compare", lambda: None, path=mark, model=model, fingerprint=own)
+        found = [answer["difference"] for answer, _ in answers if answer["difference"] is not None]
+        if found:
+            raise ConfigError("; ".join(found))
 
     def _leave(self) -> None:
         for rank in self._others:

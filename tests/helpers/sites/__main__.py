@@ -1,12 +1,13 @@
 """The two sites of docs/two_sites.md, to try it on one machine: `python -m tests.helpers.sites FOLDER`, as root.
 
-Makes the hosts and stays until Ctrl-C. FOLDER/HOST COMMAND... runs a command on a host. Each host has /srv and
-/etc/penstock for itself. `cut` and `heal` on standard input are for the link; anything else shows what it carried.
+Makes the hosts and stays until the end of its standard input. FOLDER/HOST COMMAND... runs a command on a host; each has
+/srv and /etc/penstock for itself. `cut` and `heal` on standard input are for the link; any line shows what it carried.
 """
 
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def main() -> None:
     """Make the sites and take commands."""
     if (obstacle := find_obstacle()) is not None:
         sys.exit(f"two sites cannot be made here: {obstacle}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     folder = Path(sys.argv[1]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with two_sites(NEAR, FAR, folder=folder, folders=OWN, bits_per_second=200e6, delay_s=0.02) as sites:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -169,7 +170,16 @@ def two_sites(
         if link is not None:
             link.close()
         for namespace in [*(host.namespace for host in hosts.values()), *gateways]:
+            _end_processes(namespace)
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+
+
+def _end_processes(namespace: str) -> None:
+    """kill -9 of all that run on a host, whoever started them."""
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    for pid in map(int, found.stdout.split()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _make_gateway(namespace: str, *, address: str) -> None:

@@ -1,14 +1,16 @@
 """Processes that torchrun starts: what their variables say, and on which networks they may talk."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from penstock.config import ConfigError
+from penstock.process.grace_periods import CHECKPOINT_S
 from penstock.security import NO_SECURITY, Security
+from services.trainer import server
 from services.trainer.config import TrainerConfig
 from services.trainer.distributed.launch import Place, check_size, check_trust
-from services.trainer.server import serve
 
 PROTECTED = [
     Security(token="t"),
@@ -50,9 +52,26 @@ async def test_every_process_refuses_before_it_listens(monkeypatch, rank):
     monkeypatch.setenv("PENSTOCK_TOKEN", "t")
     monkeypatch.setenv("PENSTOCK_INSECURE", "true")
     with pytest.raises(ConfigError, match="trusts_network"):
-        await serve(TrainerConfig())
+        await server.serve(TrainerConfig())
 
 
 def test_a_run_for_another_number_of_processes_is_refused():
     with pytest.raises(ConfigError, match="set it to 4"):
         check_size(Place.read(variables()), 2)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+async def test_no_process_outlives_the_torchrun_that_started_it(monkeypatch, rank):
+    for name, value in variables(rank=rank).items():
+        monkeypatch.setenv(name, value)
+
+    class WatchesError(Exception):
+        pass
+
+    def watch(parent_pid, *, grace_s):
+        raise WatchesError(parent_pid, grace_s)
+
+    monkeypatch.setattr(server, "end_group_with_parent", watch)
+    with pytest.raises(WatchesError) as watched:
+        await server.serve(TrainerConfig())
+    assert watched.value.args == (os.getppid(), CHECKPOINT_S)

@@ -1,0 +1,67 @@
+"""Checks that processes of several machines have the same files: one run folder that all see, and equal models.
+
+A model is compared by names, sizes, and the first and last MiB of every file: each process reads its own part of the
+weights from its own copy, and parts of two models would make a third without an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.config import ConfigError
+
+_COMPARED = ("config.json", "*.safetensors", "*.safetensors.index.json")
+_COMPARED_BYTES = 1024**2
+
+
+@contextmanager
+def mark_in(run_dir: Path) -> Iterator[Path]:
+    """A new file in the run folder, for as long as the others look for it. Raises ConfigError if none can be made."""
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".seen_by_all_", dir=run_dir) as mark:
+            yield Path(mark.name)
+    except OSError as error:
+        raise ConfigError(f"run.dir: {run_dir} cannot be written to: {error.strerror}") from error
+
+
+def difference(mark: Path, model: Path, fingerprint: str) -> str | None:
+    """What this machine has otherwise than the first process; None if nothing.
+
+    Args:
+        mark: The file of `mark_in`.
+        model: The run's model folder, here.
+        fingerprint: Of that folder where the first process runs.
+    """
+    host = socket.gethostname()
+    if not mark.exists():
+        return (
+            f"run.dir: {host} does not see {mark.parent} as the first process does: all processes of a trainer write "
+            "their parts of versions and checkpoints into it; put it on a disk that they share"
+        )
+    own = fingerprint_of(model)
+    if own != fingerprint:
+        found = "is none" if own is None else "is another than that of the first process"
+        return f"model.path: the model in {model} on {host} {found}; copy the same folder to both"
+    return None
+
+
+def fingerprint_of(model: Path) -> str | None:
+    """SHA-256, in hexadecimal digits, of what is compared of a model folder; None if it holds no model."""
+    if not (model / "config.json").is_file():
+        return None
+    files = sorted({path for pattern in _COMPARED for path in model.glob(pattern)})
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            digest.update(file.read(_COMPARED_BYTES))
+            file.seek(max(0, size - _COMPARED_BYTES))
+            digest.update(file.read(_COMPARED_BYTES))
+    return digest.hexdigest()
