@@ -155,11 +155,16 @@ class Fleet:
         return environment() | {f"PENSTOCK_TLS_{name}": str(self.local / "tls" / file) for name, file in files.items()}
 
 
-@pytest.fixture
-def fleet(task: Prepared, tmp_path: Path) -> Iterator[Fleet]:
-    """Two sites whose services run; no run yet."""
+@pytest.fixture(scope="session")
+def possible() -> None:
+    """Skips the test, before anything is prepared for it, where there can be no sites."""
     if (obstacle := find_obstacle()) is not None:
         pytest.skip(f"two sites cannot be made here: {obstacle}")
+
+
+@pytest.fixture
+def fleet(possible: None, task: Prepared, tmp_path: Path) -> Iterator[Fleet]:
+    """Two sites whose services run; no run yet."""
     (tmp_path / "shared").mkdir()
     with ExitStack() as resources:
         shape = {"bits_per_second": RATE_BITS_PER_S, "delay_s": ONE_WAY_S}
