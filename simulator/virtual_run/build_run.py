@@ -109,7 +109,7 @@ def colocated(model: CostModel, *, is_blind: bool = False, tp: int | None = None
             raise SetupError(f"{node.name}: the model does not fit its GPUs, and all generate")
         best = max(degrees, key=partial(_rate, model, node))
         for index in range(node.count):
-            name = f"{node.name}-{index}"
+            name = node.machine(index)
             specs += [_replica(model, name, best, number) for number in range(node.gpus // best)]
     step = training_step(model.problem, model.demand, model.network, pool)
     if math.isinf(step.step_s):

@@ -131,7 +131,7 @@ def _offers(problem: Problem) -> Iterator[NodeClass]:
         for gpus in sorted({max(1, node.gpus // 4), node.gpus}):
             if (kind := (node.gpu, node.region, gpus)) not in seen:
                 seen.add(kind)
-                yield node.model_copy(update={"name": f"{node.name}-more", "gpus": gpus, "count": 1})
+                yield node.model_copy(update={"name": f"{node.name}-more", "gpus": gpus, "count": 1, "machines": ()})
 
 
 def _quickly(

@@ -31,7 +31,7 @@ def check_plan(problem: Problem, plan: PlanDocument, *, solver: str) -> None:
 
 def violations(problem: Problem, plan: PlanDocument) -> list[str]:
     """All violations, each starting with its field; empty if the plan can run."""
-    machines = {f"{node.name}-{index}": node for node in problem.nodes for index in range(node.count)}
+    machines = {node.machine(index): node for node in problem.nodes for index in range(node.count)}
     unknown = [f"{field}: there is no machine {name!r}" for field, name in _named(plan) if name not in machines]
     if unknown:
         return unknown

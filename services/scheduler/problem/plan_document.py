@@ -51,7 +51,7 @@ def read_plan(path: Path) -> PlanDocument:
 
 def node_classes(problem: Problem) -> dict[str, NodeClass]:
     """Each machine's entry in the problem, by the machine's id; in the problem's order."""
-    return {f"{node.name}-{index}": node for node in problem.nodes for index in range(node.count)}
+    return {node.machine(index): node for node in problem.nodes for index in range(node.count)}
 
 
 def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | None:

@@ -2,7 +2,7 @@
 
 Schema `rl-sched-instance/1`, described in docs/planning.md. Keys carry their units: `*_GB` and `*_GBps` are 10^9 bytes
 (per second), `*_Gbps` 10^9 bits per second, `*_ms`, `*_us` and `*_s` times. A node entry with `count` 3 stands for
-three equal machines, `name-0` to `name-2`.
+three equal machines, `name-0` to `name-2` unless it names them.
 """
 
 # ruff: noqa: N815 - the schema's keys carry units as written.
@@ -10,6 +10,7 @@ three equal machines, `name-0` to `name-2`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -61,6 +62,12 @@ class NodeClass(StrictModel):
     """NIC bandwidth of each machine."""
     price_per_gpu_hour: NotNegative = 0.0
     """Price in US dollars."""
+    machines: tuple[Name, ...] = Field(default=(), max_length=MAX_NODES)
+    """Names of the machines, `count` of them; `name-0`, `name-1`, ... if empty."""
+
+    def machine(self, index: int) -> str:
+        """The name of one of them."""
+        return self.machines[index] if self.machines else f"{self.name}-{index}"
 
 
 _GATED_MATRICES = 3
@@ -329,6 +336,19 @@ class Problem(StrictModel):
         for index, rate in enumerate(self.measured_rates):
             if rate.gpu not in self.gpu_types:
                 raise ValueError(f"measured_rates.{index}.gpu: {rate.gpu!r} is not in gpu_types; known are {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _machines_have_names_of_their_own(self) -> Self:
+        for index, node in enumerate(self.nodes):
+            if node.machines and len(node.machines) != node.count:
+                raise ValueError(
+                    f"nodes.{index}.machines: names {len(node.machines)} machines, and count is {node.count}; "
+                    "name as many, or leave them out"
+                )
+        names = Counter(node.machine(index) for node in self.nodes for index in range(node.count))
+        if (twice := names.most_common(1)[0])[1] > 1:
+            raise ValueError(f"nodes: {twice[0]!r} is the name of {twice[1]} machines; name each differently")
         return self
 
 

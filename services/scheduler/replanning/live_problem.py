@@ -97,7 +97,9 @@ def live_problem(
         members[entry.name].append(name)
     if not classes:
         return Live(None, {})
-    nodes = tuple(node.model_copy(update={"count": len(members[name])}) for name, node in classes.items())
+    nodes = tuple(
+        node.model_copy(update={"count": len(members[name]), "machines": ()}) for name, node in classes.items()
+    )
     names = {f"{name}-{index}": real for name, reals in members.items() for index, real in enumerate(reals)}
     now = problem.model_copy(update={"nodes": nodes})
     return Live(now, names, missing, stands_still_s(now, views), slow)

@@ -137,7 +137,7 @@ def plan_of(model: CostModel, parts: Sequence[Division]) -> PlanDocument:
     train: list[TrainShare] = []
     for part in parts:
         for index, split in enumerate(part.splits):
-            machine = f"{part.node.name}-{index}"
+            machine = part.node.machine(index)
             counts = zip(model.degrees[part.node.name], split.replicas, strict=True)
             gen += [Replicas(node=machine, tp=degree, count=count) for degree, count in counts if count]
             if split.train_gpus:

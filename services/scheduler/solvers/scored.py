@@ -91,7 +91,7 @@ def parts_of(model: CostModel, plan: PlanDocument) -> Parts:
     """The plan on this problem's machines; unnamed machines idle, and what does not fit is left out."""
     parts = []
     for node in ordered_nodes(model.problem):
-        splits = [_split_of(model, node, f"{node.name}-{index}", plan) for index in range(node.count)]
+        splits = [_split_of(model, node, node.machine(index), plan) for index in range(node.count)]
         parts.append(Division(node, tuple(splits)))
     return tuple(parts)
 

@@ -67,7 +67,7 @@ def load_prompts(path: Path, tokenizer: Tokenizer, *, max_prompt_tokens: int) ->
     rows = read_rows(path)
     prompts: list[EncodedPrompt] = []
     shortest: int | None = None
-    for row, token_ids in zip(rows, _encoded(rows, tokenizer), strict=True):
+    for row, token_ids in zip(rows, encoded(rows, tokenizer), strict=True):
         shortest = len(token_ids) if shortest is None else min(shortest, len(token_ids))
         if 1 <= len(token_ids) <= max_prompt_tokens:
             prompts.append(EncodedPrompt(row=row, token_ids=tuple(token_ids)))
@@ -79,7 +79,8 @@ def load_prompts(path: Path, tokenizer: Tokenizer, *, max_prompt_tokens: int) ->
     return PromptSet(prompts=tuple(prompts), num_skipped=len(rows) - len(prompts))
 
 
-def _encoded(rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+def encoded(rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+    """Token ids of the prompt of each row. Raises DataError: a chat that the tokenizer does not take."""
     for start in range(0, len(rows), ENCODE_BATCH_ROWS):
         batch = rows[start : start + ENCODE_BATCH_ROWS]
         texts = iter(tokenizer.encode_texts([row.prompt for row in batch if isinstance(row.prompt, str)]))
