@@ -6,13 +6,14 @@ import sys
 import time
 from pathlib import Path
 
+from console.plan.build_problem import Sources, build_problem, write_problem
 from console.plan.plan_text import print_plan
 from penstock.config import ConfigError, read_document
 from services.scheduler.cost_model.calibrated import make_model
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_json
 from services.scheduler.planning.solve import make_advised_plan
 from services.scheduler.problem.plan_document import read_plan
-from services.scheduler.problem.problem import read_problem
+from services.scheduler.problem.problem import Problem, read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
 from services.scheduler.solvers.registry import SOLVERS
 from simulator.virtual_run.simulation import steady_rate
@@ -20,13 +21,38 @@ from simulator.virtual_run.simulation import steady_rate
 EXIT_INFEASIBLE = 1
 
 
-def plan_file(
-    path: Path, *, solver: str, cost_model: str, budget_s: float, seed: int, start: Path | None
+def stated_problem(path: Path | None, sources: Sources) -> Problem:
+    """The problem in a file, or one built from an inventory, and written if a file is named. Raises ConfigError."""
+    inventory = sources.inventory
+    if (path is None) is (inventory is None):
+        raise ConfigError(
+            "PROBLEM: name a problem's file, or a folder of probes with --inventory"
+            if path is None
+            else f"--inventory: {path} states the cluster; leave out one of the two"
+        )
+    if path is not None:
+        if sources.unused:
+            raise ConfigError(
+                f"{sources.unused[0]}: has no effect on {path}; leave it out, or name --inventory instead"
+            )
+        return read_problem(path)
+    assert inventory is not None
+    built = build_problem(inventory, sources)
+    for note in built.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if (file := sources.write_problem) is not None:
+        write_problem(file, built)
+        print(f"written to {file}; penstock plan {file} plans it again", file=sys.stderr)
+    return built.problem
+
+
+def plan_problem(
+    problem: Problem, *, solver: str, cost_model: str, budget_s: float, seed: int, start: Path | None
 ) -> PlanReport:
-    """Plan the problem in a file; `start` is the initial plan. Raises ConfigError."""
+    """Plan a problem; `start` is the initial plan. Raises ConfigError."""
     if solver not in SOLVERS:
         raise ConfigError(f"--solver: {solver!r} is unknown; there is: {', '.join(SOLVERS)}")
-    model = make_model(read_problem(path), cost_model)
+    model = make_model(problem, cost_model)
     starts = () if start is None else (read_plan(start),)
     end_s = time.monotonic() + budget_s
     try:
@@ -34,7 +60,7 @@ def plan_file(
             model, solver, time_left=lambda: end_s - time.monotonic(), simulate=steady_rate, seed=seed, starts=starts
         )
     except ProblemTooLargeError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{problem.id}: {error}") from error
 
 
 def deploy(

@@ -1,4 +1,4 @@
-"""Defines `penstock plan`, `simulate` and `node`: names, options and help. Imports little until one runs."""
+"""Defines `penstock probe`, `plan`, `simulate` and `node`: names, options and help. Imports little until one runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,73 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands.cli_common import CostModel, PlanJson, Problem, command
+from console.subcommands.cli_common import CostModel, Json, PlanJson, Problem, command
 from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 app = typer.Typer()
 
 
 @command(app)
+def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write NAME.json into.")] = Path(
+        "inventory"
+    ),
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="MACHINE", help="Name that others reach it by; default: host name.")
+    ] = None,
+    site: Annotated[str, typer.Option("--site", help="Machines of one site share a fast network.")] = "default",
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="HF_DIR", help="Decode with this model, not a small one.")
+    ] = None,
+    peers: Annotated[
+        list[str] | None, typer.Option("--with", metavar="HOST:PORT", help="Measure the network to a machine.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Answer --with of others; measure nothing.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", metavar="WHAT", help="Leave out allreduce, disk or decode.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0.05, max=5, help="Time of each measurement but decode.")
+    ] = 3.0,
+    cpu_devices: Annotated[
+        int | None, typer.Option("--cpu-devices", min=1, max=1024, help="Without GPUs: count the CPUs as so many.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Measure what a plan needs to know of this machine, in under three minutes, and write it into one small file.
+
+    Measured are: matrix rate in bfloat16, memory bandwidth, all-reduce, decode steps by batch, disk, and the network
+    to machines that listen. Exit status 1 if a measurement failed; the file says which.
+
+    Examples:
+      penstock probe --out inventory --site frankfurt
+      penstock probe --listen 0.0.0.0:7309 --site frankfurt
+      penstock probe --out inventory --site oslo --with gpu-1.frankfurt.example:7309
+      penstock probe --cpu-devices 2 --skip decode --json
+    """
+    from console.probe.probe_command import ProbeOptions, listen_command, probe_command
+
+    options = ProbeOptions(
+        out=out,
+        name=name,
+        site=site,
+        model=model,
+        peers=peers or [],
+        skip=skip or [],
+        seconds=seconds,
+        cpu_devices=cpu_devices,
+    )
+    return probe_command(options, is_json=as_json) if listen is None else listen_command(listen, options)
+
+
+@command(app)
 def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
-    problem: Problem,
+    problem: Annotated[
+        Path | None,
+        typer.Argument(metavar="[PROBLEM]", help="Cluster, model and workload: .yaml or .json; or use --inventory."),
+    ] = None,
     solver: Annotated[str, typer.Option("--solver", help=f"One of {', '.join(SOLVERS)}.")] = AUTO,
     cost_model: CostModel = "rm1",
     budget_s: Annotated[float, typer.Option("--budget-s", min=0.1, max=86_400, help="Time to search, seconds.")] = 30,
@@ -37,13 +95,37 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     ] = "compose",
     run: Annotated[
         Path | None,
-        typer.Option("--run", metavar="RUN.yaml", help="With --deploy: the run whose model and data to use."),
+        typer.Option("--run", metavar="RUN.yaml", help="The run: its model, data and settings, to plan and to deploy."),
     ] = None,
     address: Annotated[
         str | None, typer.Option("--address", help="With --deploy: address of all machines, to try the plan on one.")
     ] = None,
     head: Annotated[
         str | None, typer.Option("--head", metavar="HOST", help="With --deploy: where other sites reach the head.")
+    ] = None,
+    inventory: Annotated[
+        Path | None, typer.Option("--inventory", metavar="DIR", help="Build the problem: files of `penstock probe`.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="HF_DIR", help="With --inventory: the model to train.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="FILE", help="With --inventory: a recording, or rows of prompts.")
+    ] = None,
+    completion_tokens: Annotated[
+        int | None, typer.Option("--completion-tokens", min=1, help="With --inventory: length of completions.")
+    ] = None,
+    prompts_per_step: Annotated[
+        int | None, typer.Option("--prompts-per-step", min=1, help="With --inventory: prompts of a training step.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", min=1, help="With --inventory: samples of each prompt.")
+    ] = None,
+    staleness: Annotated[
+        int | None, typer.Option("--staleness", min=0, help="With --inventory: versions that a sample may lag.")
+    ] = None,
+    write_problem: Annotated[
+        Path | None, typer.Option("--write-problem", metavar="FILE", help="With --inventory: write the problem, YAML.")
     ] = None,
 ) -> int:
     """Plan which machines of a mixed cluster generate and which train, and show the expected throughput.
@@ -55,13 +137,28 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
       penstock plan examples/two_sites.yaml --solver exhaustive --json
       penstock plan examples/two_sites.yaml --explain --picture plan.svg
       penstock plan examples/two_sites.yaml --deploy out --for slurm --run RUN.yaml
+      penstock plan --inventory inventory --model models/qwen --data trajectories.jsonl --run my.yaml
+      penstock plan --inventory inventory --run my.yaml --completion-tokens 900 --write-problem problem.yaml
     """
+    from console.plan.build_problem import Sources
     from console.plan.plan_command import deploy as write
-    from console.plan.plan_command import plan_file, show
+    from console.plan.plan_command import plan_problem, show, stated_problem
     from console.plan.plan_picture import plan_picture
     from services.scheduler.planning.plan_report import FeasiblePlan
 
-    report = plan_file(problem, solver=solver, cost_model=cost_model, budget_s=budget_s, seed=seed, start=start)
+    sources = Sources(
+        inventory=inventory,
+        model=model,
+        data=data,
+        run=run,
+        completion_tokens=completion_tokens,
+        prompts_per_step=prompts_per_step,
+        group_size=group_size,
+        staleness=staleness,
+        write_problem=write_problem,
+    )
+    found = stated_problem(problem, sources)
+    report = plan_problem(found, solver=solver, cost_model=cost_model, budget_s=budget_s, seed=seed, start=start)
     if isinstance(report, FeasiblePlan):
         if picture is not None:
             picture.write_text(plan_picture(report), encoding="utf-8")

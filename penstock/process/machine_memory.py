@@ -1,9 +1,10 @@
-"""How much memory of its machine a process can still have: what the kernel offers, and what its cgroups leave."""
+"""How much memory of its machine a process can have, and can still have: what the kernel and its cgroups say."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -18,8 +19,27 @@ def available_bytes(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return min((free * 1024, *_left(proc, cgroups)))
 
 
-def _left(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What each limited group leaves of its limit, from the one of this process upwards."""
+def total_bytes(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """What all processes of this machine, or of this container, have together, free or not."""
+    total = _stated(proc / "meminfo", "MemTotal:")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if total is None else total * 1024
+    return min((machine, *(group.most for group in _groups(proc, cgroups))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A limited group."""
+
+    folder: Path
+    most: int
+    usage: str
+    """File with the bytes in use."""
+    cached: tuple[str, ...]
+    """Lines of memory.stat with bytes that can be had."""
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
+    """Each limited group, from the one of this process upwards."""
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, name = line.split(":", 2)
         if not controllers:
@@ -30,13 +50,19 @@ def _left(proc: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         own = root / name.strip("/")
-        for group in (own, *own.parents):
-            if not group.is_relative_to(root):
+        for folder in (own, *own.parents):
+            if not folder.is_relative_to(root):
                 break
-            most, used = _number(group / limit), _number(group / usage)
-            if most is not None and used is not None:
-                free = sum(_stated(group / "memory.stat", each) or 0 for each in cached)
-                yield max(0, most - used + free)
+            if (most := _number(folder / limit)) is not None:
+                yield _Group(folder, most, usage, cached)
+
+
+def _left(proc: Path, cgroups: Path) -> Iterator[int]:
+    """What each limited group leaves of its limit."""
+    for group in _groups(proc, cgroups):
+        if (used := _number(group.folder / group.usage)) is not None:
+            free = sum(_stated(group.folder / "memory.stat", each) or 0 for each in group.cached)
+            yield max(0, group.most - used + free)
 
 
 def _lines(path: Path) -> list[str]:

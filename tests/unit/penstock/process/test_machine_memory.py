@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from penstock.process.machine_memory import available_bytes
+from penstock.process.machine_memory import available_bytes, total_bytes
 
 
 @pytest.fixture
@@ -62,3 +62,11 @@ def test_groups_of_the_first_kind_count(kernel):
 
 def test_elsewhere_it_is_all_of_the_machine(kernel):
     assert kernel({}) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_all_that_there_is_is_the_machine_or_the_tightest_limit(kernel, tmp_path):
+    roots = {"proc": tmp_path / "proc", "cgroups": tmp_path / "cgroup"}
+    kernel(MACHINE)
+    assert total_bytes(**roots) == 8000 * 1024
+    kernel({"proc/self/cgroup": "0::/pod\n", "cgroup/pod/memory.max": "3000000\n"})
+    assert total_bytes(**roots) == 3_000_000

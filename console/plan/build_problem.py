@@ -1,0 +1,198 @@
+"""Builds a planning problem from an inventory of probes, a model's folder, lengths, and a run's configuration.
+
+    probes -> cluster    config.json -> model    recording or rows -> lengths    RUN.yaml and flags -> workload
+
+The document goes through the same checks as a problem that a person wrote. What is missing is asked for in one list:
+the field, why it is missing, and what gives it. Fields that nothing here measures keep their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from console.config.config import RunConfig, load_run_config
+from console.node.config import NodeConfig, read_node
+from console.plan.cluster import cluster_of
+from console.plan.lengths import output_lengths, read_lengths
+from console.plan.model_section import decode_constants, model_section
+from console.probe.probe_file import Probe, read_inventory
+from penstock.config import ConfigError, Document, validate
+from penstock.names import is_run_id
+from services.scheduler.problem.problem import SCHEMA, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where the problem comes from; what is None is taken from the run, if there is one."""
+
+    inventory: Path | None
+    """Folder of probes; None without one."""
+    model: Path | None = None
+    data: Path | None = None
+    run: Path | None = None
+    completion_tokens: int | None = None
+    prompts_per_step: int | None = None
+    group_size: int | None = None
+    staleness: int | None = None
+    write_problem: Path | None = None
+    """File to write the problem to."""
+
+    @property
+    def unused(self) -> list[str]:
+        """Flags that are given and mean nothing without an inventory."""
+        names = (each.name for each in fields(self) if each.name not in ("inventory", "run"))
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltProblem:
+    """A problem, and what to know about it."""
+
+    problem: Problem
+    document: Document
+    """What was found: fields that keep their defaults are left out."""
+    notes: tuple[str, ...]
+    """One line each."""
+
+
+def build_problem(inventory: Path, sources: Sources) -> BuiltProblem:
+    """Build and check it. Raises ConfigError, one line for each problem or missing field."""
+    probes = read_inventory(inventory)
+    run = None if sources.run is None else load_run_config(sources.run)
+    cluster = cluster_of(list(probes.values()))
+    missing, notes = cluster.missing, cluster.notes
+    if run is not None:
+        missing += _differences(run, list(probes.values()))
+    model = sources.model or (run.model.path if run is not None else None)
+    if model is None:
+        missing.append("model: not given; name its Hugging Face folder with --model, or a run with --run")
+    section = {} if model is None else model_section(model, missing)
+    document: Document = {
+        "id": _id(model),
+        "schema": SCHEMA,
+        "notes": [f"probed: {probe.name}, {probe.measured_at.isoformat()}" for probe in probes.values()],
+        "gpu_types": cluster.gpu_types,
+        "nodes": cluster.nodes,
+        "links": cluster.links,
+        "model": section,
+        "workload": _workload(sources, run, model, missing, notes),
+        "cost_model": {**decode_constants(list(probes.values()), notes), **_run_constants(run, notes)},
+    }
+    if missing:
+        raise ConfigError("\n".join(missing))
+    problem = validate(Problem, document, source=str(inventory))
+    return BuiltProblem(problem=problem, document=document, notes=tuple(notes))
+
+
+def write_problem(path: Path, built: BuiltProblem) -> None:
+    """Write the problem as YAML, for `penstock plan FILE`. Raises ConfigError."""
+    text = "# Built by penstock plan --inventory; docs/planning.md describes every key.\n"
+    text += yaml.safe_dump(built.document, sort_keys=False)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write-problem: {path} cannot be written: {error.strerror}; name another file") from error
+
+
+def _id(model: Path | None) -> str:
+    name = "problem" if model is None else model.expanduser().absolute().name
+    return name if is_run_id(name) else "problem"
+
+
+def _workload(
+    sources: Sources, run: RunConfig | None, model: Path | None, missing: list[str], notes: list[str]
+) -> Document:
+    algorithm = None if run is None else run.algorithm
+    settings = (
+        ("prompts_per_step", sources.prompts_per_step, None if algorithm is None else algorithm.prompts_per_step),
+        ("group_size", sources.group_size, None if algorithm is None else algorithm.group_size),
+        ("staleness", sources.staleness, None if algorithm is None else algorithm.max_staleness),
+    )
+    found: Document = {}
+    for key, stated, default in settings:
+        value = default if stated is None else stated
+        if value is None:
+            flag = f"--{key.replace('_', '-')}"
+            missing.append(f"workload.{key}: how the run trains is not known; give {flag}, or the run with --run")
+        else:
+            found[key] = value
+    found["train_tasks"] = _train_tasks(run)
+    return {**found, **_lengths(sources, run, model, missing, notes)}
+
+
+def _lengths(
+    sources: Sources, run: RunConfig | None, model: Path | None, missing: list[str], notes: list[str]
+) -> Document:
+    data = sources.data or (run.data.train if run is not None else None)
+    if data is None:
+        missing.append("workload.prompt_len: no data; give --data a recording or rows of prompts, or a run with --run")
+    if data is None or model is None:
+        return {}
+    longest = None if run is None else run.sampling.max_new_tokens
+    lengths = read_lengths(data, model, max_prompt_tokens=None if run is None else run.data.max_prompt_tokens)
+    found: Document = {"prompt_len": lengths.prompt_tokens}
+    if sources.completion_tokens is not None:
+        fixed = sources.completion_tokens
+        notes.append(f"all completions are planned as {fixed} tokens long; a recording would show how lengths spread")
+        return {**found, "output_len": {"type": "fixed", "length": fixed, "max": max(fixed, longest or 0)}}
+    if not lengths.completion_tokens:
+        missing.append(
+            f"workload.output_len: {data} holds prompts without completions; give --data the recording of a run "
+            "(record: true), or --completion-tokens N"
+        )
+        return found
+    return {**found, "output_len": output_lengths(lengths.completion_tokens, longest=longest)}
+
+
+def _train_tasks(run: RunConfig | None) -> list[Document]:
+    """What is computed on each sample, by the run's algorithm; training the policy alone without a run."""
+    tasks: list[Document] = [{"name": "actor_train", "kind": "train"}]
+    if run is None:
+        return tasks
+    if run.algorithm.kl_coefficient > 0:
+        tasks.append({"name": "reference", "kind": "infer"})
+    if run.algorithm.definition.has_critic:
+        tasks += [
+            {"name": "critic", "kind": "infer", "shares_weights": True},
+            {"name": "critic_train", "kind": "train"},
+        ]
+    return tasks
+
+
+def _run_constants(run: RunConfig | None, notes: list[str]) -> Document:
+    """Keys of `cost_model` that the run decides: memory and traffic are then those of Penstock's own trainer."""
+    if run is None:
+        return {}
+    if run.lora is not None:
+        notes.append("lora: planned as if all weights were trained; the cost model knows no adapters")
+    return {"max_num_seqs": run.generator.max_concurrent_samples, "train_pack_tokens": run.trainer.tokens_per_pack}
+
+
+def _differences(run: RunConfig, probes: Sequence[Probe]) -> list[str]:
+    """Where the machines of the run, `scheduler.nodes`, are not those of the inventory; one line each."""
+    known = {probe.name: probe for probe in probes}
+    nodes = {path: read_node(path) for path in run.scheduler.nodes}
+    return [line for path, node in nodes.items() for line in _node_differences(path, node, known)]
+
+
+def _node_differences(path: Path, node: NodeConfig, known: Mapping[str, Probe]) -> list[str]:
+    probe = known.get(node.node_id)
+    if probe is None:
+        return [
+            f"{path}: node_id: {node.node_id!r} is not in the inventory ({', '.join(known)}); run penstock probe "
+            f"--name {node.node_id} on it, or leave it out of scheduler.nodes"
+        ]
+    own = probe.accelerators
+    problems = []
+    if node.gpu != own.kind:
+        problems.append(f"{path}: gpu: {node.gpu!r}, and the probe of {probe.name} found {own.kind!r}; set gpu to that")
+    if node.gpus != own.count:
+        problems.append(
+            f"{path}: gpus: {node.gpus}, and the probe of {probe.name} found {own.count}; set gpus to that, or probe "
+            "the machine again"
+        )
+    return problems

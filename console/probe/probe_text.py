@@ -1,0 +1,34 @@
+"""Shows a probe as lines of plain text."""
+
+from __future__ import annotations
+
+from console.probe.probe_file import Probe
+
+
+def summary(probe: Probe) -> list[str]:
+    """One line for each measurement, made or not."""
+    devices = probe.accelerators
+    lines = [
+        f"{probe.name} of site {probe.site}: {devices.count} x {devices.kind}, {devices.memory_GB:.1f} GB each",
+        *_line("matrix", probe.matrix_tflops_bf16, "{:.4g} TFLOP/s each in bfloat16"),
+        *_line("memory", probe.memory_GBps, "{:.4g} GB/s each"),
+    ]
+    if (sums := probe.allreduce) is not None:
+        lines.append(
+            f"  all-reduce  {sums.bus_GBps:.3g} GB/s each by {sums.backend}, {sums.latency_us:.0f} us at least"
+        )
+    if (disk := probe.disk) is not None:
+        lines.append(f"  disk        {disk.write_GBps:.3g} GB/s written, {disk.read_GBps:.3g} GB/s read")
+    if (decode := probe.decode) is not None:
+        steps = ", ".join(f"{point.batch}: {1000 * point.step_s:.2f} ms" for point in decode.points)
+        lines.append(f"  decode step {steps} ({decode.engine}, {decode.params / 1e6:.3g}M parameters, {decode.model})")
+    for link in probe.links:
+        lines.append(
+            f"  link        to {link.machine} of {link.site}: {link.send_Gbps:.3g} Gbps sent, "
+            f"{link.receive_Gbps:.3g} received, {link.round_trip_ms:.2f} ms round trip"
+        )
+    return lines + [f"  absent      {name}: {why}" for name, why in probe.absent.items()]
+
+
+def _line(name: str, value: float | None, text: str) -> list[str]:
+    return [] if value is None else [f"  {name:<11} {text.format(value)}"]

@@ -1,0 +1,92 @@
+"""`penstock probe` for real on this machine, and the network between two machines over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from console.probe.link_client import LinkClient, LinkError
+from console.probe.link_server import Peer, serving_transfers
+from penstock.security import NO_SECURITY
+from tests.helpers.certificates import issue, make_authority
+from tests.helpers.console import penstock, penstock_in_process
+from tests.helpers.plans.probes import make_model
+
+FLAGS = ("--prompts-per-step", "4", "--group-size", "4", "--staleness", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
+    probed = penstock(
+        *("probe", "--out", "inventory", "--name", "this", "--cpu-devices", "2", "--seconds", "0.05"),
+        *("--skip", "decode", "--json"),
+        cwd=tmp_path,
+    )
+    assert probed.returncode == 0, probed.stderr
+    found = json.loads(probed.stdout)
+    assert json.loads((tmp_path / "inventory" / "this.json").read_text()) == found
+    assert found["accelerators"]["count"] == 2
+    assert found["matrix_tflops_bf16"] > 0
+    assert found["memory_GBps"] > 0
+    assert found["allreduce"]["backend"] == "gloo"
+    assert found["allreduce"]["bus_GBps"] > 0
+    assert found["disk"]["write_GBps"] > 0
+    assert found["absent"] == {"decode": "left out by --skip"}
+    assert "measuring the disk" in probed.stderr
+    assert ("this machine is busy" in probed.stderr) is found["is_busy"]
+
+    make_model(tmp_path / "model")
+    row = {"run_id": "r", "policy_version": 1, "history": 0, "prompt_token_ids": [1] * 9, "token_ids": [2]}
+    (tmp_path / "recording.jsonl").write_text(json.dumps(row) + "\n")
+    sources = ("--inventory", "inventory", "--model", "model", "--data", "recording.jsonl")
+    planned = penstock_in_process("plan", *sources, *FLAGS, "--budget-s", "2", "--json", cwd=tmp_path)
+    assert planned.exit_code == 0, planned.output
+    plan = json.loads(planned.stdout)
+    assert plan["problem"] == "model"
+    assert plan["rm1_plan"] == {
+        "gen": [{"node": "this", "tp": 1, "count": 1}],
+        "train": [{"node": "this", "gpus": 1}],
+    }
+
+
+@asynccontextmanager
+async def listening(security):
+    peer = Peer(name="far-1", site="far")
+    async with serving_transfers("127.0.0.1:0", peer, security=security) as url:
+        yield url.rpartition("//")[2]
+
+
+async def measured(target: str, security):
+    return await asyncio.to_thread(LinkClient(target=target, security=security).measure, seconds=0.05)
+
+
+async def test_a_link_is_measured_both_ways_over_tls_by_those_who_may(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path / "authority")
+    server = issue(authority, name="far-1")
+    async with listening(server) as target:
+        found = await measured(target, issue(authority, name="near", roles=["generator"]))
+        assert (found.machine, found.site) == ("far-1", "far")
+        assert found.send_Gbps > 0
+        assert found.receive_Gbps > 0
+        assert 0 < found.round_trip_ms < 5000
+        for caller, said in (
+            (issue(authority, name="watcher", roles=["observer"]), "HTTP 403"),
+            (issue(make_authority(tmp_path / "other"), name="stranger"), "certificate verify failed"),
+            (NO_SECURITY, "start penstock probe --listen there"),
+        ):
+            with pytest.raises(LinkError, match=said):
+                await measured(target, caller)
+
+
+async def test_what_does_not_answer_is_told_in_a_line(tmp_path: Path) -> None:
+    server = replace(issue(make_authority(tmp_path / "authority")), cert_file=None, key_file=None, ca_file=None)
+    async with listening(server) as target:
+        pass
+    with pytest.raises(LinkError, match=f"--with {target}: .*start penstock probe --listen there"):
+        await measured(target, NO_SECURITY)

@@ -1,0 +1,191 @@
+"""Problems from inventories: what probes and files say, and what is asked for by name."""
+
+import pytest
+import yaml
+
+from console.plan.build_problem import Sources, build_problem, write_problem
+from console.plan.lengths import MAX_VALUES, output_lengths
+from console.recording.writer import open_writer
+from penstock.config import ConfigError
+from services.scheduler.problem.problem import read_problem
+from tests.helpers.brokers.recordings import recorded
+from tests.helpers.console import penstock_in_process
+from tests.helpers.plans.probes import GPU, document, link, make_model, write
+
+L4 = {"type": "gpu", "kind": "L4", "count": 1, "memory_GB": 24.2}
+STATED = {"prompts_per_step": 16, "group_size": 4, "staleness": 2}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    writer = open_writer(tmp_path / "recording.jsonl")
+    writer.write([recorded(), recorded(index=1)])
+    writer.end_step()
+    writer.close()
+    return Sources(
+        inventory=tmp_path / "inventory",
+        model=make_model(tmp_path / "model"),
+        data=tmp_path / "recording.jsonl",
+        **STATED,
+    )
+
+
+def built(sources, *documents):
+    return build_problem(write(sources.inventory, *documents), sources)
+
+
+def refusal(sources, *documents):
+    with pytest.raises(ConfigError) as refused:
+        built(sources, *documents)
+    return str(refused.value).splitlines()
+
+
+def two_sites():
+    return (
+        document("gpu-1"),
+        document("gpu-2", matrix_tflops_bf16=260.0, links=[link("gpu-1", "here", gbps=40)]),
+        document("l4-a", site="there", accelerators=L4, allreduce=None, links=[link("gpu-1", "here")]),
+    )
+
+
+def test_machines_types_and_links_are_those_that_were_probed(sources):
+    problem = built(sources, *two_sites()).problem
+    assert {name: (gpu.tflops_bf16, gpu.hbm_GB) for name, gpu in problem.gpu_types.items()} == {
+        "A100-80": (255.0, 85.9),
+        "L4": (250.0, 24.2),
+    }
+    assert [(node.gpu, node.gpus, node.region, node.machines, node.nic_Gbps) for node in problem.nodes] == [
+        ("A100-80", 8, "here", ("gpu-1", "gpu-2"), 40.0),
+        ("L4", 1, "there", ("l4-a",), 100.0),
+    ]
+    (between,) = problem.links
+    assert (between.a, between.b, between.bw_Gbps, between.latency_ms) == ("here", "there", 5.0, 15.0)
+    model, workload = problem.model, problem.workload
+    assert (model.q_heads, model.kv_heads, model.head_dim, model.ffn, model.tied_embeddings) == (4, 2, 16, 128, True)
+    assert (workload.prompts_per_step, workload.group_size, workload.staleness) == (16, 4, 2)
+    assert workload.output_len.moments()[0] == len(recorded().trajectory.token_ids) / 4
+
+
+def test_the_written_problem_is_the_same_and_plans_have_the_machines_names(sources, tmp_path):
+    found = built(sources, *two_sites())
+    write_problem(tmp_path / "problem.yaml", found)
+    assert read_problem(tmp_path / "problem.yaml") == found.problem
+    result = penstock_in_process("plan", "problem.yaml", "--budget-s", "2", cwd=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "gpu-1" in result.output
+    assert "gpu-1-0" not in result.output
+
+
+def test_everything_that_is_missing_is_asked_for_in_one_list(sources, tmp_path):
+    nothing = Sources(inventory=sources.inventory)
+    lines = refusal(nothing, document(allreduce=None, absent={"allreduce": "left out by --skip"}))
+    assert [line.split(":")[0] for line in lines] == [
+        "gpu_types.A100-80.ar_bus_GBps",
+        "model",
+        "workload.prompts_per_step",
+        "workload.group_size",
+        "workload.staleness",
+        "workload.prompt_len",
+    ]
+    assert "left out by --skip (gpu-1); run penstock probe on it again, without --skip allreduce" in lines[0]
+    assert "give --group-size, or the run with --run" in lines[3]
+
+
+def test_sites_without_a_measured_link_are_named_with_the_commands_that_measure_it(sources):
+    (line,) = refusal(sources, document(), document("l4-a", site="there", accelerators=L4, allreduce=None))
+    assert line.startswith("links: none is measured between sites here and there; run penstock probe --listen")
+    assert "--with gpu-1:7309 on l4-a" in line
+
+
+def test_a_busy_or_slow_machine_is_named(sources):
+    busy = document("gpu-2", is_busy=True, busy_because=["other processes used 40% of the CPUs"])
+    slow = document("gpu-3", matrix_tflops_bf16=100.0)
+    notes = built(sources, document(), busy, slow).notes
+    assert notes[0].startswith("gpu-2 was busy while it was probed (other processes used 40% of the CPUs)")
+    assert notes[1].startswith("gpu-3 reached 40% of the matrix rate of machines like it")
+
+
+def run_file(folder, sources, **node):
+    nodes = folder / "node.yaml"
+    generator = {"run_id": "r", "model_path": str(sources.model), "cache_dir": "cache"}
+    stated = {"node_id": "gpu-1", "gpu": GPU["kind"], "gpus": 8, "scheduler": "s:1", "dir": "d", **node}
+    nodes.write_text(yaml.safe_dump({**stated, "generator": generator}))
+    run = {
+        "run": {"id": "r"},
+        "model": {"path": str(sources.model)},
+        "data": {"train": "rows.jsonl"},
+        "algorithm": {"prompts_per_step": 10, "group_size": 2, "max_staleness": 3, "kl_coefficient": 0.1},
+        "sampling": {"max_new_tokens": 777},
+        "generator": {"max_concurrent_samples": 33},
+        "scheduler": {"problem": "problem.yaml", "nodes": [str(nodes)]},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def test_a_run_gives_what_flags_do_not(sources, tmp_path):
+    run = run_file(tmp_path, sources)
+    problem = built(Sources(inventory=sources.inventory, data=sources.data, run=run, group_size=5), document()).problem
+    workload, constants = problem.workload, problem.cost_model
+    assert (workload.prompts_per_step, workload.group_size, workload.staleness) == (10, 5, 3)
+    assert [(task.name, task.kind) for task in workload.train_tasks] == [
+        ("actor_train", "train"),
+        ("reference", "infer"),
+    ]
+    assert (workload.output_len.longest, constants.max_num_seqs, constants.train_pack_tokens) == (777, 33, 1024)
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"node_id": "gpu-7"}, "node_id: 'gpu-7' is not in the inventory (gpu-1)"),
+        ({"gpu": "H100"}, "gpu: 'H100', and the probe of gpu-1 found 'A100-80'"),
+        ({"gpus": 4}, "gpus: 4, and the probe of gpu-1 found 8"),
+    ],
+)
+def test_machines_of_a_run_that_differ_from_the_inventory_are_refused(sources, tmp_path, node, said):
+    run = run_file(tmp_path, sources, **node)
+    (line,) = refusal(Sources(inventory=sources.inventory, data=sources.data, run=run), document())
+    assert said in line
+
+
+def test_decode_steps_give_the_overheads_that_the_cost_model_lacks(sources):
+    # 1 G parameters of two bytes: read in 1.57 ms at 0.75 of 1,700 GB/s; computed in 0.0133 ms a sequence.
+    points = [
+        {"batch": batch, "step_s": max(2e9 / 1.275e12, batch * 2e9 / 150e12) + 0.004 + batch * 30e-6}
+        for batch in (1, 4, 16, 64, 256)
+    ]
+    decode = {
+        "engine": "vllm 0",
+        "model": "m",
+        "params": 1e9,
+        "layers": 9,
+        "weight_bytes": 2,
+        "points": points,
+    }
+    constants = built(sources, document(decode=decode)).problem.cost_model
+    assert constants.step_overhead_s == pytest.approx(0.004)
+    assert constants.sequence_overhead_s == pytest.approx(30e-6)
+
+
+def test_many_lengths_are_stated_as_quantiles_with_the_same_mean():
+    seen = list(range(1, 5001))
+    found = output_lengths(seen, longest=None)
+    assert len(found["values"]) == MAX_VALUES
+    assert sum(found["values"]) / MAX_VALUES == pytest.approx(2500.5, rel=0.01)
+    assert found["max"] == 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "PROBLEM: name a problem's file, or a folder of probes with --inventory"),
+        (("p.yaml", "--inventory", "i"), "--inventory: p.yaml states the cluster; leave out one of the two"),
+        (("p.yaml", "--group-size", "3"), "--group-size: has no effect on p.yaml"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused(tmp_path, arguments, said):
+    result = penstock_in_process("plan", *arguments, cwd=tmp_path)
+    assert result.exit_code == 2
+    assert said in result.output

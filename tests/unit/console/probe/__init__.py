@@ -1,0 +1,1 @@
+"""`penstock probe`: its file, what it finds on machines of several kinds, and when it calls one busy."""
