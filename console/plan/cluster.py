@@ -41,6 +41,10 @@ def cluster_of(probes: Sequence[Probe]) -> Cluster:
     groups = _grouped(probes, lambda probe: (probe.accelerators.kind, probe.accelerators.count, probe.site))
     cluster.nodes = [_node_class(alike, probes) for alike in groups.values()]
     cluster.links = list(_links(probes, cluster.missing))
+    if sum(probe.accelerators.count for probe in probes) == 1:
+        more = "more machines" + (", or this one with --cpu-devices 2" if probes[0].accelerators.type == "cpu" else "")
+        needed = "a plan needs one that generates and one that trains"
+        cluster.missing.append(f"nodes: {probes[0].name} is one device, and {needed}; probe {more}")
     return cluster
 
 

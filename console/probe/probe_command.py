@@ -1,7 +1,7 @@
 """Implements `penstock probe`: measures this machine into one small file, or answers others that measure the network.
 
-Every measurement has a time limit, and the sum of them is LIMIT_S; what could not be measured is absent from the file,
-with the reason.
+Every measurement has a time limit, and all together LIMIT_S; what could not be measured is absent from the file, with
+the reason.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import datetime
 import platform
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,9 @@ EXIT_INCOMPLETE = 1
 SKIPPABLE = ("allreduce", "disk", "decode")
 DEVICES_LIMIT_S, DECODE_LIMIT_S = 45.0, 100.0
 LIMIT_S = 180.0
-"""Of all measurements on one machine, with up to three links."""
+"""Of all measurements: links for which no time is left are not measured."""
+_LINK_TRANSFERS = 3
+"""Transfers' time that a link takes at most, beginning and end included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,7 @@ class _Measurements:
         self._machine = machine
         self._security = security
         self._absent: dict[str, str] = dict.fromkeys(options.skip, "left out by --skip")
+        self._end_s = time.monotonic() + LIMIT_S
 
     def run(self, peer: Peer) -> Probe:
         meter = LoadMeter()
@@ -175,10 +179,8 @@ class _Measurements:
         elif has_mig:
             self._absent["allreduce"] = "NCCL does not join MIG instances"
         sums = "allreduce" not in self._absent
-        _say(
-            f"measuring matrix rate, memory{' and all-reduce' if sums else ''} of {count} x {accelerators.kind} "
-            f"(up to {DEVICES_LIMIT_S:g} s)"
-        )
+        what = "matrix rate, memory and all-reduce" if sums else "matrix rate and memory"
+        _say(f"measuring {what} of {count} x {accelerators.kind} (up to {DEVICES_LIMIT_S:g} s)")
         common = {
             "kind": "cuda" if gpus else "cpu",
             "count": 1 if has_mig else count,
@@ -249,10 +251,14 @@ class _Measurements:
             return None
 
     def _link(self, target: str) -> MeasuredLink | None:
+        seconds = min(MAX_SECONDS, self._options.seconds)
+        if time.monotonic() + _LINK_TRANSFERS * seconds > self._end_s:
+            self._absent[f"link to {target}"] = f"no time was left of {LIMIT_S:g} s; probe again with --skip decode"
+            return None
         _say(f"measuring the network to {target}")
         client = LinkClient(target=target, security=self._security)
         try:
-            return client.measure(seconds=min(MAX_SECONDS, self._options.seconds))
+            return client.measure(seconds=seconds)
         except LinkError as error:
             self._absent[f"link to {target}"] = str(error)
             _say(str(error))

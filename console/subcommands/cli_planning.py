@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands.cli_common import CostModel, Json, PlanJson, Problem, command
+from console.subcommands.cli_common import CostModel, Json, PlanJson, Problem, command, end_by_sigterm
 from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 app = typer.Typer()
@@ -55,6 +55,7 @@ def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     """
     from console.probe.probe_command import ProbeOptions, listen_command, probe_command
 
+    end_by_sigterm()
     options = ProbeOptions(
         out=out,
         name=name,

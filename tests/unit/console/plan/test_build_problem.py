@@ -97,6 +97,13 @@ def test_sites_without_a_measured_link_are_named_with_the_commands_that_measure_
     assert "--with gpu-1:7309 on l4-a" in line
 
 
+def test_one_device_is_too_few(sources):
+    cpus = {"type": "cpu", "kind": "EPYC, 2 cores", "count": 1, "memory_GB": 24.0}
+    (line,) = refusal(sources, document(accelerators=cpus, allreduce=None))
+    assert line.startswith("nodes: gpu-1 is one device")
+    assert line.endswith("probe more machines, or this one with --cpu-devices 2")
+
+
 def test_a_busy_or_slow_machine_is_named(sources):
     busy = document("gpu-2", is_busy=True, busy_because=["other processes used 40% of the CPUs"])
     slow = document("gpu-3", matrix_tflops_bf16=100.0)
