@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2
 
+EMULATED = "emulated"
 _log = structlog.get_logger()
 
 
@@ -29,8 +30,13 @@ async def report_machine(config: RunConfig, addresses: Addresses, view: RunView,
     node_id = f"{platform.node() or 'local'}-{os.getpid()}"
     node = this_machine(node_id=node_id, site=config.site, roles=roles)
     target = addresses.scheduler.target
+    run_id = config.run.id if config.scheduler.problem is not None else ""
+
+    def measure() -> list[scheduler_pb2.MeasuredRate]:
+        return measured_rates(view, roles) + run_rates(view, run_id)
+
     try:
-        await report_node(target, node, measure=lambda: measured_rates(view, roles), security=security)
+        await report_node(target, node, measure=measure, security=security)
     except PenstockError as error:
         _log.warning("this machine is not reported to the scheduler", scheduler=target, error=str(error))
 
@@ -62,3 +68,20 @@ def measured_rates(view: RunView, roles: list[scheduler_pb2.Role.ValueType]) -> 
         rate.window.FromMilliseconds(int(1000 * (get(STEP_S) or 0.0)))
         rates.append(rate)
     return rates
+
+
+def run_rates(view: RunView, run_id: str) -> list[scheduler_pb2.MeasuredRate]:
+    """How fast all trainers of a run together are while they compute, for the run's plan; empty without a plan.
+
+    Emulated generators stand for GPUs that the run does not have: its trainer's real speed says nothing about those of
+    the plan.
+    """
+    samples_per_second = view.computing_samples_per_second
+    engines = {generator.hello.engine for generator in view.run.generators} if view.run is not None else set()
+    if not run_id or not samples_per_second or not engines or EMULATED in engines:
+        return []
+    return [
+        scheduler_pb2.MeasuredRate(
+            role=scheduler_pb2.ROLE_TRAINER, samples_per_second=samples_per_second, run_id=run_id
+        )
+    ]

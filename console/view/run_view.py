@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from console.config.run_folder import ProcessRecord
 from penstock.v1 import broker_pb2, trainer_pb2
 from penstock.wire.timestamps import unix_s
 
 _ETA_STEPS = 10
+_MIN_RATE_STEPS = 3
 BUSY_WINDOW_S = 15.0
 
 REWARD, STALENESS, MAX_STALENESS = "reward/mean", "staleness/mean", "staleness/max"
 SAMPLES_PER_SECOND, TOKENS_PER_SECOND = "throughput/samples_per_second", "throughput/response_tokens_per_second"
 IDLE_S, STEP_S, TRAIN_S, LENGTH = "time/idle_s", "time/step_s", "time/train_s", "length/mean"
+SAMPLES = "step/samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,12 @@ class RunView:
         if num_steps <= 0:
             return None
         return max(0.0, (self.num_steps - last.version) * (last.time_s - first.time_s) / num_steps)
+
+    @property
+    def computing_samples_per_second(self) -> float | None:
+        """Rate of training while it computes, waits left out: the median of the newest steps; None before a few."""
+        rates = [(step.get(SAMPLES) or 0.0) / seconds for step in self._recent if (seconds := step.get(TRAIN_S))]
+        return median(rates) if len(rates) >= _MIN_RATE_STEPS else None
 
     def add_step(self, report: trainer_pb2.StepReport, *, time_s: float) -> Step:
         """Take in a step; after a rewind of the trainer, versions restart lower."""

@@ -231,6 +231,7 @@ class MeasuredRate(_message.Message):
     TOKEN_S_FIELD_NUMBER: _builtins.int
     NUM_CONCURRENT_SAMPLES_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role it was measured in."""
     tokens_per_second: _builtins.float
@@ -246,6 +247,10 @@ class MeasuredRate(_message.Message):
     """Generators: samples that one replica decoded at once meanwhile, on average; above 0 where `token_s` is set."""
     tensor_parallel: _builtins.int
     """Generators: tensor-parallel degree of those replicas; 0 means 1."""
+    run_id: _builtins.str
+    """Trainers: the run that all its training processes together trained at these rates while they computed, waits left
+    out. Plans of that run follow it. Empty: the rates are those of this machine, waits included.
+    """
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:
         """Over how long."""
@@ -260,10 +265,11 @@ class MeasuredRate(_message.Message):
         token_s: _builtins.float | None = ...,
         num_concurrent_samples: _builtins.float = ...,
         tensor_parallel: _builtins.int = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "token_s", b"token_s", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "num_concurrent_samples", b"num_concurrent_samples", "role", b"role", "samples_per_second", b"samples_per_second", "tensor_parallel", b"tensor_parallel", "token_s", b"token_s", "tokens_per_second", b"tokens_per_second", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "num_concurrent_samples", b"num_concurrent_samples", "role", b"role", "run_id", b"run_id", "samples_per_second", b"samples_per_second", "tensor_parallel", b"tensor_parallel", "token_s", b"token_s", "tokens_per_second", b"tokens_per_second", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__token_s: _TypeAlias = _typing.Literal["token_s"]  # noqa: Y015
     _WhichOneofArgType__token_s: _TypeAlias = _typing.Literal["_token_s", b"_token_s"]  # noqa: Y015

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from penstock.errors import PenstockError, QueueFullError, require
+from penstock.names import check_run_id
 from penstock.v1 import scheduler_pb2 as pb
 
 MAX_NODES = 10_000
@@ -130,6 +131,8 @@ def _check_link(link: pb.Link) -> None:
 
 def _check_rate(rate: pb.MeasuredRate) -> None:
     require(rate.role != pb.ROLE_UNSPECIFIED, "rates.role", rate.role, "set")
+    if rate.run_id:
+        check_run_id(rate.run_id)
     bounds = {"tokens_per_second": PER_SECOND, "samples_per_second": PER_SECOND}
     if rate.HasField("token_s"):
         bounds |= {"token_s": TOKEN_S, "num_concurrent_samples": CONCURRENT_SAMPLES}

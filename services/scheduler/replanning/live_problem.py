@@ -86,7 +86,7 @@ def live_problem(
     joined = [view for name, view in known.items() if name not in stated and view.is_alive]
     entries = [(name, stated[name]) for name in present]
     entries += [(view.node.node_id, node) for view in joined if (node := _joined(planned, view.node)) is not None]
-    problem = _with_lengths(planned, growth)
+    problem = with_lengths(planned, growth)
     slow = slow_machines(problem, dict(entries), views, before=slow_before or {})
     for name, node in entries:
         entry = node
@@ -105,7 +105,8 @@ def live_problem(
     return Live(now, names, missing, stands_still_s(now, views), slow)
 
 
-def _with_lengths(planned: Problem, growth: float) -> Problem:
+def with_lengths(planned: Problem, growth: float) -> Problem:
+    """The problem with lengths that have grown so much; unchanged by a little growth."""
     if round(abs(growth - 1), 3) <= LENGTHS_CHANGED_BY:
         return planned
     lengths = scaled(planned.workload.output_len, growth)

@@ -19,9 +19,10 @@ from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
 from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare, node_classes
 from services.scheduler.problem.problem import Problem
-from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came
+from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came, with_lengths
 from services.scheduler.replanning.migration import stopped_share
 from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge
+from services.scheduler.replanning.trainer_speed import trainer_speed, with_trainer_speed
 from services.scheduler.solvers.interface import TimeLeft
 
 LOOK_EVERY_S = 5.0
@@ -49,6 +50,8 @@ class _Run:
     revised_s: float
     slow: Mapping[str, float] = field(default_factory=dict)
     """Machines planned as slower ones, as in Live."""
+    trainer_speed: float = 1.0
+    """Measured over computed rate of the GPUs that train."""
     num_lengths: int = 0
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
@@ -98,8 +101,12 @@ class Replanner:
         """The revised plans that take effect now, without revision number and time."""
         revised = []
         for run in list(self._runs.values()):
+            planned, in_force = run.task.problem, document_of(run.plan)
+            # Measured in samples, so longer ones must not be taken for slower trainers.
+            now = with_lengths(planned, run.growth)
+            run.trainer_speed = trainer_speed(now, in_force, views, run_id=run.task.run_id, before=run.trainer_speed)
             live = live_problem(
-                run.task.problem,
+                with_trainer_speed(planned, in_force, run.trainer_speed),
                 views,
                 left=left,
                 missing=self._never_came(run, views, now_s),
@@ -164,6 +171,8 @@ class Replanner:
         news = f"{_named(come)} now used. " if come else ""
         slow = [f"{name} at {share:.0%}" for name, share in sorted(live.slow.items())[:_MAX_NAMED]]
         news += f"slower than machines like it or than it should be: {', '.join(slow)}. " if slow else ""
+        if run.trainer_speed != 1.0:
+            news += f"Trainers reach {run.trainer_speed:.0%} of the speed that the cost model expects. "
         found.explanation = f"revised: {verdict.reason}. {news}{found.explanation}"
         run.plan, run.revised_s = found, now_s
         return found

@@ -9,8 +9,10 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler import service as scheduler_service
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.demand import demand_of
+from services.scheduler.cost_model.network import Network
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.cost_model.replica import ReplicaModel
+from services.scheduler.cost_model.training_step import training_step
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.replanner import GRACE_INTERVALS, MIN_LENGTHS, document_of
@@ -194,6 +196,39 @@ async def test_a_machine_that_slows_is_planned_for_as_a_slower_one_and_the_revis
     assert slow.revision == fast.revision + 1
     assert slow.expected_tokens_per_second < fast.expected_tokens_per_second
     assert "slower than machines like it or than it should be: h20-0 at 20%" in slow.explanation
+
+
+def step_s(planned, plan):
+    """A training step of the plan's trainers."""
+    nodes = node_classes(planned)
+    pool = [(nodes[name], gpus) for name, gpus in trainers(plan).items()]
+    return training_step(planned, demand_of(planned), Network(planned.links), pool).step_s
+
+
+def trained(plan, times_slower, *, run_id="r"):
+    """What a run reports whose trainers take so many times as long for a step as the cost model expects."""
+    stated = problem("tiny_02")
+    rate = demand_of(stated).samples_per_step / step_s(stated, plan) / times_slower
+    return pb.MeasuredRate(role=pb.ROLE_TRAINER, samples_per_second=rate, run_id=run_id)
+
+
+async def test_a_runs_trainers_are_planned_for_at_the_speed_that_was_measured(fleet):
+    def looked_at():
+        return fleet.servicer._replanner._runs["r"].looked_at
+
+    first = await fleet.pass_time(2 * COOL_DOWN_S)
+    for rate in (trained(first, 1.08), trained(first, 4.0, run_id="another")):
+        unchanged = await fleet.pass_time(2 * COOL_DOWN_S, rates={"h800-0": rate})
+        assert unchanged.revision == 1
+        assert looked_at() == problem("tiny_02")
+
+    revised = await fleet.pass_time(2 * COOL_DOWN_S, rates={"h800-0": trained(first, 4.0)})
+    types = {node_classes(problem("tiny_02"))[name].gpu for name in trainers(first)}
+    assert {(rate.gpu, rate.role) for rate in looked_at().measured_rates} == {(gpu, "trainer") for gpu in types}
+    assert step_s(looked_at(), first) == pytest.approx(4 * step_s(problem("tiny_02"), first), rel=0.05)
+    assert revised.revision == 2
+    assert revised.expected_tokens_per_second < first.expected_tokens_per_second
+    assert "Trainers reach 25% of the speed that the cost model expects" in revised.explanation
 
 
 async def test_a_machine_with_less_to_do_is_not_taken_for_a_slower_one(fleet):
