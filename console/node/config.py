@@ -41,3 +41,24 @@ class NodeConfig(NetworkConfig):
 def read_node(path: Path, overrides: Iterable[str] = ()) -> NodeConfig:
     """Load a machine from a file, with dotted overrides applied. Raises ConfigError."""
     return validate(NodeConfig, apply_overrides(read_document(path), overrides), source=str(path))
+
+
+def device_differences(path: Path, config: NodeConfig, *, gpu: str, gpus: int, source: str) -> list[str]:
+    """Where a machine's file states other GPUs than it is known to have; one line each.
+
+    Args:
+        path: The machine's file.
+        config: What it states.
+        gpu: Its GPU type.
+        gpus: How many of them.
+        source: Who says so.
+    """
+    problems = []
+    if config.gpu != gpu:
+        problems.append(f"{path}: gpu: {config.gpu!r}, and {source} has {gpu!r} for {config.node_id}; set gpu to that")
+    if config.gpus != gpus:
+        problems.append(
+            f"{path}: gpus: {config.gpus}, and {source} has {gpus} for {config.node_id}; set gpus to that, or probe "
+            "the machine again (penstock probe) and plan with the result"
+        )
+    return problems

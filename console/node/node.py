@@ -24,6 +24,7 @@ import structlog
 from console.config.derive import local_endpoint
 from console.config.run_folder import RunFolder
 from console.devices.device_names import VARIABLE, given_devices, visible_devices
+from console.devices.gpu_types import KNOWN, type_of
 from console.devices.nvidia_smi import GpuDevice, NvidiaSmiError, read_devices
 from console.launch.disk_watch import FolderRefusedError
 from console.launch.ports import free_block
@@ -204,6 +205,10 @@ def own_gpus(config: NodeConfig) -> tuple[GpuDevice, ...]:
     if devices is not None and len(given) < config.gpus:
         raise ConfigError(f"gpus: {config.gpus}, but this process is given {len(given)} by nvidia-smi; lower it")
     for device in given[: config.gpus]:
+        kind = type_of(device.name, (device.memory_mib or 0) * 2**20)
+        if kind != config.gpu and {kind, config.gpu} <= set(KNOWN):
+            # Not refused: a problem may name its types as it likes.
+            _log.warning("this machine has other GPUs than planned for; probe it", gpu=kind, planned=config.gpu)
         if device.use:
             # Not refused: they may be this machine's own generators, which still end after a restart.
             _log.warning("a GPU of this machine is in use", gpu=device.index, by=device.use)

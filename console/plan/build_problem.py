@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from console.config.config import RunConfig, load_run_config
-from console.node.config import NodeConfig, read_node
+from console.node.config import NodeConfig, device_differences, read_node
 from console.plan.cluster import cluster_of
 from console.plan.lengths import output_lengths, read_lengths
 from console.plan.model_section import decode_constants, model_section
@@ -187,12 +187,4 @@ def _node_differences(path: Path, node: NodeConfig, known: Mapping[str, Probe]) 
             f"--name {node.node_id} on it, or leave it out of scheduler.nodes"
         ]
     own = probe.accelerators
-    problems = []
-    if node.gpu != own.kind:
-        problems.append(f"{path}: gpu: {node.gpu!r}, and the probe of {probe.name} found {own.kind!r}; set gpu to that")
-    if node.gpus != own.count:
-        problems.append(
-            f"{path}: gpus: {node.gpus}, and the probe of {probe.name} found {own.count}; set gpus to that, or probe "
-            "the machine again"
-        )
-    return problems
+    return device_differences(path, node, gpu=own.kind, gpus=own.count, source="the probe")

@@ -97,8 +97,10 @@ class LinkClient:
         try:
             connection.request("GET", f"{PREFIX}/bytes?seconds={seconds:g}", headers=self._headers)
             response = self._checked(connection.getresponse())
-            while piece := response.read1(len(PIECE)):
+            left_bytes, end_s = MAX_BYTES, time.perf_counter() + 2 * seconds
+            while left_bytes > 0 and time.perf_counter() < end_s and (piece := response.read1(len(PIECE))):
                 arrivals.append((time.perf_counter(), len(piece)))
+                left_bytes -= len(piece)
         finally:
             connection.close()
         return arrivals

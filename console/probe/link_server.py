@@ -97,11 +97,14 @@ class _Transfers:
         self._check()
         async with self._free:
             num_bytes = 0
-            async with asyncio.timeout(2 * MAX_SECONDS):
-                async for piece in request.content.iter_any():
-                    num_bytes += len(piece)
-                    if num_bytes > MAX_BYTES:
-                        raise web.HTTPRequestEntityTooLarge(MAX_BYTES, num_bytes)
+            try:
+                async with asyncio.timeout(2 * MAX_SECONDS):
+                    async for piece in request.content.iter_any():
+                        num_bytes += len(piece)
+                        if num_bytes > MAX_BYTES:
+                            raise web.HTTPRequestEntityTooLarge(MAX_BYTES, num_bytes)
+            except TimeoutError as error:
+                raise web.HTTPRequestTimeout(text=f"more than {2 * MAX_SECONDS:g} s\n") from error
             return web.json_response({"num_bytes": num_bytes})
 
     def _check(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import penstock
 from console.devices.device_names import VARIABLE, given_devices
+from console.devices.gpu_types import type_of
 from console.devices.nvidia_smi import GpuDevice, NvidiaSmiError, read_devices
 from console.probe.probe_file import Accelerators, Load
 from penstock.config import ConfigError
@@ -20,9 +20,6 @@ from penstock.process.packages import ENGINE_PACKAGES, installed_version
 
 OTHERS_BUSY, STOLEN_BUSY = 0.1, 0.05
 """Shares of the machine's CPU time from which other processes, or other guests of its host, make it busy."""
-_LARGE_A100_GB = 60
-_TYPES = ("H200", "H100", "H800", "H20", "A100", "L40S", "L4", "RTX4090")
-"""Names by which cost models know efficiencies (`services.scheduler.problem.problem`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +69,6 @@ def _gpus(gpus: Sequence[GpuDevice]) -> Accelerators:
         raise ConfigError(f"GPU {gpu.index}: nvidia-smi does not say its memory; update the driver")
     memory_bytes = gpu.memory_mib * 2**20
     return Accelerators(type="gpu", kind=type_of(gpu.name, memory_bytes), count=len(gpus), memory_GB=memory_bytes / 1e9)
-
-
-def type_of(product: str, memory_bytes: float) -> str:
-    """The GPU type of a product as nvidia-smi names it: H100 for "NVIDIA H100 80GB HBM3"; MIG instances keep theirs."""
-    plain = product.removeprefix("NVIDIA ").removeprefix("GeForce ").replace("RTX 4090", "RTX4090")
-    # "L40S" is no "L40"; "H100" may be followed by "-" or a space.
-    word = re.split(r"[ -]", plain.removeprefix("Tesla "), maxsplit=1)[0]
-    if word not in _TYPES or " MIG " in product:
-        return plain
-    if word == "A100":
-        return "A100-80" if memory_bytes / 1e9 > _LARGE_A100_GB else "A100-40"
-    return word
 
 
 def _cpus(count: int) -> Accelerators:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from console.config.config import RunConfig
+from console.config.config import RunConfig, SchedulerSection
 from console.config.folder_lock import LOCK_NAME
 from console.config.listeners import listener_problems, listener_warnings, local_listeners
 from console.config.run_folder import CONSOLE_NAME, RunFolder
@@ -23,7 +23,7 @@ from console.launch.embedded_redis import redis_executable
 from console.launch.ports import listen_problem
 from console.launch.probes import redis_problem, service_problem
 from console.launch.supervisor import console_argv, service_environment
-from console.node.config import read_node
+from console.node.config import device_differences, read_node
 from console.run.model_check import context_problem, data_problems, model_problems, routing_problem, text_problem
 from penstock.config import ConfigError
 from penstock.process.disk import free_bytes, full_message
@@ -31,7 +31,7 @@ from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from services.broker.storage.redis.authentication import RedisCredentials, protected_url
-from services.scheduler.problem.plan_document import read_plan
+from services.scheduler.problem.plan_document import node_classes, read_plan
 from services.scheduler.problem.problem import read_problem
 from services.trainer.config import TRACKER_PACKAGES
 
@@ -125,7 +125,21 @@ def _plan_problems(config: RunConfig) -> list[str]:
                 read(path)
         except ConfigError as error:
             problems += [f"scheduler.{key}: {line}" for line in str(error).splitlines()]
-    return problems
+    return problems or _other_machines(section)
+
+
+def _other_machines(section: SchedulerSection) -> list[str]:
+    """Where machines that are started here are not those of the problem, whose files can be read."""
+    if section.problem is None:
+        return []
+    planned = node_classes(read_problem(section.problem))
+    stated = {path: read_node(path) for path in section.nodes}
+    return [
+        f"scheduler.nodes: {line}"
+        for path, node in stated.items()
+        if (entry := planned.get(node.node_id)) is not None
+        for line in device_differences(path, node, gpu=entry.gpu, gpus=entry.gpus, source=str(section.problem))
+    ]
 
 
 def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from console.run import preflight
-from tests.helpers.console import document, penstock, penstock_in_process, write_document, write_rows
+from tests.helpers.console import ROOT, document, penstock, penstock_in_process, write_document, write_rows
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,6 +113,17 @@ def test_a_reward_server_that_is_down_is_reported(tmp_path: Path) -> None:
 def test_prompts_and_completions_longer_than_the_context_are_reported(tmp_path: Path) -> None:
     line = refused(tmp_path, document(tmp_path), "sampling.max_new_tokens=500")
     assert "64 + 500 = 564, longer than the model's context of 512 tokens" in line
+
+
+def test_a_machine_that_is_not_the_problems_is_reported(tmp_path: Path) -> None:
+    value = document(tmp_path)
+    generator = {"run_id": "r1", "model_path": "m", "cache_dir": "c"}
+    node = {"node_id": "l40s-1", "gpu": "L40S", "gpus": 4, "scheduler": "s:1", "dir": "d", "generator": generator}
+    (tmp_path / "node.yaml").write_text(yaml.safe_dump(node))
+    problem = ROOT / "examples" / "two_sites.yaml"
+    value["scheduler"] = {"problem": str(problem), "nodes": [str(tmp_path / "node.yaml")]}
+    line = refused(tmp_path, value)
+    assert f"scheduler.nodes: {tmp_path / 'node.yaml'}: gpus: 4, and {problem} has 8 for l40s-1; set gpus" in line
 
 
 def test_data_with_only_overlong_prompts_is_reported(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.config import ConfigError, validate
+from services.scheduler.problem.plan_document import node_classes
 from services.scheduler.problem.problem import Problem, parse_problem, read_problem
 from tests.helpers.plans.problems import INSTANCES, document
 
@@ -38,6 +39,20 @@ def test_errors_name_the_field_and_the_value(overrides, message):
         validate(Problem, document("tiny_04", *overrides), source="problem")
 
     assert message in str(caught.value)
+
+
+def test_machines_have_the_names_that_an_entry_gives_them():
+    entry = {"name": "a", "gpu": "A100-80", "gpus": 8, "count": 2}
+    named = {**entry, "name": "b", "count": 1, "machines": ["gpu-7.example"]}
+    stated = {**document("tiny_04"), "links": []}
+    problem = validate(Problem, {**stated, "nodes": [entry, named]}, source="problem")
+    assert list(node_classes(problem)) == ["a-0", "a-1", "gpu-7.example"]
+    for change, message in (
+        ({"machines": ["gpu-7.example", "gpu-8.example"]}, "nodes.1.machines: names 2 machines, and count is 1"),
+        ({"machines": ["a-1"]}, "nodes: 'a-1' is the name of 2 machines"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(Problem, {**stated, "nodes": [entry, {**named, **change}]}, source="problem")
 
 
 def test_two_node_entries_of_one_name_are_refused():

@@ -1,6 +1,7 @@
 """The GPUs of a machine that follows a plan, whose indices count what the process is given."""
 
 import pytest
+import structlog
 
 from console.node.assignment import Placement
 from console.node.config import NodeConfig
@@ -32,6 +33,15 @@ def test_a_plan_counts_the_gpus_that_the_process_is_given():
 def test_more_gpus_than_it_is_given_are_refused():
     with pytest.raises(ConfigError, match="gpus: 3, but this process is given 2 by nvidia-smi; lower it"):
         own_gpus(config(gpus=3))
+
+
+def test_gpus_of_another_kind_than_planned_for_are_told():
+    with structlog.testing.capture_logs() as said:
+        own_gpus(config().model_copy(update={"gpu": "L4"}))
+        own_gpus(config().model_copy(update={"gpu": "our-h100"}))
+        own_gpus(config())
+    told = [(entry["gpu"], entry["planned"]) for entry in said if "other GPUs than planned" in entry["event"]]
+    assert told == [("H100", "L4")] * 2
 
 
 def test_emulated_gpus_are_not_looked_for():

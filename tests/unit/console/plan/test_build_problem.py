@@ -147,8 +147,8 @@ def test_a_run_gives_what_flags_do_not(sources, tmp_path):
     ("node", "said"),
     [
         ({"node_id": "gpu-7"}, "node_id: 'gpu-7' is not in the inventory (gpu-1)"),
-        ({"gpu": "H100"}, "gpu: 'H100', and the probe of gpu-1 found 'A100-80'"),
-        ({"gpus": 4}, "gpus: 4, and the probe of gpu-1 found 8"),
+        ({"gpu": "H100"}, "gpu: 'H100', and the probe has 'A100-80' for gpu-1"),
+        ({"gpus": 4}, "gpus: 4, and the probe has 8 for gpu-1"),
     ],
 )
 def test_machines_of_a_run_that_differ_from_the_inventory_are_refused(sources, tmp_path, node, said):

@@ -1,7 +1,8 @@
 import pytest
 
+from console.devices.gpu_types import type_of
 from console.devices.nvidia_smi import read_devices
-from console.probe.machine import LoadMeter, busy_reasons, this_machine, type_of
+from console.probe.machine import LoadMeter, busy_reasons, this_machine
 from penstock.config import ConfigError
 from tests.helpers.recorded_gpus import A100, L4, Card, Process, install_nvidia_smi
 
