@@ -98,9 +98,10 @@ def live_problem(
     if not classes:
         return Live(None, {})
     nodes = tuple(
-        node.model_copy(update={"count": len(members[name]), "machines": ()}) for name, node in classes.items()
+        node.model_copy(update={"count": len(members[name]), "machines": tuple(members[name]) if node.machines else ()})
+        for name, node in classes.items()
     )
-    names = {f"{name}-{index}": real for name, reals in members.items() for index, real in enumerate(reals)}
+    names = {node.machine(index): real for node in nodes for index, real in enumerate(members[node.name])}
     now = problem.model_copy(update={"nodes": nodes})
     return Live(now, names, missing, stands_still_s(now, views), slow)
 
@@ -153,5 +154,5 @@ def _joined(planned: Problem, node: pb.Node) -> NodeClass | None:
     entry = alike or planned.nodes[0]
     price = node.price_per_hour / count if node.HasField("price_per_hour") else entry.price_per_gpu_hour
     name = f"joined-{kind}-{count}-{region}".replace(" ", "-")
-    update = {"name": name, "gpu": kind, "gpus": count, "region": region, "price_per_gpu_hour": price, "count": 1}
-    return entry.model_copy(update=update)
+    one: dict[str, object] = {"name": name, "count": 1, "machines": ()}
+    return entry.model_copy(update={**one, "gpu": kind, "gpus": count, "region": region, "price_per_gpu_hour": price})
