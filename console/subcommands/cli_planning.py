@@ -12,6 +12,33 @@ from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 app = typer.Typer()
 
+Start = Annotated[Path | None, typer.Option("--start", metavar="PLAN", help="Initial plan, such as the running one.")]
+Picture = Annotated[
+    Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw placement and timeline into a file.")
+]
+Inventory = Annotated[
+    Path | None, typer.Option("--inventory", metavar="DIR", help="Build the problem: files of `penstock probe`.")
+]
+PlannedModel = Annotated[
+    Path | None, typer.Option("--model", metavar="HF_DIR", help="With --inventory: the model to train.")
+]
+PlannedData = Annotated[
+    Path | None, typer.Option("--data", metavar="FILE", help="With --inventory: a recording, or rows of prompts.")
+]
+CompletionTokens = Annotated[
+    int | None, typer.Option("--completion-tokens", min=1, help="With --inventory: length of completions.")
+]
+PromptsPerStep = Annotated[
+    int | None, typer.Option("--prompts-per-step", min=1, help="With --inventory: prompts of a training step.")
+]
+GroupSize = Annotated[int | None, typer.Option("--group-size", min=1, help="With --inventory: samples of each prompt.")]
+Staleness = Annotated[
+    int | None, typer.Option("--staleness", min=0, help="With --inventory: versions that a sample may lag.")
+]
+WriteProblem = Annotated[
+    Path | None, typer.Option("--write-problem", metavar="FILE", help="With --inventory: write the problem, YAML.")
+]
+
 
 @command(app)
 def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
@@ -81,12 +108,8 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the search.")] = 0,
     json_output: PlanJson = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show how the time is spent, and every offer.")] = False,
-    start: Annotated[
-        Path | None, typer.Option("--start", metavar="PLAN", help="Initial plan, such as the running one.")
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw placement and timeline into a file.")
-    ] = None,
+    start: Start = None,
+    picture: Picture = None,
     deploy: Annotated[
         Path | None,
         typer.Option("--deploy", metavar="DIR", help="Write files that start the plan, and configurations."),
@@ -104,30 +127,14 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     head: Annotated[
         str | None, typer.Option("--head", metavar="HOST", help="With --deploy: where other sites reach the head.")
     ] = None,
-    inventory: Annotated[
-        Path | None, typer.Option("--inventory", metavar="DIR", help="Build the problem: files of `penstock probe`.")
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option("--model", metavar="HF_DIR", help="With --inventory: the model to train.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", metavar="FILE", help="With --inventory: a recording, or rows of prompts.")
-    ] = None,
-    completion_tokens: Annotated[
-        int | None, typer.Option("--completion-tokens", min=1, help="With --inventory: length of completions.")
-    ] = None,
-    prompts_per_step: Annotated[
-        int | None, typer.Option("--prompts-per-step", min=1, help="With --inventory: prompts of a training step.")
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option("--group-size", min=1, help="With --inventory: samples of each prompt.")
-    ] = None,
-    staleness: Annotated[
-        int | None, typer.Option("--staleness", min=0, help="With --inventory: versions that a sample may lag.")
-    ] = None,
-    write_problem: Annotated[
-        Path | None, typer.Option("--write-problem", metavar="FILE", help="With --inventory: write the problem, YAML.")
-    ] = None,
+    inventory: Inventory = None,
+    model: PlannedModel = None,
+    data: PlannedData = None,
+    completion_tokens: CompletionTokens = None,
+    prompts_per_step: PromptsPerStep = None,
+    group_size: GroupSize = None,
+    staleness: Staleness = None,
+    write_problem: WriteProblem = None,
 ) -> int:
     """Plan which machines of a mixed cluster generate and which train, and show the expected throughput.
 
