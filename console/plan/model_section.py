@@ -30,13 +30,17 @@ def decode_constants(probes: Sequence[Probe], notes: list[str]) -> Document:
     """Keys of `cost_model`: the fixed time of a decode step, and the time of each sequence in it.
 
     They are what a line through the measured steps has left after the time in which the cost model reads and computes
-    at the machine's measured rates. One pair stands for all machines: the medians.
+    at the machine's measured rates. One pair stands for all machines: the medians. A machine whose steps were faster
+    than its rates allow says nothing, as they were not measured under the same load.
     """
     fits = {
         probe.name: _overheads(probe.decode, probe.matrix_tflops_bf16, probe.memory_GBps)
         for probe in probes
         if probe.decode is not None and probe.matrix_tflops_bf16 is not None and probe.memory_GBps is not None
     }
+    for name in [name for name, found in fits.items() if not found[0]]:
+        notes.append(f"{name} decoded faster than the rates measured on it allow, so its decode steps are not used")
+        del fits[name]
     if not fits:
         return {}
     fixed = {name: found[0] for name, found in fits.items()}

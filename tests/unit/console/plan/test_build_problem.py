@@ -157,23 +157,23 @@ def test_machines_of_a_run_that_differ_from_the_inventory_are_refused(sources, t
     assert said in line
 
 
-def test_decode_steps_give_the_overheads_that_the_cost_model_lacks(sources):
+def decoded(*, faster):
     # 1 G parameters of two bytes: read in 1.57 ms at 0.75 of 1,700 GB/s; computed in 0.0133 ms a sequence.
     points = [
-        {"batch": batch, "step_s": max(2e9 / 1.275e12, batch * 2e9 / 150e12) + 0.004 + batch * 30e-6}
+        {"batch": batch, "step_s": (max(2e9 / 1.275e12, batch * 2e9 / 150e12) + 0.004 + batch * 30e-6) / faster}
         for batch in (1, 4, 16, 64, 256)
     ]
-    decode = {
-        "engine": "vllm 0",
-        "model": "m",
-        "params": 1e9,
-        "layers": 9,
-        "weight_bytes": 2,
-        "points": points,
-    }
-    constants = built(sources, document(decode=decode)).problem.cost_model
+    return {"engine": "vllm 0", "model": "m", "params": 1e9, "layers": 9, "weight_bytes": 2, "points": points}
+
+
+def test_decode_steps_give_the_overheads_that_the_cost_model_lacks(sources):
+    odd = document("gpu-2", decode=decoded(faster=10))
+    found = built(sources, document(decode=decoded(faster=1)), odd)
+    constants = found.problem.cost_model
     assert constants.step_overhead_s == pytest.approx(0.004)
     assert constants.sequence_overhead_s == pytest.approx(30e-6)
+    (note,) = found.notes
+    assert note == "gpu-2 decoded faster than the rates measured on it allow, so its decode steps are not used"
 
 
 def test_many_lengths_are_stated_as_quantiles_with_the_same_mean():
