@@ -91,7 +91,7 @@ def build_problem(inventory: Path, sources: Sources) -> BuiltProblem:
 def write_problem(path: Path, built: BuiltProblem) -> None:
     """Write the problem as YAML, for `penstock plan FILE`. Raises ConfigError."""
     text = "# Built by penstock plan --inventory; docs/planning.md describes every key.\n"
-    text += yaml.safe_dump(built.document, sort_keys=False)
+    text += yaml.safe_dump(built.document, sort_keys=False, default_flow_style=None, width=120)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
