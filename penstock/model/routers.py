@@ -48,22 +48,21 @@ def read_routers(folder: Path, *, field: str) -> Routers:
         NoRoutersError: It has none, or is of a family whose routers are not known; the message begins with `field`.
         OSError: config.json cannot be read.
     """
-    config = read_mapping(folder / "config.json")
+    config, where = read_mapping(folder / "config.json"), f"{field}: {folder}"
     family = config.get("model_type")
     if family not in ROUTED_FAMILIES:
         raise NoRoutersError(
-            f"{field}: {folder}: a model of type {family!r} has no routers that can be recorded and replayed; use a "
-            f"mixture of experts of type {' or '.join(ROUTED_FAMILIES)}, or set {field} to false"
+            f"{where}: a model of type {family!r} has no routers that can be recorded and replayed; use a mixture of "
+            f"experts of type {' or '.join(ROUTED_FAMILIES)}, or set {field} to false"
         )
-    layers = tuple(layer for layer in range(_number(config, "num_hidden_layers")) if _is_sparse(config, layer))
+    # `transformers` writes the one or the other name.
+    experts = "num_experts" if "num_experts" in config else "num_local_experts"
+    names = ("num_hidden_layers", experts, "num_experts_per_tok")
+    num_layers, num_experts, num_chosen = (_number(config, name, where) for name in names)
+    layers = tuple(layer for layer in range(num_layers) if _is_sparse(config, layer))
     if not layers:
-        raise NoRoutersError(f"{field}: {folder}: none of its layers has experts; set {field} to false")
-    shape = RoutingShape(
-        num_layers=len(layers),
-        # `transformers` writes the one or the other name.
-        num_experts=_number(config, "num_experts" if "num_experts" in config else "num_local_experts"),
-        experts_per_token=_number(config, "num_experts_per_tok"),
-    )
+        raise NoRoutersError(f"{where}: none of its layers has experts; set {field} to false")
+    shape = RoutingShape(num_layers=len(layers), num_experts=num_experts, experts_per_token=num_chosen)
     return Routers(shape=shape, layers=layers)
 
 
@@ -74,8 +73,8 @@ def _is_sparse(config: Mapping[str, object], layer: int) -> bool:
     return not is_exception and isinstance(period, int) and period > 0 and (layer + 1) % period == 0
 
 
-def _number(config: Mapping[str, object], name: str) -> int:
+def _number(config: Mapping[str, object], name: str, where: str) -> int:
     value = config.get(name)
     if type(value) is not int or value < 1:
-        raise NoRoutersError(f"{name} in config.json must be a positive integer, not {value!r:.100}")
+        raise NoRoutersError(f"{where}: {name} in config.json must be a positive integer, not {value!r:.100}")
     return value

@@ -53,7 +53,7 @@ def to_spans(
     ends = [start - offset for _, start in starts[1:]] + [len(token_ids)] * bool(starts)
     num_prompt_rows = 0 if routes is None else len(routes) - len(token_ids)
     if num_prompt_rows < 0:
-        raise EngineError(f"vLLM answered {len(token_ids)} tokens with routes of {num_prompt_rows} fewer")
+        raise EngineError(f"vLLM answered {len(token_ids)} tokens with routes of {num_prompt_rows + len(token_ids)}")
     begin = 0
     for (version, _), end in zip(starts, ends, strict=True):
         if end > begin:

@@ -85,8 +85,15 @@ def test_routers_are_found_by_the_configuration(
     assert routers.joined([]).shape == (0, len(layers), 2)
 
 
-@pytest.mark.parametrize("changes", [{"model_type": "qwen3"}, {"mlp_only_layers": [0, 1, 2, 3]}])
-def test_a_model_without_routers_is_refused_by_name(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "qwen3"}, "of type 'qwen3' .*set algorithm.routing_replay to false"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "none of its layers .*set algorithm.routing_replay to false"),
+        ({"num_local_experts": "8"}, "num_local_experts in config.json must be a positive integer, not '8'"),
+    ],
+)
+def test_a_model_without_routers_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
-    with pytest.raises(NoRoutersError, match=r"algorithm.routing_replay: .*set algorithm.routing_replay to false"):
+    with pytest.raises(NoRoutersError, match=f"^algorithm.routing_replay: .*{words}"):
         read_routers(tmp_path, field="algorithm.routing_replay")
