@@ -59,6 +59,8 @@ async def test_samples_are_decoded_once_the_weights_are_attested(bench):
     assert hello.generator_id.startswith("gen-0-")
     assert hello.max_context_tokens == 4096
     assert not hello.listens_in_plain_text
+    assert not hello.HasField("routing")
+    assert {sample.routes for sample in samples} == {b""}
     spans = [item for beat in bench.broker.beats for item in beat.busy_spans]
     for beat in bench.broker.beats:
         shown_ns = beat.now_time.ToNanoseconds()
