@@ -21,6 +21,12 @@ from simulator.virtual_run.simulation import steady_rate
 EXIT_INFEASIBLE = 1
 
 
+def check_solver(solver: str) -> None:
+    """Raise ConfigError unless there is a solver of that name."""
+    if solver not in SOLVERS:
+        raise ConfigError(f"--solver: {solver!r} is unknown; there is: {', '.join(SOLVERS)}")
+
+
 def stated_problem(path: Path | None, sources: Sources) -> Problem:
     """The problem in a file, or one built from an inventory, and written if a file is named. Raises ConfigError."""
     inventory = sources.inventory
@@ -50,8 +56,6 @@ def plan_problem(
     problem: Problem, *, solver: str, cost_model: str, budget_s: float, seed: int, start: Path | None
 ) -> PlanReport:
     """Plan a problem; `start` is the initial plan. Raises ConfigError."""
-    if solver not in SOLVERS:
-        raise ConfigError(f"--solver: {solver!r} is unknown; there is: {', '.join(SOLVERS)}")
     model = make_model(problem, cost_model)
     starts = () if start is None else (read_plan(start),)
     end_s = time.monotonic() + budget_s

@@ -149,11 +149,12 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
       penstock plan --inventory inventory --run my.yaml --completion-tokens 900 --write-problem problem.yaml
     """
     from console.plan.build_problem import Sources
+    from console.plan.plan_command import check_solver, plan_problem, show, stated_problem
     from console.plan.plan_command import deploy as write
-    from console.plan.plan_command import plan_problem, show, stated_problem
     from console.plan.plan_picture import plan_picture
     from services.scheduler.planning.plan_report import FeasiblePlan
 
+    check_solver(solver)
     sources = Sources(
         inventory=inventory,
         model=model,
