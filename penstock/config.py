@@ -97,6 +97,18 @@ def _run_id(value: str) -> str:
 RunId = Annotated[str, AfterValidator(_run_id)]
 """Name of a run: a single path component."""
 
+
+def _path(value: Any) -> Any:
+    if isinstance(value, str) and "://" in value:
+        raise ValueError(
+            f"{value!r:.200} is an address, but only paths of the machine itself are read; copy it there first"
+        )
+    return value
+
+
+LocalPath = Annotated[Path, BeforeValidator(_path)]
+"""A path of the machine that reads it; addresses, as of object storage, are refused."""
+
 Targets = Annotated[str, BeforeValidator(_joined), AfterValidator(_checked)]
 """Interchangeable servers: host:port, several separated by commas or as a list."""
 

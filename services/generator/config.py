@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from penstock.collective.broadcast_backend import Transport
-from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, RunId, StrictModel, Targets
+from penstock.config import PUBLIC_ADDRESS, LocalPath, MeasuredConfig, RunId, StrictModel, Targets
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.engines.base_config import ServedModel
@@ -84,7 +83,7 @@ class GeneratorConfig(MeasuredConfig, ServedModel):
     `listen` + i and is named `generator_id`-i; empty is one."""
     flush_interval_s: float = Field(default=0.2, gt=0, le=10)
     """Longest time a decoded token waits before it is sent."""
-    cache_dir: Path
+    cache_dir: LocalPath
     """Folder for fetched weights; only the newest versions are kept."""
     relay_listen: str | None = None
     """Address of the HTTP server that relays weights to its site, host:port; unset: the host of `listen`, any free

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from penstock.config import MeasuredConfig, RunId, StrictModel, Targets
+from penstock.config import LocalPath, MeasuredConfig, RunId, StrictModel, Targets
 
 
 class RewardModelConfig(StrictModel):
@@ -39,7 +38,7 @@ class RewardConfig(MeasuredConfig):
     """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
     worker_id: str = "reward-0"
     """Its name in status and logs, by default that of a certificate of roles."""
-    tokenizer_path: Path | None = None
+    tokenizer_path: LocalPath | None = None
     """Hugging Face directory of the run's model: its tokenizer.json decodes the token ids of samples."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.collective.broadcast_backend import Transport
-from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, StrictModel, Targets
+from penstock.config import PUBLIC_ADDRESS, LocalPath, MeasuredConfig, StrictModel, Targets
 from penstock.model.adapter_layout import MAX_RANK, MAX_TARGET_MODULES, MODULE_NAME
 from penstock.names import RUN_ID_RULE, is_run_id
 from penstock.security.addresses import checked_trusted_hosts
@@ -81,7 +81,7 @@ class RunSettings(StrictModel):
 
     id: str = ""
     """Names the run; derived from the time when empty."""
-    dir: Path = Path("runs")
+    dir: LocalPath = Path("runs")
     """Folder in which the run's own folder is created."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of data order, sampling and training."""
@@ -111,7 +111,7 @@ class RunSettings(StrictModel):
 class ModelConfig(StrictModel):
     """The policy."""
 
-    path: Path
+    path: LocalPath
     """Hugging Face directory of a causal language model and its tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Element type of matrix products in training, and of published weights; auto is bfloat16 on GPUs for a model of 16
@@ -155,9 +155,9 @@ class LoraSection(StrictModel):
 class DataConfig(StrictModel):
     """Prompts: JSONL or parquet with `prompt` (question, problem) and `answer` (label, ground_truth, solution)."""
 
-    train: Path | None
+    train: LocalPath | None
     """Training rows; null for a run whose groups come from others: agents, a replay."""
-    eval: Path | None = None
+    eval: LocalPath | None = None
     """Held-out rows; when unset, nothing is measured."""
     shuffle: bool = True
     """Whether each pass over the data uses a new order."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 import penstock
-from penstock.config import StrictModel
+from penstock.config import LocalPath, StrictModel
 from penstock.model.adapter_layout import MAX_RANK
 from penstock.process.packages import installed_version
 from services.generator.emulation.config import EmulatedConfig
@@ -21,7 +20,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 class ServedModel(StrictModel):
     """The parts of a generator's configuration that engines read besides their own."""
 
-    model_path: Path
+    model_path: LocalPath
     """Hugging Face directory of the initial model and its tokenizer."""
     dtype: DtypeName = "auto"
     """Element type of the engine's weights."""

@@ -62,6 +62,19 @@ def test_several_brokers_are_a_list_or_a_string() -> None:
     assert "separated by commas" in problem(endpoints={"broker": []})
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"model": {"path": "s3://bucket/model"}},
+        {"data": {"train": "gs://bucket/rows.jsonl"}},
+        {"run": {"dir": "file:///runs"}},
+    ],
+)
+def test_object_storage_is_refused_by_name(section: dict[str, Any]) -> None:
+    (address,) = next(iter(section.values())).values()
+    assert f"'{address}' is an address, but only paths of the machine itself are read" in problem(**section)
+
+
 def test_a_context_too_small_for_the_samples_is_refused() -> None:
     line = problem(generator={"max_context_tokens": 100}, data={"train": "t", "max_prompt_tokens": 80})
     assert "generator.max_context_tokens: 100 is less than" in line
