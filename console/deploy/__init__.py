@@ -1,4 +1,4 @@
-"""Turns a plan into the files that start it: a compose file and the services' configurations for each site.
+"""Turns a plan into the files that start it: what an engine runs at each site, and the services' configurations.
 
-Writes files only; nothing is started here.
+Writes files only; nothing is started here. `engines` has a writer for each engine.
 """

@@ -1,1 +1,1 @@
-"""A writer for each engine, of a described deployment: files by name, validated nowhere but by the engine itself."""
+"""Writers of engines: each turns a described deployment into files by name."""

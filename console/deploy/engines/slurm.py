@@ -76,7 +76,8 @@ trap 'reason="the time limit is near, or the job is preempted"' USR1
 trap 'reason="the job is asked to end"' TERM
 steps=()
 for component in "${!names[@]}"; do
-    srun --het-group="$component" --kill-on-bad-exit=1 ./machine.sh start &
+    # One task has the whole machine, not the core that it counts as.
+    srun --het-group="$component" --kill-on-bad-exit=1 --cpu-bind=none ./machine.sh start &
     steps+=($!)
 done
 wait -n "${steps[@]}"
