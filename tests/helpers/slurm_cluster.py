@@ -89,9 +89,8 @@ def slurm_cluster(folder: Path, nodes: Sequence[str]) -> Iterator[SlurmCluster]:
     (folder / "key").chmod(0o600)
     (folder / "hosts").write_text(f"127.0.0.1 localhost {' '.join(nodes)} {os.uname().nodename}\n")
     lines = (f"NodeName={name} NodeHostname=localhost Port={17001 + at} CPUs=1\n" for at, name in enumerate(nodes))
-    (folder / "slurm.conf").write_text(
-        _SETTINGS.format(folder=folder).replace("Partition", "".join(lines) + "Partition")
-    )
+    partition = "PartitionName=main Nodes=ALL Default=YES State=UP\n"
+    (folder / "slurm.conf").write_text(f"{_SETTINGS.format(folder=folder)}{''.join(lines)}{partition}")
     (folder / "start.sh").write_text(_START)
     apart = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
     environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
