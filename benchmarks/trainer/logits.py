@@ -1,10 +1,12 @@
 """Measures log-probs of long samples: memory beside weights, activations and gradients, and time next to all logits.
 
-penstock bench trainer.logits [--tokens 32768] [--vocabulary 151936] [--hidden 1024] [--json]
+penstock bench trainer.logits [--tokens 32768] [--vocabulary 151936] [--hidden 1024] [--layers 8] [--json]
 
 Forward and backward pass of an output layer in float32 on the CPU, each in a process of its own. The ratio of times is
 the median of pairs by turns at `--plain-tokens`, where all logits and their gradient fit into memory. `extra_gb` is the
 peak of resident memory less weight, hidden states and the gradients of both, which any way of computing them needs.
+`--layers` adds pairs of whole passes of a Qwen3 with so many layers below that output layer, tied to its embedding,
+computed in bfloat16 as a trainer does (`step_cpu_ratio_to_plain`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -23,9 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.children import environment, run_child
+from benchmarks.made_models import SHAPES
 from benchmarks.resident import peak_mb, resident_mb, restart_peak
+from services.trainer.model.precision import computing_in
 from services.trainer.model.token_logprobs import TokenLogprobs
 
 NUM_PAIRS = 3
@@ -47,43 +53,61 @@ class _OutputLayer(nn.Module):  # type: ignore[misc]  # torch declares no types 
 
 
 def measure_here(way: str, num_tokens: int, hidden: int, vocabulary: int) -> dict[str, float]:
-    """One forward and backward pass in this process."""
+    """One forward and backward pass of the output layer in this process."""
     torch.manual_seed(0)
     model = _OutputLayer(hidden, vocabulary)
     states_1th = torch.randn(1, num_tokens, hidden, requires_grad=True)
-    targets_n = torch.randint(vocabulary, (num_tokens,))
-    logprobs = TokenLogprobs(model, inputs={"hidden_1th": states_1th[:, :2].detach()})
     needed = 2 * 4 * (model.head.weight.numel() + states_1th.numel())
     base = 1e6 * resident_mb() - needed // 2
+    found = _pass(way, model, {"hidden_1th": states_1th}, {"hidden_1th": states_1th[:, :2].detach()})
+    return found | {"extra_gb": (1e6 * peak_mb() - base - needed) / 1e9}
+
+
+def measure_step_here(way: str, num_tokens: int, hidden: int, vocabulary: int, num_layers: int) -> dict[str, float]:
+    """The same of a whole model."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "vocab_size": vocabulary, "num_hidden_layers": num_layers}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPES["qwen3-0.6b"], **sizes}))
+    tokens_1t = torch.randint(vocabulary, (1, num_tokens))
+    with computing_in(torch.bfloat16, torch.device("cpu")):
+        return _pass(way, model, {"input_ids": tokens_1t}, {"input_ids": tokens_1t[:, :2]})
+
+
+def _pass(way: str, model: Any, inputs: dict[str, Tensor], first_inputs: dict[str, Tensor]) -> dict[str, float]:
+    num_tokens = next(iter(inputs.values())).shape[1]
+    targets_n = torch.randint(model.get_output_embeddings().out_features, (num_tokens,))
+    logprobs = TokenLogprobs(model, inputs=first_inputs)
     restart_peak()
     begin_s, begin_cpu_s = time.monotonic(), time.process_time()
     if way == "plain":
-        found_n = -cross_entropy(model(states_1th).logits[0], targets_n, reduction="none")
+        found_n = -cross_entropy(model(**inputs).logits[0].float(), targets_n, reduction="none")
     else:
-        found_n = logprobs.of(
-            model, {"hidden_1th": states_1th}, positions_n=torch.arange(num_tokens), targets_n=targets_n
-        )
+        found_n = logprobs.of(model, inputs, positions_n=torch.arange(num_tokens), targets_n=targets_n)
     found_n.mean().backward()
     return {
         "seconds": time.monotonic() - begin_s,
         "cpu_seconds": time.process_time() - begin_cpu_s,
-        "extra_gb": (1e6 * peak_mb() - base - needed) / 1e9,
         "mean_logprob": float(found_n.detach().mean()),
     }
 
 
-async def measure(*, num_tokens: int, plain_tokens: int, hidden: int, vocabulary: int, threads: int) -> dict[str, Any]:
+async def measure(
+    *, num_tokens: int, plain_tokens: int, hidden: int, vocabulary: int, layers: int, threads: int
+) -> dict[str, Any]:
     """The large one by slices, and both ways by turns at a size that fits."""
 
-    async def one(way: str, count: int) -> dict[str, float]:
-        print(f"{way}: {count} tokens", file=sys.stderr)
+    async def one(way: str, count: int, *, layers: int = 0) -> dict[str, float]:
+        print(f"{way}: {count} tokens, {layers} layers below the output layer", file=sys.stderr)
         with TemporaryDirectory() as folder:
             log = Path(folder) / "result.json"
-            arguments = ("--way", way, "--tokens", str(count), "--hidden", str(hidden), "--vocabulary", str(vocabulary))
+            sizes = {"tokens": count, "hidden": hidden, "vocabulary": vocabulary, "layers": layers}
+            arguments = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
             await run_child(
                 sys.executable,
                 "-m",
                 "benchmarks.trainer.logits",
+                "--way",
+                way,
                 *arguments,
                 timeout_s=TIMEOUT_S,
                 what=f"{way}, {count} tokens",
@@ -92,7 +116,16 @@ async def measure(*, num_tokens: int, plain_tokens: int, hidden: int, vocabulary
             )
             return dict(json.loads(log.read_text(encoding="utf-8").splitlines()[-1]))
 
-    pairs = [(await one("sliced", plain_tokens), await one("plain", plain_tokens)) for _ in range(NUM_PAIRS)]
+    async def by_turns(*, layers: int = 0) -> list[tuple[dict[str, float], dict[str, float]]]:
+        return [
+            (await one("sliced", plain_tokens, layers=layers), await one("plain", plain_tokens, layers=layers))
+            for _ in range(NUM_PAIRS)
+        ]
+
+    pairs = await by_turns()
+    steps = (
+        {} if layers == 0 else {"step_layers": layers, "step_cpu_ratio_to_plain": _ratio(await by_turns(layers=layers))}
+    )
     large = await one("sliced", num_tokens)
     return {
         "num_tokens": num_tokens,
@@ -103,10 +136,13 @@ async def measure(*, num_tokens: int, plain_tokens: int, hidden: int, vocabulary
         "plain_tokens": plain_tokens,
         "plain_extra_gb": statistics.median(plain["extra_gb"] for _, plain in pairs),
         "sliced_extra_gb": statistics.median(sliced["extra_gb"] for sliced, _ in pairs),
-        "cpu_ratio_to_plain": statistics.median(
-            sliced["cpu_seconds"] / plain["cpu_seconds"] for sliced, plain in pairs
-        ),
+        "cpu_ratio_to_plain": _ratio(pairs),
+        **steps,
     }
+
+
+def _ratio(pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> float:
+    return statistics.median(sliced["cpu_seconds"] / plain["cpu_seconds"] for sliced, plain in pairs)
 
 
 def main() -> int:
@@ -118,12 +154,14 @@ def main() -> int:
     parser.add_argument("--plain-tokens", type=int, default=2_048)
     parser.add_argument("--hidden", type=int, default=1_024)
     parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--layers", type=int, default=0, help="of whole passes to measure as well; 0 for none")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--way", choices=("plain", "sliced"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
-        print(json.dumps(measure_here(options.way, options.tokens, options.hidden, options.vocabulary)))
+        sizes = (options.way, options.tokens, options.hidden, options.vocabulary)
+        print(json.dumps(measure_step_here(*sizes, options.layers) if options.layers else measure_here(*sizes)))
         return 0
     found = asyncio.run(
         measure(
@@ -131,6 +169,7 @@ def main() -> int:
             plain_tokens=options.plain_tokens,
             hidden=options.hidden,
             vocabulary=options.vocabulary,
+            layers=options.layers,
             threads=options.threads,
         )
     )
