@@ -88,7 +88,7 @@ class SplitLayers:
                     factor.weight = nn.Parameter(factor.weight.new_empty(whole))
                     self._split_parameters(factor, dim=dim)
         trained = ((path, each) for path, each in model.named_parameters() if each.requires_grad)
-        self.partial = frozenset(f"{NAME_PREFIX}{path}" for path, each in trained if not isinstance(each, DTensor))
+        self.partial |= frozenset(f"{NAME_PREFIX}{path}" for path, each in trained if not isinstance(each, DTensor))
 
     def has_split(self, tensor: Tensor) -> bool:
         """Whether each process has another part of a sharded tensor."""
