@@ -133,6 +133,8 @@ class TrainingMode:
     """Of the weight that such a layer multiplies with."""
     offloads: bool = False
     """Weights, gradients, moments and reference rest in the machine's memory, and go to the device layer by layer."""
+    is_stage: bool = False
+    """Weights of all layers stay gathered, and gradients whole, until a pack's microbatches have passed."""
     is_on_cpus: bool = False
     """Processes meet over gloo, which adds up a copy of the gradients that it is given."""
 
@@ -213,6 +215,9 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     # Before a layer's activations are freed, experts' gradients of all copies of its tokens exist as well.
     of_layer = kept + (layer_activations if mode.checkpoints_layers else 0)
     of_layer += ROUTED_GRADIENTS * shape.num_chosen_experts * hidden
+    if mode.is_stage:
+        # As much as if the pack's last microbatch were all of it.
+        return (mode.weight_bytes + GRADIENT_BYTES) * shape.num_params + max(of_logits, of_layer)
     if mode.num_shards == 1:
         # Autocast keeps a copy of all weights that are multiplied. Tied, both gradients and their sum exist at once.
         copies = 2 * (shape.num_params - (0 if shape.is_tied else shape.embedding_params)) if mode.is_half else 0

@@ -10,8 +10,8 @@ Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +51,9 @@ class SplitLayers:
         self._num_shards = num_shards
         self._size = mesh.size()
         self.partial: frozenset[str] = frozenset()
-        """Parameters that all have, and whose gradients lack the share of the others; known once a model was split."""
+        """Parameters that all have, and whose gradients lack the share of the others; known once a model was split.
+
+        Their names begin below the model that has the layers: layers.0...."""
 
     def split(self, model: PreTrainedModel) -> None:
         """Leave it this process' part of all layers, in place, before or after its weights are read.
@@ -139,7 +141,7 @@ class SplitLayers:
             elif name in _NORMS and len(child.weight) > module.head_dim:
                 # Not of each head, but of all heads together.
                 self._split_parameters(child, dim=0)
-                child.forward = partial(self._normalised, child)
+                child.forward = functools.partial(self._normalised, child)
             elif name == _EXPERTS:
                 self._split_parameters(child, dim=0)
                 child.num_experts //= self._size

@@ -73,7 +73,6 @@ def fit_memory(config: TrainingConfig, ranks: Ranks) -> MemoryFit:
     is_half = compute_dtype(config.model.dtype, path=config.model.path, device=device) == torch.bfloat16
     shape = _stage_shape(config, shape, ranks).split(ranks.num_splits)
     mode = training_mode(config, shape, num_shards=ranks.num_shards, is_half=is_half, is_on_cpus=device.type == "cpu")
-    mode = replace(mode, num_expert_shards=config.trainer.parallel.expert)
     can_offload = device.type == "cuda" and config.offload_obstacle is None
     memory = _device_bytes(device, ranks)
     open_offload = (False, True) if can_offload else (False,)
@@ -102,6 +101,8 @@ def training_mode(
         # A longer sample has a pack of its own.
         pack_tokens=max(config.trainer.tokens_per_pack, config.data.max_prompt_tokens + config.sampling.max_new_tokens),
         is_half=is_half,
+        num_expert_shards=config.trainer.parallel.expert,
+        is_stage=config.trainer.parallel.pipeline > 1,
         has_reference=config.algorithm.kl_coefficient > 0 and not has_adapter,
         has_critic=config.algorithm.definition.has_critic,
         has_adapter=has_adapter,

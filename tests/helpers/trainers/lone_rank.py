@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from services.trainer.distributed.expert_mesh import ExpertMesh
 from services.trainer.distributed.process_group import RankGroup
+from services.trainer.distributed.stages import Stage
 from services.trainer.model.ranks import Ranks
 
 
@@ -39,6 +40,24 @@ class LoneRank(Ranks):
 
     def total(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LoneStage(LoneRank):
+    """One process of a stage, which receives arbitrary hidden states and gradients."""
+
+    cut = RankGroup.cut
+    rank_of_stage = RankGroup.rank_of_stage
+    _split_layers = None
+
+    def __init__(self, rank: int, num_ranks: int, *, num_stages: int) -> None:
+        super().__init__(rank, num_ranks // num_stages)
+        self.num_ranks, self.num_stages = num_ranks, num_stages
+        self.stage_index = rank // self.num_shards
+        self.stage = Stage(index=self.stage_index, num_stages=num_stages)
+
+    def agree(self, is_so: bool) -> bool:
+        """Whatever it computed from what is arbitrary."""
+        return True
 
 
 @contextmanager

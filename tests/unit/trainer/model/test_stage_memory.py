@@ -1,0 +1,81 @@
+"""The formula of memory against tensors that exist in a process of a sharded stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from penstock.model.model_shape import read_shape
+from penstock.model.training_memory import held_bytes, working_bytes
+from services.trainer.algorithms.dapo import DAPO
+from services.trainer.algorithms.loss import policy_loss
+from services.trainer.batches.packing import join
+from services.trainer.config import OptimizerConfig
+from services.trainer.distributed.stage_backend import StageBackend
+from services.trainer.model.model_loading import ModelSettings
+from tests.helpers.tensor_memory import TensorMemory
+from tests.helpers.trainers.lone_rank import LoneStage
+from tests.unit.trainer.builders import build_trajectory
+from tests.unit.trainer.distributed.test_rank_backend import loss_with
+from tests.unit.trainer.model.test_training_memory import WIDE, mode_of
+
+NUM_TOKENS = 512
+
+
+def backend_of(path, ranks, **settings):
+    return StageBackend(
+        model=ModelSettings(path=path, **settings),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        loss=partial(policy_loss, algorithm=DAPO, settings=loss_with()),
+        seed=0,
+        ranks=ranks,
+    )
+
+
+def train(backend, *, count):
+    """A pack of that many samples."""
+    rng = np.random.default_rng(0)
+    samples = [build_trajectory(rng, num_prompt=1, num_completion=NUM_TOKENS // count - 1) for _ in range(count)]
+    backend.forward_backward(join(samples, [*range(count)]))
+    # What was received is arbitrary, perhaps no number.
+    backend.discard_gradients()
+    backend.optimizer_step(divisor=1)
+
+
+def measured(backend, *, count):
+    parameters = list(backend._model.parameters())
+    moments = [each for state in backend._learner.optimizer.state.values() for each in state.values() if each.dim()]
+    memory = TensorMemory([each.detach() for each in (*parameters, *(each.grad for each in parameters), *moments)])
+    with memory.counting():
+        train(backend, count=count)
+    return memory
+
+
+@pytest.mark.parametrize("checkpoints_layers", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stage_needs_what_the_formula_says(tmp_path, index, dtype, checkpoints_layers):
+    """Of a pack of one sample, which is one microbatch; of several no more."""
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**WIDE, tie_word_embeddings=False))
+    model.bfloat16().save_pretrained(tmp_path)
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        ranks = LoneStage(2 * index, 4, num_stages=2)
+        backend = backend_of(tmp_path, ranks, dtype=dtype, gradient_checkpointing=checkpoints_layers)
+        train(backend, count=1)
+        of_one, of_eight = (measured(backend, count=count) for count in (1, 8))
+    finally:
+        dist.destroy_process_group()
+    shape = read_shape(tmp_path).stage(2, is_first=index == 0, is_last=index == 1)
+    mode = mode_of(backend, num_tokens=NUM_TOKENS, checkpoints_layers=checkpoints_layers)
+    mode = replace(mode, num_shards=2, is_stage=True)
+    assert held_bytes(shape, mode) == pytest.approx(of_one.held_bytes, rel=0.01)
+    whole = held_bytes(shape, mode) + working_bytes(shape, mode)
+    assert whole == pytest.approx(of_one.peak_bytes, rel=0.1)
+    assert of_eight.peak_bytes < whole
