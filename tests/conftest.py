@@ -18,7 +18,7 @@ settings.load_profile("penstock")
 
 # What takes longest, the longest first: half a minute or more each.
 LONG_FILES = (
-    "e2e/test_slurm.py",
+    "e2e/deployments/test_slurm.py",
     "e2e/test_quickstart.py",
     "e2e/test_broker_faults.py",
     "e2e/test_faults.py",

@@ -16,6 +16,22 @@ Start = Annotated[Path | None, typer.Option("--start", metavar="PLAN", help="Ini
 Picture = Annotated[
     Path | None, typer.Option("--picture", metavar="FILE.svg", help="Draw placement and timeline into a file.")
 ]
+DeployFolder = Annotated[
+    Path | None, typer.Option("--deploy", metavar="DIR", help="Write files that start the plan, and configurations.")
+]
+DeployEngine = Annotated[
+    str, typer.Option("--for", metavar="ENGINE", help="With --deploy: compose, slurm, kubernetes or skypilot.")
+]
+DeployAddress = Annotated[
+    str | None, typer.Option("--address", help="With --deploy: address of all machines, to try the plan on one.")
+]
+DeployHead = Annotated[
+    str | None, typer.Option("--head", metavar="HOST", help="With --deploy: where other sites reach the head.")
+]
+PlannedRun = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="RUN.yaml", help="The run: its model, data and settings, to plan and to deploy."),
+]
 Inventory = Annotated[
     Path | None, typer.Option("--inventory", metavar="DIR", help="Build the problem: files of `penstock probe`.")
 ]
@@ -110,23 +126,11 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     explain: Annotated[bool, typer.Option("--explain", help="Show how the time is spent, and every offer.")] = False,
     start: Start = None,
     picture: Picture = None,
-    deploy: Annotated[
-        Path | None,
-        typer.Option("--deploy", metavar="DIR", help="Write files that start the plan, and configurations."),
-    ] = None,
-    engine: Annotated[
-        str, typer.Option("--for", metavar="ENGINE", help="With --deploy: compose, slurm, kubernetes or skypilot.")
-    ] = "compose",
-    run: Annotated[
-        Path | None,
-        typer.Option("--run", metavar="RUN.yaml", help="The run: its model, data and settings, to plan and to deploy."),
-    ] = None,
-    address: Annotated[
-        str | None, typer.Option("--address", help="With --deploy: address of all machines, to try the plan on one.")
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option("--head", metavar="HOST", help="With --deploy: where other sites reach the head.")
-    ] = None,
+    deploy: DeployFolder = None,
+    engine: DeployEngine = "compose",
+    run: PlannedRun = None,
+    address: DeployAddress = None,
+    head: DeployHead = None,
     inventory: Inventory = None,
     model: PlannedModel = None,
     data: PlannedData = None,

@@ -1,4 +1,4 @@
-"""The Slurm job of `plan --deploy`, read without a cluster; tests/e2e/test_slurm.py runs it on one."""
+"""The Slurm job of `plan --deploy`, read without a cluster; tests/e2e/deployments/test_slurm.py runs it on one."""
 
 from __future__ import annotations
 
