@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from penstock.model.adapter_layout import NAME_PREFIX
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.parameter_views import compute_with
 
@@ -29,6 +28,7 @@ DIMENSION = "tensor"
 """Of the mesh of a trainer's processes."""
 FAMILIES = frozenset(("llama", "olmoe", "qwen2", "qwen3", "qwen3_moe"))
 """Model types whose modules have the names below, and which are tested."""
+_LAYERS = "layers."
 _REGIONS = ("self_attn", "mlp")
 """Of a layer: what comes in is whole, what goes out is added up."""
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -51,9 +51,9 @@ class SplitLayers:
         self._num_shards = num_shards
         self._size = mesh.size()
         self.partial: frozenset[str] = frozenset()
-        """Parameters that all have, and whose gradients lack the share of the others; known once a model was split.
+        """Parameters that all have, and whose gradients lack the share of the others; of every model that was split.
 
-        Their names begin below the model that has the layers: layers.0...."""
+        Their names are those below the model that has the layers: layers.0...."""
 
     def split(self, model: PreTrainedModel) -> None:
         """Leave it this process' part of all layers, in place, before or after its weights are read.
@@ -68,11 +68,11 @@ class SplitLayers:
                 region = getattr(layer, name)
                 for module in region.modules():
                     self._split_module(module)
-                inside = region.named_parameters(prefix=f"layers.{number}.{name}")
+                inside = region.named_parameters(prefix=f"{_LAYERS}{number}.{name}")
                 partial.update(path for path, parameter in inside if not isinstance(parameter, DTensor))
                 region.register_forward_pre_hook(self._enter, with_kwargs=True)
                 region.register_forward_hook(self._leave)
-        self.partial = frozenset(partial)
+        self.partial |= partial
 
     def split_adapter(self, model: PreTrainedModel) -> None:
         """Leave an adapter's factors this process' part: B is split like its layer's rows, A like its columns.
@@ -90,7 +90,7 @@ class SplitLayers:
                     factor.weight = nn.Parameter(factor.weight.new_empty(whole))
                     self._split_parameters(factor, dim=dim)
         trained = ((path, each) for path, each in model.named_parameters() if each.requires_grad)
-        self.partial |= frozenset(f"{NAME_PREFIX}{path}" for path, each in trained if not isinstance(each, DTensor))
+        self.partial |= {_below_layers(path) for path, each in trained if not isinstance(each, DTensor)}
 
     def has_split(self, tensor: Tensor) -> bool:
         """Whether each process has another part of a sharded tensor."""
@@ -106,8 +106,7 @@ class SplitLayers:
                 continue
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             dist.all_reduce(local, group=self._group)
-            # A policy's and a critic's models have other names before those of layers.
-            if name.partition(".")[2] not in self.partial:
+            if _below_layers(name) not in self.partial:
                 local /= self._size
 
     def _check(self, model: PreTrainedModel) -> None:
@@ -238,3 +237,9 @@ def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _own_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _below_layers(name: str) -> str:
+    """A parameter's name without that of the model around the layers, which differs for policy, critic and adapter."""
+    _, found, rest = name.partition(_LAYERS)
+    return found + rest
