@@ -173,7 +173,7 @@ def test_offload_is_chosen_where_checkpointing_does_not_suffice_and_the_machine_
         update={name: getattr(config, name).model_copy(update=changes) for name, changes in sizes.items()}
     )
     shape = read_shape(model)
-    kept = training_mode(config, num_shards=2, is_half=False, is_on_cpus=False)
+    kept = training_mode(config, shape, num_shards=2, is_half=False, is_on_cpus=False)
     on_machine = offloaded_bytes(shape, replace(kept, offloads=True)) + published_bytes(shape, kept)
     assert on_machine == held_bytes(shape, kept) + published_bytes(shape, kept)
 
