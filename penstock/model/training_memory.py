@@ -209,7 +209,9 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     sent_up = MASTER_BYTES * max(shape.root_params, shape.layer_params) / mode.num_shards if mode.offloads else 0.0
     if mode.has_adapter:
         # Without gradients of weights, and with copies of none: the weights of a layer, and of the next.
-        gathered = mode.weight_bytes * shape.root_params + 2 * _base_layer_bytes(shape, mode)
+        # Over gloo processes had two more copies of what belongs to no layer, which no tensors account for (measured).
+        num_copies = 3 if mode.is_on_cpus else 1
+        gathered = num_copies * mode.weight_bytes * shape.root_params + 2 * _base_layer_bytes(shape, mode)
         gathered = mode.unpacked_bytes + (0.0 if mode.num_shards == 1 else gathered)
         return gathered + max(of_logits, kept + layer_activations if mode.checkpoints_layers else 0)
     # Before a layer's activations are freed, experts' gradients of all copies of its tokens exist as well.
