@@ -25,7 +25,7 @@ REFERENCE = {"algorithm": {"name": "dapo", "kl_coefficient": 0.1}}
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
-        ("qwen2", {"pipeline": 2, "shard": 2, "layers_per_stage": [1, 3]}),
+        ("qwen2", {"pipeline": 2, "layers_per_stage": [1, 3]}),
         ("qwen3_moe", {"pipeline": 2, "replicate": 2}),
         ("qwen3_moe", {"tensor": 2}),
         ("qwen2", {"tensor": 2, "shard": 2}),
