@@ -58,7 +58,11 @@ def _copy_in(path: Path, held: dict[str, torch.Tensor], on_tensor: Callable[[], 
 
 def mismatched_base(model: Any, model_path: Path) -> list[str]:
     """The names of tensors in which a model without an adapter differs from its folder."""
-    held: dict[str, torch.Tensor] = model.state_dict()
+    # Imported here: transformers takes seconds to import.
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # Files hold experts one by one, the model all of a layer in one tensor.
+    held = revert_weight_conversion(model, model.state_dict())
     return sorted(
         name
         for path in model_path.glob("*.safetensors")
