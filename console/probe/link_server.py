@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
@@ -88,9 +88,12 @@ class _Transfers:
             await response.prepare(request)
             loop = asyncio.get_running_loop()
             num_bytes, end_s = 0, loop.time() + seconds
-            while num_bytes < MAX_BYTES and loop.time() < end_s:
-                await response.write(PIECE)
-                num_bytes += len(PIECE)
+            # A machine that stops reading must not keep others waiting.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * MAX_SECONDS):
+                    while num_bytes < MAX_BYTES and loop.time() < end_s:
+                        await response.write(PIECE)
+                        num_bytes += len(PIECE)
             return response
 
     async def receive(self, request: web.Request) -> web.StreamResponse:

@@ -16,6 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from console.probe.link_server import Peer, serving_transfers
 from penstock.network.metrics_server import serve_metrics
 from penstock.security import NO_SECURITY, Security
 from penstock.security.http_access import HttpAccess
@@ -33,6 +34,11 @@ SECURED = Security(token="the-operators", accepted_tokens=(*TOKENS.values(), OF_
 
 WEIGHTS = {("GET", "/weights/{run_id}/{name}"): {"generator"}}
 METRICS = {("GET", "/metrics"): {"observer"}}
+PROBE = {
+    ("GET", "/probe/machine"): {"generator", "trainer"},
+    ("GET", "/probe/bytes"): {"generator", "trainer"},
+    ("POST", "/probe/bytes"): {"generator", "trainer"},
+}
 OPENAI = {
     ("POST", "/v1/chat/completions"): {"environment"},
     ("POST", "/v1/completions"): {"environment"},
@@ -63,6 +69,12 @@ async def metrics(security: Security) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
+async def probe(security: Security) -> AsyncIterator[str]:
+    async with serving_transfers("127.0.0.1:0", Peer(name="m", site="s"), security=security) as base:
+        yield base
+
+
+@asynccontextmanager
 async def openai(security: Security) -> AsyncIterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         # The broker behind it takes the endpoint's certificate: its calls are answered at once, not retried in vain.
@@ -73,7 +85,12 @@ async def openai(security: Security) -> AsyncIterator[str]:
             yield bench.base_url.removesuffix("/v1")
 
 
-LISTENERS = {"weights": (weights, WEIGHTS), "metrics": (metrics, METRICS), "openai": (openai, OPENAI)}
+LISTENERS = {
+    "weights": (weights, WEIGHTS),
+    "metrics": (metrics, METRICS),
+    "openai": (openai, OPENAI),
+    "probe": (probe, PROBE),
+}
 
 
 @pytest.fixture(params=LISTENERS)
@@ -201,6 +218,7 @@ def test_every_route_is_added_with_its_roles():
     adders = r"\.add_(get|post|put|patch|delete|head|view|route|static|routes|subapp|resource)\("
     assert files_with(adders) == ["penstock/security/http_access.py"]
     assert files_with(r"web\.Application\(") == [
+        "console/probe/link_server.py",
         "penstock/transfer/content_server.py",
         "services/generator/openai/app.py",
     ]
@@ -209,7 +227,7 @@ def test_every_route_is_added_with_its_roles():
     ]
 
 
-@pytest.mark.parametrize("name", ["weights", "openai"])
+@pytest.mark.parametrize("name", ["weights", "openai", "probe"])
 async def test_the_routes_are_those_written_here(monkeypatch, name):
     stated: dict[tuple[str, str], set[str]] = {}
     add = HttpAccess.add
@@ -227,7 +245,7 @@ async def test_the_routes_are_those_written_here(monkeypatch, name):
 
 def test_the_security_page_lists_every_route():
     page = (ROOT / "docs" / "security.md").read_text()
-    assert set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", page)) == {*WEIGHTS, *METRICS, *OPENAI}
+    assert set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", page)) == {*WEIGHTS, *METRICS, *OPENAI, *PROBE}
 
 
 def test_services_without_routes_of_their_own_do_without_aiohttp():
