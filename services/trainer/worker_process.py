@@ -22,6 +22,7 @@ from services.trainer.distributed.launch import (
     STORE_VARIABLE,
     Place,
     TorchrunRuns,
+    end_process,
 )
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.rank_worker import follow, ignore_signals
@@ -30,6 +31,9 @@ from services.trainer.run.policy_loading import local_backend
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+_LOST = "by peer"
+"""In gloo's message: a connection that was closed, or reset."""
 
 
 def follow_under_torchrun(place: Place) -> None:
@@ -44,7 +48,14 @@ def main() -> None:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     configure_logging(f"trainer-{rank}", level="info", log_format="text")
     ignore_signals()
-    _follow_one(dist.FileStore(os.environ[STORE_VARIABLE], num_ranks), rank=rank, num_ranks=num_ranks, local_rank=rank)
+    store = dist.FileStore(os.environ[STORE_VARIABLE], num_ranks)
+    try:
+        _follow_one(store, rank=rank, num_ranks=num_ranks, local_rank=rank)
+    except RuntimeError as error:
+        # Of gloo: a process that is gone, while this one waits for it. The first process says which, and ends all.
+        if _LOST not in str(error):
+            raise
+        end_process("it waited for another process of the trainer, which is gone")
 
 
 def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> None:
