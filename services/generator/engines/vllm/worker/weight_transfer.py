@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_pp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -182,9 +183,9 @@ def refill(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def drop_unused_copies(model: nn.Module) -> None:
-    """Drops packed embeddings where an output head of its own multiplies, tied or not."""
+    """Drops packed embeddings where an output head of its own multiplies, tied or not, or that of a later stage."""
     modules = list(model.modules())
-    if any(isinstance(module, ParallelLMHead) for module in modules):
+    if not get_pp_group().is_last_rank or any(isinstance(module, ParallelLMHead) for module in modules):
         for module in modules:
             if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
                 vars(module).pop("cpu_linear", None)
