@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,21 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE = 8
 MAX_IDLE_S = 15.0
 """Versions and their deltas follow each other closely; a router may drop connections that idle longer."""
+NEAR_S, NEAR_BUFFER_BYTES = 0.002, 4 * 1024**2
+"""A source that is connected to within NEAR_S gets a receive buffer of that size from the start, or what the system
+allows: the kernel's own, which grows with what is read, costs a tenth more time (`docs/benchmarks.md`). Far ones keep
+the kernel's, which may grow larger."""
+
+
+def opened(connection: HTTPConnection) -> socket.socket:
+    """The connection's socket; connects if it is not open. Raises OSError, or ValueError: no such name."""
+    if (found := connection.sock) is None:
+        begun_s = time.monotonic()
+        connection.connect()
+        found = connection.sock
+        if time.monotonic() - begun_s < NEAR_S:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NEAR_BUFFER_BYTES)
+    return found
 
 
 class Connections:

@@ -63,6 +63,8 @@ class Fetching:
     _spans: deque[range] = field(default_factory=deque, init=False)
     _landings: dict[int, Landing] = field(default_factory=dict, init=False)
     """Requested chunks, by index: of an interrupted one only the rest is fetched."""
+    _has_progressed: bool = field(default=False, init=False)
+    """Whether a chunk has arrived since the last failure."""
     _counting: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def run(self, *, num_connections: int) -> None:
@@ -87,6 +89,9 @@ class Fetching:
             try:
                 await self._fetch_span(source, span)
             except (DigestMismatchError, ServiceUnavailableError, UnknownVersionError) as error:
+                if self._has_progressed:
+                    self._has_progressed = False
+                    self.sources.note_good()
                 if isinstance(error, DigestMismatchError):
                     self.num_refused += 1
                     self.on_refused(error)
@@ -106,14 +111,10 @@ class Fetching:
             rate=self.rate,
             on_received=partial(self._note_received, source.kind),
         )
-        loop = asyncio.get_running_loop()
         landings = {index: self._landings.get(index) or self.content.landing(index) for index in span}
         self._landings.update(landings)
         job = self.connections.threads.submit(
-            read.run,
-            landings,
-            size_bytes=self.content.size_bytes,
-            on_chunk=lambda index: loop.call_soon_threadsafe(self._note_chunk, index),
+            read.run, landings, size_bytes=self.content.size_bytes, on_chunk=self._note_chunk
         )
         try:
             await asyncio.wrap_future(job)
@@ -133,8 +134,8 @@ class Fetching:
 
     def _note_chunk(self, index: int) -> None:
         del self._landings[index]
+        self._has_progressed = True
         self.content.keep(index)
-        self.sources.note_good()
 
     def _group(self, indices: Iterable[int]) -> list[range]:
         """The missing chunks, as runs of neighbours."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,7 +38,10 @@ class PartialContent:
         self._good = good
         self._num_good = sum(good)
         self._received_bytes = 0
+        self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
+        self._num_waiting = 0
+        self._keeping = threading.Lock()
         self._error: Exception | None = None
         self._num_users = 1
 
@@ -85,11 +89,14 @@ class PartialContent:
         return Landing(self._descriptor, self._chunks[index])
 
     def keep(self, index: int) -> None:
-        """Mark a chunk as written and verified."""
-        if not self._good[index]:
-            self._good[index] = 1
-            self._num_good += 1
-        self._wake()
+        """Mark a chunk as written and verified; in any thread."""
+        with self._keeping:
+            if not self._good[index]:
+                self._good[index] = 1
+                self._num_good += 1
+        # Each wake-up of the event loop holds up the threads that receive: none without a reader that waits.
+        if self._num_waiting:
+            self._loop.call_soon_threadsafe(self._wake)
 
     def note_received(self, num_bytes: int) -> None:
         """Bytes of an incomplete chunk arrived: readers keep waiting for it."""
@@ -107,12 +114,17 @@ class PartialContent:
             ServiceUnavailableError: Nothing arrived for STALL_S, or nothing more will.
         """
         index = bisect_right(self._offsets, offset) - 1
-        while not self._good[index]:
-            if self._error is not None:
-                raise ServiceUnavailableError(f"it could not be fetched: {self._error}") from self._error
-            changed, received_bytes = self._changed, self._received_bytes
-            if not await set_within(changed, STALL_S) and self._received_bytes == received_bytes:
-                raise ServiceUnavailableError(f"nothing arrived for {STALL_S:g} s")
+        # Before the first look: `keep` marks the chunk first and then looks for readers.
+        self._num_waiting += 1
+        try:
+            while not self._good[index]:
+                if self._error is not None:
+                    raise ServiceUnavailableError(f"it could not be fetched: {self._error}") from self._error
+                changed, received_bytes = self._changed, self._received_bytes
+                if not await set_within(changed, STALL_S) and self._received_bytes == received_bytes:
+                    raise ServiceUnavailableError(f"nothing arrived for {STALL_S:g} s")
+        finally:
+            self._num_waiting -= 1
         gap = self._good.find(0, index)
         return self.size_bytes if gap < 0 else self._offsets[gap]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import TypeAlias
@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from penstock.errors import ServiceUnavailableError, UnknownVersionError
 from penstock.transfer.coding import CODING_HEADER, ZSTD, read_frame
+from penstock.transfer.connections import opened
 from penstock.transfer.partial import Landing
 from penstock.transfer.rate import ByteRate
 
@@ -28,6 +29,8 @@ PIECE_BYTES = 256 * 1024
 
 _HTTP_OK, _HTTP_PARTIAL, _HTTP_NOT_FOUND, _HTTP_GONE = 200, 206, 404, 410
 _Piece: TypeAlias = bytes | memoryview
+_BROKEN = (OSError, HTTPException, ValueError)
+"""What a broken source raises. ValueError: an address or a header that cannot be sent, a number that is none."""
 
 
 @dataclass(kw_only=True)
@@ -87,14 +90,14 @@ class SpanRead:
     def _ask(self, begin: int, end: int, size_bytes: int) -> HTTPResponse:
         parts = urlsplit(self.url)
         path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
-        with self._failing_as_unavailable():
-            if self.connection.sock is None:
-                self.connection.connect()
-            self._socket = self.connection.sock
+        try:
+            self._socket = opened(self.connection)
             self._raise_if_stopped()
-            self.connection.sock.settimeout(self.silence_s)
+            self._socket.settimeout(self.silence_s)
             self.connection.request("GET", path, headers={**self.headers, "Range": f"bytes={begin}-{end - 1}"})
             response = self.connection.getresponse()
+        except _BROKEN as error:
+            raise self._unavailable(error) from error
         self._check_answer(response, begin, end, size_bytes)
         return response
 
@@ -111,8 +114,10 @@ class SpanRead:
 
     def _land(self, body: _Body, landing: Landing) -> None:
         while landing.missing_bytes:
-            with self._failing_as_unavailable():
+            try:
                 piece, came_bytes = body.next(landing.missing_bytes)
+            except _BROKEN as error:
+                raise self._unavailable(error) from error
             # What is read after that may be left over in the kernel, and another thread may open the file.
             self._raise_if_stopped()
             landing.add(piece)
@@ -133,13 +138,8 @@ class SpanRead:
         if self._stopped.is_set():
             raise ServiceUnavailableError("the fetch was given up")
 
-    @contextlib.contextmanager
-    def _failing_as_unavailable(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, HTTPException, ValueError) as error:
-            # ValueError: an address or a header that cannot be sent, a number in an answer that is none.
-            raise ServiceUnavailableError(f"{self.url}: {type(error).__name__}: {error}") from error
+    def _unavailable(self, error: Exception) -> ServiceUnavailableError:
+        return ServiceUnavailableError(f"{self.url}: {type(error).__name__}: {error}")
 
 
 class _Body:
