@@ -13,13 +13,14 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import grpc
 import pytest
 
 from penstock.clients.broker import BrokerClient
 from penstock.network.rpc import open_channel
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
 from tests.helpers.faults import workload
-from tests.helpers.faults.schedule import make_schedule
+from tests.helpers.faults.schedule import Fault, make_schedule
 from tests.helpers.faults.stage import Stage
 from tests.helpers.faults.trainer import Checkpoint
 from tests.helpers.stores.redis_groups import SentinelGroup
@@ -69,6 +70,36 @@ async def test_a_run_goes_on_when_one_of_two_brokers_is_gone_for_good(tmp_path: 
         (tmp_path / "stop").touch()
         await _ends(stage)
         assert await _check(stage, tmp_path) == 0
+
+
+async def test_a_run_goes_on_while_its_brokers_are_upgraded_one_by_one(tmp_path: Path) -> None:
+    async with Stage(tmp_path, seed=1, num_generators=2, num_workers=1) as stage:
+        await _reaches(stage, tmp_path, 3)
+        await stage.upgrade_broker(1)
+        # Every client's way to the older one breaks for a moment: the newer one converts the run's records.
+        await stage.play([Fault(at_s=0.0, kind="cut", target="broker-0-link", lasts_s=1.0)])
+        async with asyncio.timeout(SETTLE_S):
+            while not (said := await _refusal(stage.direct_brokers[0])):  # noqa: ASYNC110 -- a stored record is no event
+                await asyncio.sleep(0.05)
+        assert said.startswith("UNAVAILABLE")
+        assert "written by a newer Penstock (format 5, this broker reads 4)" in said
+        await _reaches(stage, tmp_path, Checkpoint.read(tmp_path / "checkpoint.json").version + NUM_LAST_STEPS)
+        await stage.upgrade_broker(0)
+        await _reaches(stage, tmp_path, Checkpoint.read(tmp_path / "checkpoint.json").version + NUM_LAST_STEPS)
+        (tmp_path / "stop").touch()
+        await _ends(stage)
+        assert await _check(stage, tmp_path) == 0
+
+
+async def _refusal(address: str) -> str:
+    """Why this broker, and no other, does not answer for the run; empty if it does."""
+    async with open_channel(address) as channel:
+        try:
+            request = broker_pb2.AuditRunRequest(run_id=workload.RUN_ID)
+            await broker_pb2_grpc.BrokerServiceStub(channel).AuditRun(request, timeout=5)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return ""
 
 
 async def test_a_run_goes_on_through_a_sentinel_fail_over(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.errors import RunConflictError
 from penstock.v1 import types_pb2
+from services.broker.records.formats import check_format
 from services.broker.records.store import Delta, SampleId, Snapshot
 from services.broker.records_pb2 import SampleTail, ShardGroup, ShardRecord
 
@@ -169,14 +169,13 @@ class ShardState:
         self._forget()
 
     def take_over(self, snapshot: Snapshot) -> Iterator[None]:
-        """Apply the store's contents slice by slice, with nothing pending. Raises RunConflictError before the first."""
+        """Apply the store's contents slice by slice, with nothing pending.
+
+        Raises ServiceUnavailableError before the first.
+        """
         shard = ShardRecord.FromString(snapshot.run)
-        if shard.format > FORMAT:
-            raise RunConflictError(
-                f"the token shards of run {shard.run_id!r} were written by a newer Penstock (format {shard.format}, "
-                f"this one reads {FORMAT}); use that one",
-                run_id=shard.run_id,
-            )
+        what = f"a token shard of run {shard.run_id!r}"
+        check_format(what, run_id=shard.run_id, stored=shard.format, reads=FORMAT)
         if snapshot.is_full:
             self._reset()
         self.shard = shard

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 
 from sortedcontainers import SortedList
 
-from penstock.errors import RunClosedError, RunConflictError
+from penstock.errors import RunClosedError
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.length_histogram import LengthCounts
 from services.broker.dispatch.situation import Order, QueuedGroup, Rank
+from services.broker.records.formats import check_format
 from services.broker.records.store import Delta, SampleId, Snapshot
 from services.broker.records_pb2 import GroupRecord, RenewalRecord, RunRecord, SampleRecord, StepTally
 from services.broker.rules.admission import AdmissionRule
@@ -340,15 +341,10 @@ class RunState:
     def take_over(self, snapshot: Snapshot) -> Iterator[None]:
         """Apply the store's contents slice by slice, with nothing pending; the copy is complete only after the last.
 
-        Between slices each record is either the old or the new one. Raises RunConflictError before the first.
+        Between slices each record is either the old or the new one. Raises ServiceUnavailableError before the first.
         """
         run = RunRecord.FromString(snapshot.run)
-        if run.format > FORMAT:
-            raise RunConflictError(
-                f"run {run.run_id!r} was written by a newer Penstock (format {run.format}, this one reads {FORMAT}); "
-                "use that one",
-                run_id=run.run_id,
-            )
+        check_format(f"run {run.run_id!r}", run_id=run.run_id, stored=run.format, reads=FORMAT)
         if snapshot.is_full or run.payload_gone:
             self._reset(run)
         self.run = run

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.network import rpc
 from tests.helpers.console import COMMAND, ROOT, environment
 from tests.helpers.faults.schedule import Fault
 from tests.helpers.stores.redis_server import RedisProcess, free_port
@@ -30,13 +31,13 @@ class Process:
 
     def __init__(self, name: str, argv: list[str], folder: Path, *, seed: int | None = None) -> None:
         self.name = name
-        self._argv, self._folder, self._seed = argv, folder, seed
+        self.argv, self._folder, self._seed = argv, folder, seed
         self._process: subprocess.Popen[bytes] | None = None
         self.num_starts = 0
 
     def start(self) -> None:
         """Start it, with another seed each time if it takes one."""
-        argv = self._argv if self._seed is None else [*self._argv, str(self._seed + self.num_starts)]
+        argv = self.argv if self._seed is None else [*self.argv, str(self._seed + self.num_starts)]
         self.num_starts += 1
         with (self._folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(argv, cwd=ROOT, env=environment(), stdout=log, stderr=log)
@@ -51,6 +52,14 @@ class Process:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
+
+    async def become(self, argv: list[str]) -> None:
+        """Drain it as a supervisor would, and start this instead; raises AssertionError where its status is not 0."""
+        assert self._process is not None
+        self._process.terminate()
+        assert await asyncio.to_thread(self._process.wait, 30) == 0
+        self.argv = argv
+        self.start()
 
     def kill(self) -> None:
         """Kill it as a crash would."""
@@ -139,6 +148,14 @@ class Stage:
             for fault in faults:
                 await asyncio.sleep(max(0.0, began_s + fault.at_s - asyncio.get_running_loop().time()))
                 tasks.create_task(self._happen(fault))
+
+    async def upgrade_broker(self, index: int) -> None:
+        """Put the next version in the place of a broker, and wait until it serves."""
+        broker, address = self.processes[f"broker-{index}"], self.direct_brokers[index]
+        await broker.become(
+            [sys.executable, "-P", "-m", "tests.helpers.faults.newer_broker", *broker.argv[len(COMMAND) :]]
+        )
+        assert await rpc.wait_until_serving(address, timeout_s=60)
 
     def check_running(self) -> None:
         """No process may end by itself."""
