@@ -87,6 +87,9 @@ def check_manifest(manifest: weights_pb2.WeightsManifest, *, run_id: str) -> Non
     require(
         bool(names) and is_sorted, "manifest.tensors", f"{len(names)} tensors", "one or more, sorted by name, unique"
     )
+    algorithms = {(bool(info.blake3), bool(info.sha256)) for info in manifest.tensors}
+    has_one_each = algorithms in ({(True, False)}, {(False, True)})
+    require(has_one_each, "manifest.tensors", "several digests, or none", "one digest each, all of one algorithm")
     digest = manifest_digest(manifest.tensors)
     if digest != manifest.digest:
         raise DigestMismatchError(

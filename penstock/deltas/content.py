@@ -9,7 +9,7 @@ Numbers are little-endian. Tensors are numbered by name order, and cut into bloc
 may be shorter); changed blocks come in that order, and unchanged blocks take no space. Promises:
 
 - A delta for another base, or with a byte changed or missing, is refused before anything is written.
-- The result appears under its name by a rename, with every tensor checked against its SHA-256, or not at all. The base
+- The result appears under its name by a rename, with every tensor checked against its digest, or not at all. The base
   is only read.
 - Memory: one block and its coding at a time; the files themselves are mapped.
 """
@@ -35,7 +35,15 @@ from penstock.deltas.blocks import (
     apply_changes,
     changes_between,
 )
-from penstock.model.digests import TensorPlace, WeightsMismatchError, check_tensors, safetensors_places
+from penstock.model.digests import (
+    TensorPlace,
+    WeightsMismatchError,
+    algorithm_of,
+    check_tensors,
+    safetensors_places,
+    tensor_info,
+)
+from penstock.model.hashing import Algorithm, new_hasher
 from penstock.v1.weights_pb2 import TensorInfo
 
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -133,15 +141,16 @@ def apply_deltas(
     if any(before != after for before, after in zip(chain[::2], chain[1::2], strict=True)):
         raise WeightsMismatchError(f"deltas lead {' '.join(end[:16] for end in chain)}: the ends do not meet")
     temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
+    readers = [_BlockReader(content) for content in contents]
     try:
-        found = _write_result(base, [_BlockReader(content) for content in contents], temporary)
+        found = _write_result(base, readers, temporary, algorithm_of(tensors))
         check_tensors(found, tensors=tensors, digest=digest, holder=f"{base.name} with its deltas")
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _write_result(base: Path, readers: Sequence[_BlockReader], target: Path) -> list[TensorInfo]:
+def _write_result(base: Path, readers: Sequence[_BlockReader], target: Path, algorithm: Algorithm) -> list[TensorInfo]:
     """Write the base with all changes, block by block; returns what was written."""
     places = safetensors_places(base)
     old = np.memmap(base, np.uint8, mode="r")
@@ -149,21 +158,21 @@ def _write_result(base: Path, readers: Sequence[_BlockReader], target: Path) -> 
     with target.open("wb") as file:
         file.write(old[: min((place.begin for place in places), default=old.size)].data)
         for number, place in enumerate(places):
-            digest = hashlib.sha256()
+            hasher = new_hasher(algorithm)
             file.seek(place.begin)
             for block in range(_num_blocks(place)):
                 elements = _block(old, place, block).copy()
                 for reader in readers:
                     reader.apply(number, block, elements)
-                digest.update(elements.data)
+                hasher.update(elements.view(np.uint8).data)
                 file.write(elements.data)
             found.append(
-                TensorInfo(
+                tensor_info(
                     name=place.name,
                     dtype=place.dtype,
                     shape=place.shape,
-                    sha256=digest.hexdigest(),
-                    size_bytes=place.end - place.begin,
+                    digest=hasher.hexdigest(),
+                    algorithm=algorithm,
                 )
             )
     for reader in readers:

@@ -46,12 +46,16 @@ def scaling(adapter: AdapterInfo) -> float:
 def model_digest(directory: Path) -> str:
     """The manifest digest of all tensors in the safetensors files of a Hugging Face directory; reads them whole.
 
+    Of SHA-256 digests: adapters on disk state it.
+
     Raises:
         OSError: There are none, or they cannot be read.
         MalformedWeightsError: One is not safetensors.
         ValueError: Two files hold tensors of the same name.
     """
-    return manifest_digest([tensor for path in weight_files(directory) for tensor in safetensors_digests(path)])
+    return manifest_digest(
+        [tensor for path in weight_files(directory) for tensor in safetensors_digests(path, "sha256")]
+    )
 
 
 def weight_files(directory: Path) -> list[Path]:

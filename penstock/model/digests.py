@@ -1,6 +1,6 @@
 """The identity of a set of weights: digests of tensors and of a whole version.
 
-Shared by publishers and receivers of weights; needs hashlib and nothing heavier. Promises:
+Shared by publishers and receivers of weights; needs nothing heavy. Promises:
 
 - A version's digest depends on what its tensors are (name, element type, shape, bytes), never on the order they were
   written in, on the file's metadata, or on how the file was split for transfer.
@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock.errors import DigestMismatchError
+from penstock.model.hashing import Algorithm, new_hasher
 from penstock.v1.weights_pb2 import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
@@ -61,7 +62,9 @@ class TensorPlace:
         return _DTYPE_BYTES[self.dtype]
 
 
-def tensor_digest(*, name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> TensorInfo:
+def tensor_digest(
+    *, name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview, algorithm: Algorithm = "blake3"
+) -> TensorInfo:
     """The digest of one tensor.
 
     Args:
@@ -69,6 +72,7 @@ def tensor_digest(*, name: str, dtype: str, shape: Sequence[int], data: bytes | 
         dtype: Element type as safetensors spells it.
         shape: Shape; empty for a scalar.
         data: The little-endian row-major bytes, contiguous.
+        algorithm: Of the digest.
 
     Raises:
         ValueError: The type is unknown, or the bytes are not as many as type and shape ask for.
@@ -77,12 +81,24 @@ def tensor_digest(*, name: str, dtype: str, shape: Sequence[int], data: bytes | 
     view = memoryview(data).cast("B")
     if view.nbytes != expected:
         raise ValueError(f"{name}: {view.nbytes} bytes for {dtype} {tuple(shape)}, expected {expected}")
-    sha256 = hashlib.sha256(view).hexdigest()
-    return TensorInfo(name=name, dtype=dtype, shape=shape, sha256=sha256, size_bytes=expected)
+    hasher = new_hasher(algorithm)
+    hasher.update(view)
+    return tensor_info(name=name, dtype=dtype, shape=shape, digest=hasher.hexdigest(), algorithm=algorithm)
+
+
+def tensor_info(*, name: str, dtype: str, shape: Sequence[int], digest: str, algorithm: Algorithm) -> TensorInfo:
+    """A tensor whose digest is known."""
+    digests = {algorithm: digest}
+    return TensorInfo(name=name, dtype=dtype, shape=shape, size_bytes=_tensor_bytes(dtype, shape), **digests)
+
+
+def algorithm_of(tensors: Sequence[TensorInfo]) -> Algorithm:
+    """The algorithm of their digests: of all the same one, or they equal nothing that is found."""
+    return "sha256" if tensors and tensors[0].sha256 else "blake3"
 
 
 def manifest_digest(tensors: Iterable[TensorInfo]) -> str:
-    """SHA-256, hex, over one line for each tensor in name order: name, dtype, shape and sha256, tab-separated.
+    """SHA-256, hex, over one line for each tensor in name order: name, dtype, shape and digest, tab-separated.
 
     Example: a line is `model.norm.weight<TAB>F32<TAB>64<TAB>9f86d0...<LF>`; a shape of two is written `8x64`.
 
@@ -97,7 +113,7 @@ def manifest_digest(tensors: Iterable[TensorInfo]) -> str:
             raise ValueError(f"two tensors are named {tensor.name}")
         previous = tensor.name
         shape = "x".join(str(size) for size in tensor.shape)
-        digest.update(f"{tensor.name}\t{tensor.dtype}\t{shape}\t{tensor.sha256}\n".encode())
+        digest.update(f"{tensor.name}\t{tensor.dtype}\t{shape}\t{tensor.blake3 or tensor.sha256}\n".encode())
     return digest.hexdigest()
 
 
@@ -122,20 +138,20 @@ def safetensors_places(path: Path) -> tuple[TensorPlace, ...]:
         return _read_places(path.name, view)
 
 
-def safetensors_digests(path: Path) -> tuple[TensorInfo, ...]:
+def safetensors_digests(path: Path, algorithm: Algorithm = "blake3") -> tuple[TensorInfo, ...]:
     """The digests of the tensors in a safetensors file, sorted by name.
 
     Raises:
         MalformedWeightsError: The file is not safetensors, or its header does not fit its length.
         OSError: The file cannot be read.
     """
-    return digests_at(path, safetensors_places(path))
+    return digests_at(path, safetensors_places(path), algorithm)
 
 
-def digests_at(path: Path, places: Iterable[TensorPlace]) -> tuple[TensorInfo, ...]:
+def digests_at(path: Path, places: Iterable[TensorPlace], algorithm: Algorithm = "blake3") -> tuple[TensorInfo, ...]:
     """The digests of some tensors of a safetensors file, in the order of their places; raises OSError."""
     with _mapped(path) as view:
-        return tuple(_digest_at(view, place) for place in places)
+        return tuple(_digest_at(view, place, algorithm) for place in places)
 
 
 def verify_safetensors(path: Path, *, tensors: Sequence[TensorInfo], digest: str) -> None:
@@ -146,7 +162,7 @@ def verify_safetensors(path: Path, *, tensors: Sequence[TensorInfo], digest: str
         MalformedWeightsError: The file is not safetensors.
         OSError: The file cannot be read.
     """
-    check_tensors(safetensors_digests(path), tensors=tensors, digest=digest, holder=path.name)
+    check_tensors(safetensors_digests(path, algorithm_of(tensors)), tensors=tensors, digest=digest, holder=path.name)
 
 
 def check_tensors(found: Iterable[TensorInfo], *, tensors: Sequence[TensorInfo], digest: str, holder: str) -> None:
@@ -202,9 +218,9 @@ def _mapped(path: Path) -> Iterator[memoryview]:
         yield view
 
 
-def _digest_at(view: memoryview, place: TensorPlace) -> TensorInfo:
+def _digest_at(view: memoryview, place: TensorPlace, algorithm: Algorithm) -> TensorInfo:
     with view[place.begin : place.end] as data:
-        return tensor_digest(name=place.name, dtype=place.dtype, shape=place.shape, data=data)
+        return tensor_digest(name=place.name, dtype=place.dtype, shape=place.shape, data=data, algorithm=algorithm)
 
 
 def _read_places(file_name: str, view: memoryview) -> tuple[TensorPlace, ...]:

@@ -1,7 +1,6 @@
 """Splits a content into chunks, which are checked one by one in transit.
 
-They are hashed with BLAKE3, which here takes a quarter of the time that SHA-256 does where the processor has
-instructions for that; manifests that name SHA-256 are understood.
+They are hashed with BLAKE3; manifests that name SHA-256 are understood.
 
 Promises:
 
@@ -11,28 +10,17 @@ Promises:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from blake3 import blake3
 
+from penstock.model.hashing import Hasher, new_hasher
 from penstock.v1 import weights_pb2
 
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024**2, 64 * 1024**2
 MANY_CHUNKS = 4096
 """With more than that the chunks grow, up to the largest size: a list for 2 TB takes 2.4 MB of a manifest."""
-
-
-class Hasher(Protocol):
-    """Makes a digest piece by piece; the objects of both algorithms do."""
-
-    def update(self, data: bytes | memoryview, /) -> object:
-        """Take the next bytes."""
-
-    def hexdigest(self) -> str:
-        """The digest of all bytes taken, hex."""
 
 
 def chunk_bytes_for(size_bytes: int) -> int:
@@ -50,7 +38,7 @@ def chunk_digest(chunk: weights_pb2.ChunkInfo) -> str:
 
 def chunk_hasher(chunk: weights_pb2.ChunkInfo) -> Hasher:
     """A hasher of the algorithm that a chunk's digest names."""
-    return blake3() if chunk.blake3 else hashlib.sha256()
+    return new_hasher("blake3" if chunk.blake3 else "sha256")
 
 
 def is_chunk(chunk: weights_pb2.ChunkInfo, data: bytes | memoryview) -> bool:

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from penstock.v1 import access_pb2 as penstock_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18penstock/v1/access.proto\"\\\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\"O\n\tChunkInfo\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0e\n\x06\x62lake3\x18\x04 \x01(\t\"W\n\x0b\x41\x64\x61pterInfo\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x61lpha\x18\x03 \x01(\x01\x12\x16\n\x0etarget_modules\x18\x04 \x03(\t\"\xe8\x03\n\x0fWeightsManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0f\n\x07history\x18\x03 \x01(\r\x12&\n\x04kind\x18\x04 \x01(\x0e\x32\x18.penstock.v1.WeightsKind\x12.\n\x08\x65ncoding\x18\x05 \x01(\x0e\x32\x1c.penstock.v1.WeightsEncoding\x12\x19\n\x0c\x62\x61se_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12(\n\x07tensors\x18\x07 \x03(\x0b\x32\x17.penstock.v1.TensorInfo\x12&\n\x06\x63hunks\x18\x08 \x03(\x0b\x32\x16.penstock.v1.ChunkInfo\x12\x0e\n\x06\x64igest\x18\t \x01(\t\x12\x12\n\nsize_bytes\x18\n \x01(\x04\x12\x0c\n\x04urls\x18\x0b \x03(\t\x12\x30\n\x0cpublish_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x62\x61se_digest\x18\r \x01(\t\x12)\n\x07\x61\x64\x61pter\x18\x0e \x01(\x0b\x32\x18.penstock.v1.AdapterInfo\x12\x13\n\x0binstance_id\x18\x0f \x01(\t\x12\r\n\x05\x65poch\x18\x10 \x01(\x04\x42\x0f\n\r_base_version\"\x95\x01\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x19\n\x0cheld_version\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0bheld_digest\x18\x04 \x01(\tB\x11\n\x0f_policy_versionB\x0f\n\r_held_version\"\xcd\x01\n\x13GetManifestResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.WeightsManifest\x12/\n\tpreceding\x18\x02 \x03(\x0b\x32\x1c.penstock.v1.WeightsManifest\x12\x37\n\x14\x64\x65lta_expected_after\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14\x64\x65lta_expected_bytes\x18\x04 \x01(\x04\"d\n\x15WatchManifestsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x18\n\x10joins_broadcasts\x18\x04 \x01(\x08\"H\n\x16WatchManifestsResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.WeightsManifest\"\x93\x01\n\x12\x46indSourcesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x12\n\ncontent_id\x18\x04 \x01(\t\x12\x11\n\trelay_url\x18\x05 \x01(\t\x12\x12\n\nfailed_url\x18\x06 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t\")\n\x13\x46indSourcesResponse\x12\x12\n\nrelay_urls\x18\x01 \x03(\t\"\x96\x01\n\x14JoinBroadcastRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x12\n\ncontent_id\x18\x03 \x01(\t\x12.\n\x07\x62\x61\x63kend\x18\x04 \x01(\x0e\x32\x1d.penstock.v1.BroadcastBackend\x12\x15\n\ropen_group_id\x18\x05 \x01(\t\"\xba\x01\n\x15JoinBroadcastResponse\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x13\n\x0bpiece_bytes\x18\x06 \x01(\x04\x12\x30\n\rstall_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb9\x01\n\x14ReportHoldingRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x14\n\x0cswap_pause_s\x18\x05 \x01(\x01\x12\x15\n\rfetched_bytes\x18\x06 \x01(\x04\x12\x11\n\trelay_url\x18\x07 \x01(\t\x12\x14\n\x0corigin_bytes\x18\x08 \x01(\x04\"/\n\x15ReportHoldingResponse\x12\x16\n\x0enewest_version\x18\x01 \x01(\x03*t\n\x0bWeightsKind\x12\x1c\n\x18WEIGHTS_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11WEIGHTS_KIND_FULL\x10\x01\x12\x16\n\x12WEIGHTS_KIND_DELTA\x10\x02\x12\x18\n\x14WEIGHTS_KIND_ADAPTER\x10\x03*\xa1\x01\n\x0fWeightsEncoding\x12 \n\x1cWEIGHTS_ENCODING_UNSPECIFIED\x10\x00\x12 \n\x1cWEIGHTS_ENCODING_SAFETENSORS\x10\x01\x12%\n!WEIGHTS_ENCODING_SAFETENSORS_ZSTD\x10\x02\x12#\n\x1fWEIGHTS_ENCODING_CHANGED_BLOCKS\x10\x03*m\n\x10\x42roadcastBackend\x12!\n\x1d\x42ROADCAST_BACKEND_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x42ROADCAST_BACKEND_GLOO\x10\x01\x12\x1a\n\x16\x42ROADCAST_BACKEND_NCCL\x10\x02\x32\xe8\x03\n\x12WeightStoreService\x12W\n\x0bGetManifest\x12\x1f.penstock.v1.GetManifestRequest\x1a .penstock.v1.GetManifestResponse\"\x05\xe2\xab\x19\x01\x03\x12\x62\n\x0eWatchManifests\x12\".penstock.v1.WatchManifestsRequest\x1a#.penstock.v1.WatchManifestsResponse\"\x05\xe2\xab\x19\x01\x03\x30\x01\x12W\n\x0b\x46indSources\x12\x1f.penstock.v1.FindSourcesRequest\x1a .penstock.v1.FindSourcesResponse\"\x05\xe2\xab\x19\x01\x03\x12]\n\rJoinBroadcast\x12!.penstock.v1.JoinBroadcastRequest\x1a\".penstock.v1.JoinBroadcastResponse\"\x05\xe2\xab\x19\x01\x03\x12]\n\rReportHolding\x12!.penstock.v1.ReportHoldingRequest\x1a\".penstock.v1.ReportHoldingResponse\"\x05\xe2\xab\x19\x01\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/weights.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18penstock/v1/access.proto\"l\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06sha256\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x62lake3\x18\x06 \x01(\t\"O\n\tChunkInfo\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0e\n\x06\x62lake3\x18\x04 \x01(\t\"W\n\x0b\x41\x64\x61pterInfo\x12\x13\n\x0b\x62\x61se_digest\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x61lpha\x18\x03 \x01(\x01\x12\x16\n\x0etarget_modules\x18\x04 \x03(\t\"\xe8\x03\n\x0fWeightsManifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0f\n\x07history\x18\x03 \x01(\r\x12&\n\x04kind\x18\x04 \x01(\x0e\x32\x18.penstock.v1.WeightsKind\x12.\n\x08\x65ncoding\x18\x05 \x01(\x0e\x32\x1c.penstock.v1.WeightsEncoding\x12\x19\n\x0c\x62\x61se_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12(\n\x07tensors\x18\x07 \x03(\x0b\x32\x17.penstock.v1.TensorInfo\x12&\n\x06\x63hunks\x18\x08 \x03(\x0b\x32\x16.penstock.v1.ChunkInfo\x12\x0e\n\x06\x64igest\x18\t \x01(\t\x12\x12\n\nsize_bytes\x18\n \x01(\x04\x12\x0c\n\x04urls\x18\x0b \x03(\t\x12\x30\n\x0cpublish_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x62\x61se_digest\x18\r \x01(\t\x12)\n\x07\x61\x64\x61pter\x18\x0e \x01(\x0b\x32\x18.penstock.v1.AdapterInfo\x12\x13\n\x0binstance_id\x18\x0f \x01(\t\x12\r\n\x05\x65poch\x18\x10 \x01(\x04\x42\x0f\n\r_base_version\"\x95\x01\n\x12GetManifestRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1b\n\x0epolicy_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x19\n\x0cheld_version\x18\x03 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0bheld_digest\x18\x04 \x01(\tB\x11\n\x0f_policy_versionB\x0f\n\r_held_version\"\xcd\x01\n\x13GetManifestResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.WeightsManifest\x12/\n\tpreceding\x18\x02 \x03(\x0b\x32\x1c.penstock.v1.WeightsManifest\x12\x37\n\x14\x64\x65lta_expected_after\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x14\x64\x65lta_expected_bytes\x18\x04 \x01(\x04\"d\n\x15WatchManifestsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x18\n\x10joins_broadcasts\x18\x04 \x01(\x08\"H\n\x16WatchManifestsResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.WeightsManifest\"\x93\x01\n\x12\x46indSourcesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x0c\n\x04site\x18\x03 \x01(\t\x12\x12\n\ncontent_id\x18\x04 \x01(\t\x12\x11\n\trelay_url\x18\x05 \x01(\t\x12\x12\n\nfailed_url\x18\x06 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x07 \x01(\t\")\n\x13\x46indSourcesResponse\x12\x12\n\nrelay_urls\x18\x01 \x03(\t\"\x96\x01\n\x14JoinBroadcastRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x12\n\ncontent_id\x18\x03 \x01(\t\x12.\n\x07\x62\x61\x63kend\x18\x04 \x01(\x0e\x32\x1d.penstock.v1.BroadcastBackend\x12\x15\n\ropen_group_id\x18\x05 \x01(\t\"\xba\x01\n\x15JoinBroadcastResponse\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\r\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x13\n\x0bpiece_bytes\x18\x06 \x01(\x04\x12\x30\n\rstall_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xb9\x01\n\x14ReportHoldingRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0breceiver_id\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x14\n\x0cswap_pause_s\x18\x05 \x01(\x01\x12\x15\n\rfetched_bytes\x18\x06 \x01(\x04\x12\x11\n\trelay_url\x18\x07 \x01(\t\x12\x14\n\x0corigin_bytes\x18\x08 \x01(\x04\"/\n\x15ReportHoldingResponse\x12\x16\n\x0enewest_version\x18\x01 \x01(\x03*t\n\x0bWeightsKind\x12\x1c\n\x18WEIGHTS_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11WEIGHTS_KIND_FULL\x10\x01\x12\x16\n\x12WEIGHTS_KIND_DELTA\x10\x02\x12\x18\n\x14WEIGHTS_KIND_ADAPTER\x10\x03*\xa1\x01\n\x0fWeightsEncoding\x12 \n\x1cWEIGHTS_ENCODING_UNSPECIFIED\x10\x00\x12 \n\x1cWEIGHTS_ENCODING_SAFETENSORS\x10\x01\x12%\n!WEIGHTS_ENCODING_SAFETENSORS_ZSTD\x10\x02\x12#\n\x1fWEIGHTS_ENCODING_CHANGED_BLOCKS\x10\x03*m\n\x10\x42roadcastBackend\x12!\n\x1d\x42ROADCAST_BACKEND_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x42ROADCAST_BACKEND_GLOO\x10\x01\x12\x1a\n\x16\x42ROADCAST_BACKEND_NCCL\x10\x02\x32\xe8\x03\n\x12WeightStoreService\x12W\n\x0bGetManifest\x12\x1f.penstock.v1.GetManifestRequest\x1a .penstock.v1.GetManifestResponse\"\x05\xe2\xab\x19\x01\x03\x12\x62\n\x0eWatchManifests\x12\".penstock.v1.WatchManifestsRequest\x1a#.penstock.v1.WatchManifestsResponse\"\x05\xe2\xab\x19\x01\x03\x30\x01\x12W\n\x0b\x46indSources\x12\x1f.penstock.v1.FindSourcesRequest\x1a .penstock.v1.FindSourcesResponse\"\x05\xe2\xab\x19\x01\x03\x12]\n\rJoinBroadcast\x12!.penstock.v1.JoinBroadcastRequest\x1a\".penstock.v1.JoinBroadcastResponse\"\x05\xe2\xab\x19\x01\x03\x12]\n\rReportHolding\x12!.penstock.v1.ReportHoldingRequest\x1a\".penstock.v1.ReportHoldingResponse\"\x05\xe2\xab\x19\x01\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,40 +44,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTSTORESERVICE'].methods_by_name['JoinBroadcast']._serialized_options = b'\342\253\031\001\003'
   _globals['_WEIGHTSTORESERVICE'].methods_by_name['ReportHolding']._loaded_options = None
   _globals['_WEIGHTSTORESERVICE'].methods_by_name['ReportHolding']._serialized_options = b'\342\253\031\001\003'
-  _globals['_WEIGHTSKIND']._serialized_start=2196
-  _globals['_WEIGHTSKIND']._serialized_end=2312
-  _globals['_WEIGHTSENCODING']._serialized_start=2315
-  _globals['_WEIGHTSENCODING']._serialized_end=2476
-  _globals['_BROADCASTBACKEND']._serialized_start=2478
-  _globals['_BROADCASTBACKEND']._serialized_end=2587
+  _globals['_WEIGHTSKIND']._serialized_start=2212
+  _globals['_WEIGHTSKIND']._serialized_end=2328
+  _globals['_WEIGHTSENCODING']._serialized_start=2331
+  _globals['_WEIGHTSENCODING']._serialized_end=2492
+  _globals['_BROADCASTBACKEND']._serialized_start=2494
+  _globals['_BROADCASTBACKEND']._serialized_end=2603
   _globals['_TENSORINFO']._serialized_start=133
-  _globals['_TENSORINFO']._serialized_end=225
-  _globals['_CHUNKINFO']._serialized_start=227
-  _globals['_CHUNKINFO']._serialized_end=306
-  _globals['_ADAPTERINFO']._serialized_start=308
-  _globals['_ADAPTERINFO']._serialized_end=395
-  _globals['_WEIGHTSMANIFEST']._serialized_start=398
-  _globals['_WEIGHTSMANIFEST']._serialized_end=886
-  _globals['_GETMANIFESTREQUEST']._serialized_start=889
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1038
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1041
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1246
-  _globals['_WATCHMANIFESTSREQUEST']._serialized_start=1248
-  _globals['_WATCHMANIFESTSREQUEST']._serialized_end=1348
-  _globals['_WATCHMANIFESTSRESPONSE']._serialized_start=1350
-  _globals['_WATCHMANIFESTSRESPONSE']._serialized_end=1422
-  _globals['_FINDSOURCESREQUEST']._serialized_start=1425
-  _globals['_FINDSOURCESREQUEST']._serialized_end=1572
-  _globals['_FINDSOURCESRESPONSE']._serialized_start=1574
-  _globals['_FINDSOURCESRESPONSE']._serialized_end=1615
-  _globals['_JOINBROADCASTREQUEST']._serialized_start=1618
-  _globals['_JOINBROADCASTREQUEST']._serialized_end=1768
-  _globals['_JOINBROADCASTRESPONSE']._serialized_start=1771
-  _globals['_JOINBROADCASTRESPONSE']._serialized_end=1957
-  _globals['_REPORTHOLDINGREQUEST']._serialized_start=1960
-  _globals['_REPORTHOLDINGREQUEST']._serialized_end=2145
-  _globals['_REPORTHOLDINGRESPONSE']._serialized_start=2147
-  _globals['_REPORTHOLDINGRESPONSE']._serialized_end=2194
-  _globals['_WEIGHTSTORESERVICE']._serialized_start=2590
-  _globals['_WEIGHTSTORESERVICE']._serialized_end=3078
+  _globals['_TENSORINFO']._serialized_end=241
+  _globals['_CHUNKINFO']._serialized_start=243
+  _globals['_CHUNKINFO']._serialized_end=322
+  _globals['_ADAPTERINFO']._serialized_start=324
+  _globals['_ADAPTERINFO']._serialized_end=411
+  _globals['_WEIGHTSMANIFEST']._serialized_start=414
+  _globals['_WEIGHTSMANIFEST']._serialized_end=902
+  _globals['_GETMANIFESTREQUEST']._serialized_start=905
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1054
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1057
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1262
+  _globals['_WATCHMANIFESTSREQUEST']._serialized_start=1264
+  _globals['_WATCHMANIFESTSREQUEST']._serialized_end=1364
+  _globals['_WATCHMANIFESTSRESPONSE']._serialized_start=1366
+  _globals['_WATCHMANIFESTSRESPONSE']._serialized_end=1438
+  _globals['_FINDSOURCESREQUEST']._serialized_start=1441
+  _globals['_FINDSOURCESREQUEST']._serialized_end=1588
+  _globals['_FINDSOURCESRESPONSE']._serialized_start=1590
+  _globals['_FINDSOURCESRESPONSE']._serialized_end=1631
+  _globals['_JOINBROADCASTREQUEST']._serialized_start=1634
+  _globals['_JOINBROADCASTREQUEST']._serialized_end=1784
+  _globals['_JOINBROADCASTRESPONSE']._serialized_start=1787
+  _globals['_JOINBROADCASTRESPONSE']._serialized_end=1973
+  _globals['_REPORTHOLDINGREQUEST']._serialized_start=1976
+  _globals['_REPORTHOLDINGREQUEST']._serialized_end=2161
+  _globals['_REPORTHOLDINGRESPONSE']._serialized_start=2163
+  _globals['_REPORTHOLDINGRESPONSE']._serialized_end=2210
+  _globals['_WEIGHTSTORESERVICE']._serialized_start=2606
+  _globals['_WEIGHTSTORESERVICE']._serialized_end=3094
 # @@protoc_insertion_point(module_scope)

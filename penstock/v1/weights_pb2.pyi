@@ -103,7 +103,9 @@ Global___BroadcastBackend: _TypeAlias = BroadcastBackend  # noqa: Y015
 
 @_typing.final
 class TensorInfo(_message.Message):
-    """One tensor of the model as it must be held after the version is installed."""
+    """One tensor of the model as it must be held after the version is installed. It has one digest, of the algorithm that all
+    tensors of its manifest have.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -112,14 +114,17 @@ class TensorInfo(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    BLAKE3_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the Hugging Face state dict."""
     dtype: _builtins.str
     """Element type as safetensors spells it: F32, BF16, F16, I64 ..."""
     sha256: _builtins.str
-    """SHA-256, hex, of the tensor's little-endian row-major bytes."""
+    """SHA-256, hex, of the tensor's little-endian row-major bytes; empty where blake3 is set."""
     size_bytes: _builtins.int
     """Number of those bytes."""
+    blake3: _builtins.str
+    """BLAKE3 of 256 bits, hex, of those bytes: made in a fraction of the time. Older publishers state sha256."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Shape; empty for a scalar."""
@@ -132,10 +137,11 @@ class TensorInfo(_message.Message):
         shape: _abc.Iterable[_builtins.int] | None = ...,
         sha256: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
+        blake3: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "sha256", b"sha256", "shape", b"shape", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blake3", b"blake3", "dtype", b"dtype", "name", b"name", "sha256", b"sha256", "shape", b"shape", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,7 +259,7 @@ class WeightsManifest(_message.Message):
     base_version: _builtins.int
     """The version a delta applies to; set if and only if kind is DELTA."""
     digest: _builtins.str
-    """SHA-256, hex, over the sorted tensors' name, dtype, shape and sha256: the identity of this version."""
+    """SHA-256, hex, over the sorted tensors' name, dtype, shape and digest: the identity of this version."""
     size_bytes: _builtins.int
     """Size of the content as it travels."""
     base_digest: _builtins.str

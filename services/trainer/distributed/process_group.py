@@ -230,7 +230,9 @@ class RankGroup(Ranks):
         """Divided over all processes."""
         writers = Writers(rank=self.rank, num_ranks=self.num_ranks, group=self.publish_group)
         paths = weight_files(directory)
-        return manifest_digest([tensor for path in paths for tensor in tensors_together(path, writers=writers)])
+        return manifest_digest(
+            [tensor for path in paths for tensor in tensors_together(path, writers=writers, algorithm="sha256")]
+        )
 
     def is_copy(self, tensor: Tensor) -> bool:
         """What is sharded is written by the first island, and what is not split by the first of those that split."""

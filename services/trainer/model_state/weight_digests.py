@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.model.digests import TensorPlace, digests_at, safetensors_places
+from penstock.model.digests import TensorPlace, digests_at, safetensors_places, tensor_info
+from penstock.model.hashing import Algorithm
 from penstock.transfer.chunks import chunk_spans, chunks_at
 from penstock.v1 import weights_pb2
 from services.trainer.model_state.agreement import Writers
@@ -33,28 +34,28 @@ def digest_together(path: Path, *, writers: Writers) -> WrittenWeights:
     return WrittenWeights(path=path, tensors=tensors, chunks=tuple(chunks))
 
 
-def tensors_together(path: Path, *, writers: Writers) -> tuple[weights_pb2.TensorInfo, ...]:
+def tensors_together(
+    path: Path, *, writers: Writers, algorithm: Algorithm = "blake3"
+) -> tuple[weights_pb2.TensorInfo, ...]:
     """The digests of a file's tensors, in all processes, all of which call this.
 
     Raises:
         OSError: A process cannot read it, or was lost.
     """
-    places, table = writers.do(path, lambda: _own_tensors(path, writers))
+    places, table = writers.do(path, lambda: _own_tensors(path, writers, algorithm))
     return tuple(
-        weights_pb2.TensorInfo(
-            name=place.name, dtype=place.dtype, shape=place.shape, sha256=digest, size_bytes=place.end - place.begin
-        )
+        tensor_info(name=place.name, dtype=place.dtype, shape=place.shape, digest=digest, algorithm=algorithm)
         for place, digest in zip(places, _digests(table, path, writers), strict=True)
     )
 
 
-def _own_tensors(path: Path, writers: Writers) -> tuple[tuple[TensorPlace, ...], torch.Tensor]:
+def _own_tensors(path: Path, writers: Writers, algorithm: Algorithm) -> tuple[tuple[TensorPlace, ...], torch.Tensor]:
     """The file's tensors, and this process' digests: a row for each, zeros where others do it."""
     places = safetensors_places(path)
     table = torch.zeros(len(places), _DIGEST_BYTES, dtype=torch.uint8)
     mine = [number for number, owner in enumerate(_owners(places, writers.num_ranks)) if owner == writers.rank]
-    for number, info in zip(mine, digests_at(path, [places[number] for number in mine]), strict=True):
-        table[number] = _row(info.sha256)
+    for number, info in zip(mine, digests_at(path, [places[number] for number in mine], algorithm), strict=True):
+        table[number] = _row(info.blake3 or info.sha256)
     return places, table
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from penstock.model.digests import (
     MalformedWeightsError,
@@ -19,6 +20,7 @@ from penstock.model.digests import (
     tensor_digest,
     verify_safetensors,
 )
+from penstock.model.hashing import Algorithm
 from penstock.v1.weights_pb2 import TensorInfo
 
 ARRAYS = {"b": np.arange(6, dtype="<f4").reshape(2, 3), "a": np.array([1.5], "<f4")}
@@ -35,14 +37,16 @@ def write_safetensors(path: Path, arrays: dict[str, np.ndarray], **header: objec
     return path
 
 
-def digest_of(name: str, array: np.ndarray) -> TensorInfo:
-    return tensor_digest(name=name, dtype="F32", shape=array.shape, data=array.tobytes())
+def digest_of(name: str, array: np.ndarray, algorithm: Algorithm = "blake3") -> TensorInfo:
+    return tensor_digest(name=name, dtype="F32", shape=array.shape, data=array.tobytes(), algorithm=algorithm)
 
 
-def test_a_tensor_digest_is_the_sha256_of_its_bytes() -> None:
-    digest = digest_of("b", ARRAYS["b"])
-    assert (list(digest.shape), digest.size_bytes) == ([2, 3], 24)
-    assert digest.sha256 == hashlib.sha256(ARRAYS["b"].tobytes()).hexdigest()
+def test_a_tensor_digest_is_the_blake3_of_its_bytes_or_an_older_publishers_sha256() -> None:
+    content = ARRAYS["b"].tobytes()
+    kind = {"name": "b", "dtype": "F32", "shape": [2, 3], "size_bytes": 24}
+    assert digest_of("b", ARRAYS["b"]) == TensorInfo(**kind, blake3=blake3(content).hexdigest())
+    older = digest_of("b", ARRAYS["b"], "sha256")
+    assert older == TensorInfo(**kind, sha256=hashlib.sha256(content).hexdigest())
 
 
 def test_bytes_that_do_not_fit_the_shape_are_refused() -> None:
@@ -54,7 +58,7 @@ def test_bytes_that_do_not_fit_the_shape_are_refused() -> None:
 
 def test_a_manifest_digest_is_over_documented_lines() -> None:
     a, b = digest_of("a", ARRAYS["a"]), digest_of("b", ARRAYS["b"])
-    text = f"a\tF32\t1\t{a.sha256}\nb\tF32\t2x3\t{b.sha256}\n"
+    text = f"a\tF32\t1\t{a.blake3}\nb\tF32\t2x3\t{b.blake3}\n"
     assert manifest_digest([b, a]) == manifest_digest([a, b]) == hashlib.sha256(text.encode()).hexdigest()
     with pytest.raises(ValueError, match="two tensors"):
         manifest_digest([a, a])
@@ -69,9 +73,17 @@ def test_digests_do_not_depend_on_order_or_metadata_of_the_file(tmp_path: Path) 
     assert safetensors_shapes(one) == {"a": (1,), "b": (2, 3)}
 
 
-def test_verification_names_what_differs(tmp_path: Path) -> None:
+def test_digests_of_two_algorithms_equal_nothing(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "weights", ARRAYS)
-    tensors = safetensors_digests(path)
+    mixed = [digest_of("a", ARRAYS["a"], "sha256"), digest_of("b", ARRAYS["b"])]
+    with pytest.raises(WeightsMismatchError, match="lists: b$"):
+        verify_safetensors(path, tensors=mixed, digest=manifest_digest(mixed))
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "sha256"])
+def test_verification_names_what_differs(algorithm: Algorithm, tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "weights", ARRAYS)
+    tensors = safetensors_digests(path, algorithm)
     digest = manifest_digest(tensors)
     verify_safetensors(path, tensors=tensors, digest=digest)
     with pytest.raises(WeightsMismatchError, match="manifest states"):
