@@ -76,7 +76,7 @@ def test_digests_do_not_depend_on_order_or_metadata_of_the_file(tmp_path: Path) 
 def test_digests_of_two_algorithms_equal_nothing(tmp_path: Path) -> None:
     path = write_safetensors(tmp_path / "weights", ARRAYS)
     mixed = [digest_of("a", ARRAYS["a"], "sha256"), digest_of("b", ARRAYS["b"])]
-    with pytest.raises(WeightsMismatchError, match="lists: b$"):
+    with pytest.raises(WeightsMismatchError, match=r"lists: b$"):
         verify_safetensors(path, tensors=mixed, digest=manifest_digest(mixed))
 
 
