@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 
 from penstock.security import Security
-from services.broker.records.store import Store
-from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis.address import parse_redis_url
-from services.broker.storage.redis.authentication import RedisCredentials, protected_url
-from services.broker.storage.redis.redis_store import RedisStore
+
+if TYPE_CHECKING:
+    from services.broker.records.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,17 @@ def _check_memory_url(url: str) -> None:
         raise ValueError("write it as memory://, with nothing behind it")
 
 
+def _open_memory(_settings: StoreSettings) -> Store:
+    # Here and not above, as in the next one: the broker's configuration is read where no broker is installed.
+    from services.broker.storage.memory_store import MemoryStore
+
+    return MemoryStore()
+
+
 def _open_redis(settings: StoreSettings) -> Store:
+    from services.broker.storage.redis.authentication import RedisCredentials, protected_url
+    from services.broker.storage.redis.redis_store import RedisStore
+
     faults = Counter(
         "penstock_broker_redis_faults",
         "Calls to Redis that failed, retries included",
@@ -65,7 +75,7 @@ REDIS = StoreKind(
     open=_open_redis,
 )
 STORES: dict[str, StoreKind] = {
-    "memory": StoreKind(check=_check_memory_url, can_wait_for_replicas=lambda _: False, open=lambda _: MemoryStore()),
+    "memory": StoreKind(check=_check_memory_url, can_wait_for_replicas=lambda _: False, open=_open_memory),
 }
 """By scheme; Redis gets every other URL, and its errors name the valid forms."""
 
