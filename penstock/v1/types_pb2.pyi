@@ -96,6 +96,12 @@ class _ScoreStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreStat
     """The reward model failed on this sample (raised, or answered with a non-finite value)."""
     SCORE_STATUS_INVALID: _ScoreStatus.ValueType  # 5
     """The sample cannot be scored (for example: no reference answer); retrying does not help."""
+    SCORE_STATUS_CANDIDATE_LIMIT: _ScoreStatus.ValueType  # 6
+    """What the completion made (a program) exceeded its own time, memory or output, and such samples are to be dropped."""
+    SCORE_STATUS_SANDBOX_ERROR: _ScoreStatus.ValueType  # 7
+    """The sandbox in which it was to be run failed, which says nothing about the sample."""
+    SCORE_STATUS_JUDGE_ERROR: _ScoreStatus.ValueType  # 8
+    """A judge model failed, or its verdict cannot be read, which says nothing about the sample."""
 
 class ScoreStatus(_ScoreStatus, metaclass=_ScoreStatusEnumTypeWrapper):
     """Outcome of scoring one sample. Anything but OK carries no value: an error never becomes a zero."""
@@ -112,6 +118,12 @@ SCORE_STATUS_FAILED: ScoreStatus.ValueType  # 4
 """The reward model failed on this sample (raised, or answered with a non-finite value)."""
 SCORE_STATUS_INVALID: ScoreStatus.ValueType  # 5
 """The sample cannot be scored (for example: no reference answer); retrying does not help."""
+SCORE_STATUS_CANDIDATE_LIMIT: ScoreStatus.ValueType  # 6
+"""What the completion made (a program) exceeded its own time, memory or output, and such samples are to be dropped."""
+SCORE_STATUS_SANDBOX_ERROR: ScoreStatus.ValueType  # 7
+"""The sandbox in which it was to be run failed, which says nothing about the sample."""
+SCORE_STATUS_JUDGE_ERROR: ScoreStatus.ValueType  # 8
+"""A judge model failed, or its verdict cannot be read, which says nothing about the sample."""
 Global___ScoreStatus: _TypeAlias = ScoreStatus  # noqa: Y015
 
 @_typing.final

@@ -45,7 +45,7 @@ class Breaker:
         self.num_successes = 0
         self._num_failures = 0
         self._open_since_s: float | None = None
-        self._reason = ""
+        self._reason, self._what = "", "is unreachable"
         self._log_at_s = 0.0
         self._log_every_s = _FIRST_REPEAT_S
 
@@ -57,7 +57,7 @@ class Breaker:
     @property
     def reason(self) -> str:
         """Why work is held back, in words; empty if it is not."""
-        return f"reward model {self._model.name} is unreachable: {self._reason}" if self.is_open else ""
+        return f"reward model {self._model.name} {self._what}: {self._reason}" if self.is_open else ""
 
     @asynccontextmanager
     async def permit(self) -> AsyncIterator[None]:
@@ -79,10 +79,13 @@ class Breaker:
             self._open_since_s = None
             _log.info(f"reward model {self._model.name} answers again after {open_s:.0f} s")
 
-    def failed(self, reason: str, *, is_away: bool) -> None:
-        """A batch could not be scored; `is_away` if there was no answer at all, which holds work back at once."""
+    def failed(self, reason: str, *, is_away: bool, what: str = "is unreachable") -> None:
+        """A batch could not be scored; `is_away` if there was no answer at all, which holds work back at once.
+
+        `what` is how the model fails, in words.
+        """
         self._num_failures += 1
-        self._reason = reason
+        self._reason, self._what = reason, what
         if self._open_since_s is not None:
             self._say(reason)
         elif is_away or self._num_failures >= FAILURES_TO_OPEN:
@@ -104,7 +107,7 @@ class Breaker:
         if self._open_since_s is None or now_s < self._log_at_s:
             return
         _log.warning(
-            f"reward model {self._model.name} unreachable since {now_s - self._open_since_s:.0f} s; "
+            f"reward model {self._model.name} {self._what}, since {now_s - self._open_since_s:.0f} s; "
             f"{self._num_waiting()} samples wait",
             reason=reason,
         )

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from penstock.config import LocalPath, MeasuredConfig, RunId, StrictModel, Targets
+from services.reward.code.config import CodeConfig
 
 
 class RewardModelConfig(StrictModel):
@@ -18,10 +19,14 @@ class RewardModelConfig(StrictModel):
     """Deadline of one batch, seconds."""
     max_retries: int = Field(default=3, ge=0, le=20)
     """Further attempts of a batch whose reward model was away or too slow."""
+    max_error_share: float = Field(default=0.2, ge=0, le=1)
+    """Above this share of the last 64 samples for which the grader itself failed (sandbox, judge), samples wait."""
     max_batch_size: int = Field(default=32, ge=1, le=1024)
     """Most samples in one call of the reward model."""
     max_concurrent_batches: int = Field(default=4, ge=1, le=256)
     """Most calls under way at once."""
+    code: CodeConfig = Field(default_factory=CodeConfig)
+    """Of the reward `code`."""
     trusts_generator_text: bool = False
     """Score the text that generators send, unchecked, instead of decoding their token ids: for models without a
     tokenizer.json."""

@@ -5,6 +5,7 @@ Invariants:
 - An error is never a value: what cannot be judged gets a status that says why.
 - A model that is away costs no sample: work waits, its leases renewed. Only what happens to a call that reached the
   model counts as an attempt, and UNAVAILABLE only now and then while no call succeeds: it says little of the samples.
+- What a grader's own errors (sandbox, judge) concern is tried again; a grader that fails too often is waited for.
 - One bad sample costs its neighbours nothing: a batch that keeps failing is halved until the bad ones stand alone.
 - At most `max_concurrent_batches` calls are under way; further leases wait with the source, which bounds them.
 """
@@ -28,6 +29,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.reward.attempts import Attempts
 from services.reward.breaker import Breaker
 from services.reward.config import RewardModelConfig
+from services.reward.grader_errors import GraderErrors, is_grader_error
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
 
 _LOG_EVERY_S = 10.0
@@ -83,6 +85,7 @@ class ScoringPool:
         self._texts = texts
         self._monotonic_s = monotonic_s
         self._breaker = Breaker(model, num_waiting=lambda: source.num_held if source else 0, monotonic_s=monotonic_s)
+        self._errors = GraderErrors(max_share=config.max_error_share)
         self._unscored: Counter[str] = Counter()
         self._log_unscored_at_s = 0.0
 
@@ -120,15 +123,25 @@ class ScoringPool:
     async def _judge(
         self, leases: Sequence[broker_pb2.ScoringLease], attempts: Attempts
     ) -> list[broker_pb2.ScoreResult]:
+        results: list[broker_pb2.ScoreResult] = []
+        num_repeats = 0
         for delay_s in backoff_s():
             leases = [lease for lease in leases if self._source is None or self._source.is_held(lease.lease_id)]
             if not leases:
-                return []
+                return results
             answer = await self._try(leases)
             if isinstance(answer, list):
-                return [_result(lease, score) for lease, score in zip(leases, answer, strict=True)]
-            if not isinstance(answer, ModelAwayError) and attempts.are_exhausted_by(answer):
-                return await self._settle(leases, answer, attempts)
+                judged = list(zip(leases, answer, strict=True))
+                leases = [lease for lease, score in judged if is_grader_error(score)]
+                # While the grader is broken nothing is given up; a sample that breaks it each time is, later.
+                goes_on = bool(leases) and (self._breaker.is_open or num_repeats < self._config.max_retries)
+                done = [pair for pair in judged if not (goes_on and is_grader_error(pair[1]))]
+                results += [_result(lease, score) for lease, score in done]
+                if not goes_on:
+                    return results
+                num_repeats += 1
+            elif not isinstance(answer, ModelAwayError) and attempts.are_exhausted_by(answer):
+                return results + await self._settle(leases, answer, attempts)
             RETRIES.labels(self._model.name).inc()
             await asyncio.sleep(delay_s)
         raise AssertionError("unreachable: backoff_s never ends")
@@ -138,7 +151,10 @@ class ScoringPool:
         async with self._breaker.permit():
             try:
                 scores = await self._model.score(items, timeout_s=self._config.timeout_s)
-                self._breaker.succeeded()
+                if broken := self._errors.broken_by(scores):
+                    self._breaker.failed(broken, is_away=True, what="cannot judge")
+                elif not all(map(is_grader_error, scores)):
+                    self._breaker.succeeded()
                 return scores
             except PenstockError as error:
                 if error.is_retryable:

@@ -11,6 +11,8 @@ from penstock.rewards.local import LocalModel
 from penstock.rewards.outcomes import read_error
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
+from services.reward.code.code_reward import CodeReward
+from services.reward.code.config import CodeConfig
 from services.reward.models.exact_match import exact_match
 from services.reward.models.math_reward import MathReward
 from services.reward.models.numeric import numeric
@@ -37,24 +39,27 @@ class InlineReward(BatchReward):
             return read_error(error, name=self.name)
 
 
-BUILT_IN: dict[str, Callable[[], BatchReward]] = {
-    "exact_match": lambda: InlineReward(exact_match, name="exact_match"),
-    "numeric": lambda: InlineReward(numeric, name="numeric"),
-    "math": MathReward,
+BUILT_IN: dict[str, Callable[[CodeConfig], BatchReward]] = {
+    "exact_match": lambda _: InlineReward(exact_match, name="exact_match"),
+    "numeric": lambda _: InlineReward(numeric, name="numeric"),
+    "math": lambda _: MathReward(),
+    "code": CodeReward,
 }
 """The built-in rules by name; a new one is a file beside this one and a line here."""
 _ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
 
 
-def build_model(name: str, *, judges: Security = NO_SECURITY) -> RewardModel:
+def build_model(name: str, *, judges: Security = NO_SECURITY, code: CodeConfig | None = None) -> RewardModel:
     """The model behind a built-in name, `module:function` or grpc://host:port, which is shown `judges`.
+
+    `code` are the settings of the reward of that name.
 
     Raises RewardLoadError.
     """
     check_name(name)
     if name.startswith(THIRD_PARTY):
         return RemoteModel(name, security=judges)
-    return LocalModel(load_reward(name) if ":" in name else BUILT_IN[name]())
+    return LocalModel(load_reward(name) if ":" in name else BUILT_IN[name](code or CodeConfig()))
 
 
 def check_name(name: str) -> None:

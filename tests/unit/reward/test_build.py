@@ -16,7 +16,7 @@ def brevity(item: RewardItem) -> float:
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILT_IN, "brevity", lambda: InlineReward(brevity, name="brevity"))
+    monkeypatch.setitem(BUILT_IN, "brevity", lambda _: InlineReward(brevity, name="brevity"))
 
 
 async def test_it_is_built_by_its_name_and_scores():

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from penstock.rewards import RewardItem, ScoreStatus
@@ -35,7 +37,7 @@ async def test_equal_expressions_match_however_they_are_written(model):
 
 async def test_an_expression_that_never_ends_is_killed_and_the_next_is_judged(model, monkeypatch):
     monkeypatch.setattr(math_reward, "ITEM_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(math_reward, "_WORKER", "tests.helpers.rewards.hanging_worker")
+    set_worker(model, monkeypatch, "tests.helpers.rewards.hanging_worker")
 
     hanging = await model.score_within([item("#### 1", "1")], timeout_s=0.5)
     monkeypatch.undo()
@@ -45,8 +47,14 @@ async def test_an_expression_that_never_ends_is_killed_and_the_next_is_judged(mo
     assert [result.value for result in after] == [1.0, 1.0]
 
 
+def set_worker(model, monkeypatch, module):
+    """Start another module in the place of its child processes."""
+    for child in model._workers._children:
+        monkeypatch.setattr(child, "_command", (sys.executable, "-m", module))
+
+
 async def test_a_worker_that_dies_fails_its_sample_only(model, monkeypatch):
-    monkeypatch.setattr(math_reward, "_WORKER", "tests.helpers.no_such_module")
+    set_worker(model, monkeypatch, "tests.helpers.no_such_module")
     dead = await model.score([item("#### 1", "1")])
     monkeypatch.undo()
     after = await model.score([item("#### 1", "1")])

@@ -266,8 +266,8 @@ async def test_the_log_says_who_is_away_since_when_and_how_many_wait_but_not_too
         breaker.succeeded()
 
     assert [entry["event"] for entry in logs] == [
-        "reward model fake unreachable since 0 s; 37 samples wait",
-        "reward model fake unreachable since 12 s; 37 samples wait",
+        "reward model fake is unreachable, since 0 s; 37 samples wait",
+        "reward model fake is unreachable, since 12 s; 37 samples wait",
         "reward model fake answers again after 31 s",
     ]
 
@@ -285,3 +285,45 @@ async def test_failures_in_a_row_open_the_breaker_and_a_success_closes_it():
     async with breaker.permit():
         breaker.succeeded()
     assert not breaker.is_open
+
+
+class ErringModel(FakeModel):
+    """A grader whose sandbox fails for the samples that `breaks` says."""
+
+    def __init__(self, breaks):
+        super().__init__(lambda items: [1.0] * len(items))
+        self.breaks = breaks
+
+    async def score(self, items, *, timeout_s):
+        await super().score(items, timeout_s=timeout_s)
+        broken = types_pb2.Score(status=types_pb2.SCORE_STATUS_SANDBOX_ERROR, message="no namespaces")
+        return [broken if self.breaks(item) else types_pb2.Score(status=OK, value=1.0) for item in items]
+
+
+async def test_a_sample_that_breaks_the_grader_each_time_is_given_up_and_costs_its_neighbours_nothing():
+    source = FakeSource(40)
+    model = ErringModel(lambda item: item.key.sample_index == 3)
+    pool = await run_pool(source, model, lambda: not source.held, max_retries=2, max_batch_size=8)
+    assert source.scores[3].status == types_pb2.SCORE_STATUS_SANDBOX_ERROR
+    assert [score.status for index, score in source.scores.items() if index != 3] == [OK] * 39
+    assert pool.holding_reason == ""
+
+
+async def test_samples_wait_for_a_broken_grader_and_are_scored_when_it_works_again():
+    source = FakeSource(40)
+    model = ErringModel(lambda _: True)
+    pool = ScoringPool(model=model, config=RewardModelConfig(max_retries=0, max_batch_size=20), source=source)
+    task = asyncio.create_task(pool.run())
+    try:
+        await until(lambda: bool(pool.holding_reason))
+        assert pool.holding_reason.startswith("reward model fake cannot judge: SANDBOX_ERROR for ")
+        assert pool.holding_reason.endswith(" samples: no namespaces")
+        calls = model.num_calls
+        await until(lambda: model.num_calls > calls)
+        assert source.scores == {}
+        model.breaks = lambda _: False
+        await until(lambda: not source.held)
+    finally:
+        task.cancel()
+    assert [score.status for score in source.scores.values()] == [OK] * 40
+    assert pool.holding_reason == ""

@@ -1,0 +1,251 @@
+"""Runs programs against tests, one after another; a child process that the reward kills when it does not answer.
+
+Reads a line for each program and answers with one: JSON of `Job` and `Verdict`. Sandboxes are made here and nowhere
+else: whatever goes wrong with one costs this process.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from services.reward.code.exchange import LimitError, Lines, converse, send
+from services.reward.code.sandboxes import Limits, Place, Running, Sandbox, SandboxError, find_sandbox, python_folders
+from services.reward.code.suites import Assertions, Calls, Streams, Suite, same_output, same_result
+
+_SUITES: dict[str, type[Suite]] = {"streams": Streams, "calls": Calls, "assertions": Assertions}
+_KINDS = {kind: name for name, kind in _SUITES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A program and its tests."""
+
+    program: str
+    suite: Suite
+    command: Sequence[str]
+    file_name: str
+    readable: Sequence[str]
+    limits: Limits
+    stops_early: bool
+    """Whether the first failed test ends it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As one message."""
+        return {**asdict(self), "kind": _KINDS[type(self.suite)]}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Job:
+        """Of such a message."""
+        suite = _SUITES[found.pop("kind")](**found.pop("suite"))
+        return cls(suite=suite, limits=Limits(**found.pop("limits")), **found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a program did."""
+
+    num_tests: int = 0
+    num_passed: int = 0
+    limit: str = ""
+    """Which limit it exceeded, in one of the tests at least; empty if none."""
+    invalid: str = ""
+    """Why the tests cannot be run, whatever the program."""
+    error: str = ""
+    """What is wrong with the sandbox: nothing else counts then."""
+
+
+def main() -> None:
+    """Answer until standard input ends, which it does when the parent dies."""
+    sandbox: Sandbox | None = None
+    answers, sys.stdout = sys.stdout, sys.stderr
+    wanted = sys.argv[1]
+    for line in sys.stdin:
+        try:
+            if sandbox is None:
+                _, sandbox = find_sandbox(wanted)
+            verdict = run(Job.from_json(json.loads(line)), sandbox)
+        except SandboxError as error:
+            verdict = Verdict(error=str(error))
+        except OSError as error:
+            verdict = Verdict(error=f"{type(error).__name__}: {error}")
+        answers.write(json.dumps(asdict(verdict)) + "\n")
+        answers.flush()
+
+
+def run(job: Job, sandbox: Sandbox) -> Verdict:
+    """Run all tests. Raises SandboxError, OSError: nothing is known about the program."""
+    with tempfile.TemporaryDirectory(prefix="penstock-code-") as folder:
+        place = Place(folder=Path(folder), readable=[*python_folders(), *job.readable])
+        (place.folder / job.file_name).write_text(job.program, encoding="utf-8", errors="replace")
+        stage = _Stage(job, sandbox, place)
+        match job.suite:
+            case Streams():
+                tests = stage.streams(job.suite)
+            case Calls():
+                tests = stage.calls(job.suite)
+            case Assertions():
+                tests = stage.assertions(job.suite)
+        return _tally(tests, job.suite.num_tests, stops_early=job.stops_early)
+
+
+@dataclass(frozen=True, slots=True)
+class _Test:
+    """The outcome of one test."""
+
+    passed: bool
+    limit: str = ""
+    invalid: str = ""
+
+
+def _tally(tests: Generator[_Test, None, None], num_tests: int, *, stops_early: bool) -> Verdict:
+    num_passed, limit = 0, ""
+    with contextlib.closing(tests):
+        for test in tests:
+            if test.invalid:
+                return Verdict(num_tests=num_tests, invalid=test.invalid)
+            num_passed += test.passed
+            limit = limit or test.limit
+            if stops_early and not test.passed:
+                break
+    return Verdict(num_tests=num_tests, num_passed=num_passed, limit=limit)
+
+
+class _Stage:
+    """One program in its folder."""
+
+    def __init__(self, job: Job, sandbox: Sandbox, place: Place) -> None:
+        self._job, self._sandbox, self._place = job, sandbox, place
+
+    def streams(self, suite: Streams) -> Generator[_Test, None, None]:
+        """The program as a script, once for each input."""
+        limits = self._job.limits
+        for given, expected in zip(suite.inputs, suite.outputs, strict=True):
+            with self._started([*self._job.command, self._job.file_name]) as running:
+                deadline_s = time.monotonic() + limits.wall_s
+                try:
+                    sent = given.encode("utf-8", "replace")
+                    printed = converse(
+                        running.stdin, running.stdout, sent, deadline_s=deadline_s, max_bytes=limits.output_bytes
+                    )
+                except LimitError as error:
+                    yield _Test(passed=False, limit=str(error))
+                    continue
+                ended = running.wait(deadline_s - time.monotonic())
+                is_same = same_output(printed.decode("utf-8", "replace"), expected)
+                yield _Test(passed=ended.succeeded and is_same, limit=ended.limit)
+
+    def calls(self, suite: Calls) -> Generator[_Test, None, None]:
+        """The program as a module, whose function is called."""
+        with self._started(self._harness()) as running, self._talk(running) as program:
+            for arguments, expected in zip(suite.arguments, suite.results, strict=True):
+                answer = program.ask([suite.function, repr(arguments), "{}"])
+                yield _Test(passed="value" in answer and _is_result(answer["value"], expected), limit=program.limit)
+
+    def assertions(self, suite: Assertions) -> Generator[_Test, None, None]:
+        """The program as a module, and the tests in a sandbox of their own."""
+        with (
+            self._started(self._harness()) as running,
+            self._started(self._own("driver.py")) as tests,
+            self._talk(running) as program,
+            self._talk(tests) as driver,
+        ):
+            message: Any = {"setup": suite.setup, "tests": suite.tests, "functions": suite.functions}
+            for _ in suite.tests:
+                while "call" in (answer := driver.ask(message)):
+                    message = _checked(program.ask(answer["call"]))
+                # The next one is started by itself, without a word.
+                message = None
+                yield _Test(
+                    passed=answer.get("passed") is True,
+                    limit=program.limit or driver.limit,
+                    invalid=str(answer.get("unsupported", "")),
+                )
+
+    @contextlib.contextmanager
+    def _started(self, argv: Sequence[str]) -> Iterator[Running]:
+        running = self._sandbox.start(argv, place=self._place, limits=self._job.limits)
+        try:
+            yield running
+        finally:
+            running.end()
+
+    @contextlib.contextmanager
+    def _talk(self, running: Running) -> Iterator[_Talk]:
+        talk = _Talk(running, self._job.limits)
+        try:
+            yield talk
+        finally:
+            talk.close()
+
+    def _harness(self) -> list[str]:
+        return [*self._own("harness.py"), self._job.file_name]
+
+    def _own(self, name: str) -> list[str]:
+        """The command for a file of ours, which is put beside the program."""
+        own = f"_penstock_{name}"
+        (self._place.folder / own).write_bytes(Path(__file__).with_name(name).read_bytes())
+        return [*self._job.command, own]
+
+
+class _Talk:
+    """Questions and answers with a running program, a line each."""
+
+    def __init__(self, running: Running, limits: Limits) -> None:
+        self._running = running
+        self._deadline_s = time.monotonic() + limits.wall_s
+        self._lines = Lines(running.stdout, deadline_s=self._deadline_s, max_bytes=limits.output_bytes)
+        self.limit = ""
+        """Which limit it exceeded; empty if none."""
+
+    def ask(self, message: Any) -> dict[str, Any]:
+        """Its answer, whatever it is; empty if there is none, which it is from then on. None only awaits the next."""
+        if self.limit:
+            return {}
+        try:
+            if message is not None:
+                send(self._running.stdin, json.dumps(message).encode() + b"\n", deadline_s=self._deadline_s)
+            line = self._lines.next()
+            if line is None:
+                self.limit = self._running.wait(self._deadline_s - time.monotonic()).limit
+                return {}
+            found = json.loads(line)
+        except LimitError as error:
+            self.limit = str(error)
+            return {}
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._lines.close()
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """A program's answer if it is one, by whatever part of it that was written; else that it has ended."""
+    if isinstance(answer.get("value"), str):
+        return {"value": answer["value"]}
+    if isinstance(answer.get("raised"), str) and isinstance(answer.get("text"), str):
+        return {"raised": answer["raised"], "text": answer["text"]}
+    return {"ended": True}
+
+
+def _is_result(text: object, expected: object) -> bool:
+    """Whether a literal that a program returned is what was expected, tuples being lists as in JSON."""
+    try:
+        return isinstance(text, str) and same_result(json.loads(json.dumps(ast.literal_eval(text))), expected)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+
+
+if __name__ == "__main__":
+    main()

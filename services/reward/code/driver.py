@@ -1,0 +1,92 @@
+"""Runs a row's assertions, in a sandbox of its own; runs alone, with the standard library only.
+
+Reads one line, JSON of {"setup", "tests", "functions"}, and prints a line for each test, {"passed": true or false}, or
+{"unsupported": why}. The functions are not here but with the candidate's program: a call is printed as {"call": ...},
+and the next line is its answer, as `harness` has them. Values that come back are data, never objects of the program, so
+that nothing of it runs here.
+"""
+
+import ast
+import builtins
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+class Unsupported(BaseException):
+    """A test passes something that is no data."""
+
+
+class Ended(BaseException):
+    """The program has ended; no test that expects an error takes this for it."""
+
+
+def main() -> None:
+    """Run all tests."""
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+
+    def ask(message: dict[str, Any]) -> Any:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+        line = requests.readline()
+        if not line:
+            raise Ended
+        return json.loads(line)
+
+    task = json.loads(requests.readline())
+    namespace: dict[str, Any] = {"__name__": "tests"}
+    namespace.update({name: _proxy(name, ask) for name in task["functions"]})
+    outcome = _run(task["setup"], namespace)
+    for test in task["tests"]:
+        tested = outcome if outcome != {"passed": True} else _run(test, namespace)
+        answers.write(json.dumps(tested) + "\n")
+        answers.flush()
+
+
+def _run(source: str, namespace: dict[str, Any]) -> dict[str, Any]:
+    try:
+        exec(source, namespace)
+    except Unsupported as error:
+        return {"unsupported": str(error)}
+    except BaseException:
+        return {"passed": False}
+    return {"passed": True}
+
+
+def _proxy(name: str, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
+    def call(*arguments: object, **keywords: object) -> Any:
+        answer = ask({"call": [name, _literal(arguments), _literal(keywords)]})
+        if "ended" in answer:
+            raise Ended
+        if "raised" in answer:
+            raise _error(answer["raised"], answer["text"])
+        try:
+            return ast.literal_eval(answer["value"])
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            raise Ended from None
+
+    call.__name__ = name
+    return call
+
+
+def _error(name: str, text: str) -> Exception:
+    """The built-in exception of that name. One that ends a loop quietly would make tests of sequences pass."""
+    kind = getattr(builtins, name, RuntimeError)
+    is_error = isinstance(kind, type) and issubclass(kind, Exception)
+    ends_loops = is_error and issubclass(kind, StopIteration | StopAsyncIteration)
+    return (kind if is_error and not ends_loops else RuntimeError)(text)
+
+
+def _literal(value: object) -> str:
+    text = repr(value)
+    try:
+        ast.literal_eval(text)
+    except Exception:
+        raise Unsupported(f"a test passes {text[:80]}, which is no data") from None
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Starts programs that can reach nothing: no network, no file but what they may read, bounded memory and processes.
+
+| | confined by | memory | needs |
+|---|---|---|---|
+| `sandlock` | Landlock and seccomp (package sandlock) | of all processes together | Linux 6.7 |
+| `bubblewrap` | namespaces (`bwrap`) | of each process | user namespaces, `prlimit` |
+
+Programs may write no file at all. A program that ends, or is ended, takes all its processes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_MAX_OPEN_FILES = 64
+_PROBE = ("-I", "-S", "-c", "print(open('/etc/hostname').read())")
+
+
+class SandboxError(Exception):
+    """A sandbox could not be made, or cannot tell how its program ended: that says nothing about the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a program may use."""
+
+    cpu_s: float
+    wall_s: float
+    memory_bytes: int
+    max_processes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a program sees."""
+
+    folder: Path
+    """Its working directory."""
+    readable: Sequence[str]
+    """Further files and folders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended."""
+
+    limit: str = ""
+    """Which limit it exceeded; empty if none."""
+    succeeded: bool = False
+    """Whether its exit status was 0."""
+
+
+class Running(Protocol):
+    """A program that was started; `end` it."""
+
+    stdin: int
+    """Descriptor to write to; closed by whoever uses it up."""
+    stdout: int
+
+    def wait(self, timeout_s: float) -> Ended:
+        """How it ended; it is ended if it does not within `timeout_s`. Raises SandboxError: that cannot be told."""
+
+    def end(self) -> None:
+        """End all its processes and close both descriptors."""
+
+
+class Sandbox(Protocol):
+    """Starts programs."""
+
+    def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Running:
+        """Start one. Raises SandboxError."""
+
+
+class SandlockSandbox:
+    """By Landlock and seccomp. Raises SandboxError where they are missing."""
+
+    def __init__(self) -> None:
+        try:
+            import sandlock
+        except (ImportError, OSError) as error:
+            raise SandboxError(f"sandlock: {error}: pip install sandlock") from error
+        found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+        if found < needed:
+            raise SandboxError(f"sandlock: this kernel has Landlock ABI {found}, {needed} is needed (Linux 6.7)")
+        self._sandlock = sandlock
+
+    def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Running:
+        """Start a program."""
+        library = self._sandlock
+        piped, none = library.StdioMode.PIPED, library.StdioMode.NULL
+        box = library.Sandbox(
+            fs_readable=[*_existing(SYSTEM_FOLDERS), *_DEVICES, *place.readable, str(place.folder)],
+            fs_writable=["/dev/null"],
+            max_memory=limits.memory_bytes,
+            max_processes=limits.max_processes,
+            max_open_files=_MAX_OPEN_FILES,
+            clean_env=True,
+            no_coredump=True,
+            cwd=str(place.folder),
+        )
+        try:
+            return _SandlockRunning(box.popen(_limited(argv, limits), stdin=piped, stdout=piped, stderr=none))
+        except (RuntimeError, OSError, ValueError, library.SandlockError) as error:
+            raise SandboxError(f"sandlock: {error}") from error
+
+
+class _SandlockRunning:
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.stdin, self.stdout = process.stdin.fileno(), process.stdout.fileno()
+
+    def wait(self, timeout_s: float) -> Ended:
+        ended = self._process.wait(max(timeout_s, 0.001))
+        if ended.error is not None or ended.reason is None:
+            raise SandboxError(f"sandlock: {ended.error or 'no reason for the end'}")
+        reason = type(ended.reason)
+        if ended.reason is reason.TIMEOUT:
+            return Ended("its time")
+        if ended.reason is reason.KILLED:
+            return Ended("its memory or CPU time")
+        if ended.reason is reason.SIGNALED and ended.signal == signal.SIGXCPU:
+            return Ended("its CPU time")
+        return Ended(succeeded=ended.exit_code == 0)
+
+    def end(self) -> None:
+        self._process.__exit__(None, None, None)
+
+
+class BubblewrapSandbox:
+    """By namespaces. Raises SandboxError where they are missing."""
+
+    def __init__(self) -> None:
+        for name in ("bwrap", "prlimit"):
+            if shutil.which(name) is None:
+                raise SandboxError(f"bubblewrap: there is no {name} here: apt-get install bubblewrap util-linux")
+
+    def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Running:
+        """Start a program."""
+        command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--dev", "/dev"]
+        for path in dict.fromkeys([*_existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]):
+            command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+        bounds = [f"--as={limits.memory_bytes}", f"--nproc={limits.max_processes}", f"--nofile={_MAX_OPEN_FILES}"]
+        command += ["--remount-ro", "/", "--chdir", str(place.folder), "--", *_limited(argv, limits, bounds)]
+        try:
+            return _BubblewrapRunning(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            )
+        except OSError as error:
+            raise SandboxError(f"bubblewrap: {error}") from error
+
+
+class _BubblewrapRunning:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.stdin, self.stdout = process.stdin.fileno(), process.stdout.fileno()
+
+    def wait(self, timeout_s: float) -> Ended:
+        try:
+            status = self._process.wait(max(timeout_s, 0.001))
+        except subprocess.TimeoutExpired:
+            return Ended("its time")
+        is_limit = status in (128 + signal.SIGKILL, 128 + signal.SIGXCPU)
+        return Ended("its memory or CPU time" if is_limit else "", succeeded=status == 0)
+
+    def end(self) -> None:
+        # The first process of the namespace takes all others with it.
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+_KINDS: dict[str, Callable[[], Sandbox]] = {"sandlock": SandlockSandbox, "bubblewrap": BubblewrapSandbox}
+
+
+def find_sandbox(name: str) -> tuple[str, Sandbox]:
+    """The sandbox of that name, or with `auto` the first that works here, and its name; tried with a program.
+
+    Raises:
+        SandboxError: None works; says why of each.
+    """
+    problems = []
+    for kind in _KINDS if name == "auto" else [name]:
+        try:
+            sandbox = _KINDS[kind]()
+            _try(sandbox)
+            return kind, sandbox
+        except SandboxError as error:
+            problems.append(str(error))
+    raise SandboxError("; ".join(problems))
+
+
+def python_folders() -> list[str]:
+    """What this Python itself is read from."""
+    return list(dict.fromkeys([os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)]))
+
+
+def _try(sandbox: Sandbox) -> None:
+    """Raises SandboxError unless a program runs in it and can not read what it may not."""
+    limits = Limits(cpu_s=5, wall_s=20, memory_bytes=256 * 1024**2, max_processes=4, output_bytes=1024)
+    place = Place(folder=Path("/usr"), readable=python_folders())
+    python = os.path.realpath(sys.executable)
+    for program, expected in (("print(6 * 7)", b"42\n"), ("print(open('/etc/passwd').read())", b"")):
+        running = sandbox.start([python, "-I", "-S", "-c", program], place=place, limits=limits)
+        try:
+            printed = os.read(running.stdout, 1024)
+            running.wait(limits.wall_s)
+        finally:
+            running.end()
+        if printed != expected:
+            raise SandboxError(f"a program that should print {expected!r} in it printed {printed[:80]!r}")
+
+
+def _limited(argv: Sequence[str], limits: Limits, bounds: Sequence[str] = ()) -> list[str]:
+    prlimit = shutil.which("prlimit")
+    if prlimit is None:
+        return list(argv)
+    seconds = max(1, round(limits.cpu_s))
+    return [prlimit, f"--cpu={seconds}:{seconds + 1}", "--core=0", *bounds, "--", *argv]
+
+
+def _existing(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if os.path.lexists(path)]

@@ -1,0 +1,126 @@
+"""Programs run in a real sandbox: what passes, what does not, and what is nobody's fault."""
+
+import pytest
+
+from penstock.rewards import RewardItem, RewardLoadError, ScoreStatus
+from services.reward.code.code_reward import CodeReward
+from services.reward.code.config import CodeConfig
+from services.reward.code.sandboxes import SandboxError, find_sandbox
+from services.reward.config import RewardModelConfig
+from services.reward.models.build import build_model
+from services.reward.models.child import Child
+
+try:
+    SANDBOX, _ = find_sandbox("auto")
+except SandboxError as error:
+    pytest.skip(f"no sandbox works here: {error}", allow_module_level=True)
+
+STREAMS = {"tests": [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "2\n"}]}
+CALLS = {"input_output": {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}}
+ASSERTIONS = {"test_list": ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]}
+CHECK = {
+    "test": (
+        "def check(candidate):\n    assert candidate(1, 2) == 3\n    try:\n        candidate(1, 'a')\n"
+        "    except TypeError:\n        pass\n    else:\n        raise AssertionError\n"
+    ),
+    "entry_point": "add",
+}
+ADD, SCRIPT = "def add(a, b):\n    return a + b", "a, b = map(int, input().split())\nprint(a + b)"
+PASSED, WRONG = (ScoreStatus.OK, 1.0), (ScoreStatus.OK, 0.0)
+
+
+async def scores(*cases, **settings):
+    reward = CodeReward(CodeConfig(**settings))
+    try:
+        items = [RewardItem(completion=f"Well:\n```python\n{body}\n```", metadata=row) for body, row in cases]
+        results = await reward.score(items)
+    finally:
+        await reward.close()
+    return [(result.status, result.value) for result in results], results
+
+
+async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not():
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b"
+    right = [(SCRIPT, STREAMS), (ADD, CALLS), (method, CALLS), (ADD, ASSERTIONS), (ADD, CHECK)]
+    wrong = [
+        ("print(5)", STREAMS),
+        ("print(5)\nprint(2)", STREAMS),
+        (f"{SCRIPT}\nraise SystemExit(1)", STREAMS),
+        ("def add(a, b):\n    return 3", CALLS),
+        ("def plus(a, b):\n    return a + b", CALLS),
+        ("def add(a, b):\n    return 3", ASSERTIONS),
+        ("def add(a, b):\n    return int(a) + int(b) if b != 'a' else 0", CHECK),
+        ("import os\ndef add(a, b):\n    if b == 'a': os._exit(0)\n    return a + b", CHECK),
+        ("def add(a, b): (", ASSERTIONS),
+        ("", CHECK),
+    ]
+    found, _ = await scores(*right, *wrong)
+    assert found == [PASSED] * len(right) + [WRONG] * len(wrong)
+
+
+async def test_an_empty_output_is_no_pass_for_a_program_that_fails():
+    nothing = {"tests": [{"input": "", "output": ""}]}
+    found, _ = await scores(("pass", nothing), ("raise ValueError", nothing))
+    assert found == [PASSED, WRONG]
+
+
+async def test_credit_may_be_the_share_of_tests_passed():
+    found, results = await scores(("print(5)", STREAMS), ("def add(a, b): return 3", ASSERTIONS), credit="share")
+    assert found == [(ScoreStatus.OK, 0.5)] * 2
+    assert results[0].components == {"passed": 0.5, "exceeded_limit": 0.0}
+
+
+LIMITS = {
+    "time": "import time\ntime.sleep(60)",
+    "CPU time": "while True: pass",
+    "memory": "x = [bytearray(1 << 24) for _ in range(1000)]",
+    "output": "while True: print('x' * 1000)",
+}
+
+
+async def test_a_program_that_exceeds_a_limit_is_wrong_or_dropped_as_configured():
+    bounds = {"cpu_s": 1, "wall_s": 3, "memory_mb": 128, "output_kb": 16, "num_cells": 4}
+    cases = [(body, STREAMS) for body in LIMITS.values()]
+    found, results = await scores(*cases, **bounds)
+    assert found == [WRONG] * 4
+    if SANDBOX == "sandlock":
+        assert [result.components["exceeded_limit"] for result in results] == [1.0] * 4
+        dropped, _ = await scores(*cases, **bounds, on_limit="drop")
+        assert dropped == [(ScoreStatus.CANDIDATE_LIMIT, None)] * 4
+
+
+async def test_a_row_whose_tests_cannot_be_run_is_invalid():
+    found, results = await scores((ADD, {}), (ADD, {"test_list": ["assert add(print, print)"]}))
+    assert found == [(ScoreStatus.INVALID, None)] * 2
+    assert "no tests" in results[0].message
+    assert "which is no data" in results[1].message
+
+
+async def test_a_process_that_ends_is_a_sandbox_error_and_the_next_one_is_new(monkeypatch):
+    reward = CodeReward(CodeConfig(num_cells=1))
+    item = RewardItem(completion=SCRIPT, metadata=STREAMS)
+    ask, fails = Child.ask, [True]
+
+    async def dying(self, request, **limits):
+        return await ask(self, {"program": 5} if fails and fails.pop() else request, **limits)
+
+    monkeypatch.setattr(Child, "ask", dying)
+    try:
+        first, second = await reward.score([item]), await reward.score([item])
+    finally:
+        await reward.close()
+    assert first[0].status is ScoreStatus.SANDBOX_ERROR
+    assert (second[0].status, second[0].value) == PASSED
+
+
+async def test_the_reward_is_built_by_name_with_its_settings():
+    config = RewardModelConfig.model_validate({"model": "code", "code": {"credit": "share"}})
+    model = build_model(config.model, code=config.code)
+    assert model.name == "code"
+    await model.close()
+
+
+def test_without_a_sandbox_the_reward_refuses_to_start(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RewardLoadError, match="bubblewrap: there is no bwrap here: apt-get install"):
+        CodeReward(CodeConfig(sandbox="bubblewrap"))
