@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from penstock.model.training_memory import ModelShape
+from penstock.model.decoder_shape import ModelShape
 
 PACKED_BYTES = 1 / 2 + 1 / 64
 """Of a weight in 4 bits: its code, and its part of a scale in 8 bits."""

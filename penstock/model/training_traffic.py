@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.model.training_memory import GRADIENT_BYTES, ModelShape, TrainingMode
+from penstock.model.decoder_shape import ModelShape
+from penstock.model.training_memory import GRADIENT_BYTES, TrainingMode
 
 
 def gathered_bytes(shape: ModelShape, mode: TrainingMode, *, num_passes: float, num_scoring_passes: float = 0) -> float:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from penstock.model.training_memory import ModelShape, TrainingMode, working_bytes
+from penstock.model.decoder_shape import ModelShape
+from penstock.model.training_memory import TrainingMode, working_bytes
 from services.scheduler.cost_model.demand import Demand
 from services.scheduler.problem.problem import NodeClass, Problem
 

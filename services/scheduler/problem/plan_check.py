@@ -10,7 +10,8 @@ from collections import Counter
 from itertools import combinations
 
 from penstock.errors import InternalError
-from penstock.model.training_memory import ModelShape, TrainingMode, working_bytes
+from penstock.model.decoder_shape import ModelShape
+from penstock.model.training_memory import TrainingMode, working_bytes
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
 

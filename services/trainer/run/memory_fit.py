@@ -16,9 +16,9 @@ import structlog
 import torch
 
 from penstock.model.adapter_memory import adapter_params, packed_layer_bytes, unpacked_bytes
+from penstock.model.decoder_shape import ModelShape
 from penstock.model.model_shape import read_shape
 from penstock.model.training_memory import (
-    ModelShape,
     TrainingMode,
     held_bytes,
     offloaded_bytes,

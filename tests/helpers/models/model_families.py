@@ -52,7 +52,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"sliding_window": WINDOW},
     "gemma3_text": _SLIDING_AND_FULL,
     "olmo2": {},
-    "olmoe": _MOE,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "olmo3": _SLIDING_AND_FULL,
     "cohere2": _SLIDING_AND_FULL,
     "exaone4": _SLIDING_AND_FULL,
@@ -71,7 +71,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "glm4": {},
     "glm4_moe": _MOE | {"n_routed_experts": 4},
     "deepseek_v3": _MLA
-    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16},
+    | {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
     "gpt_oss": _SLIDING_AND_FULL | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {
         "num_local_experts": 2,

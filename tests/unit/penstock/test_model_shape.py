@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from penstock.model.decoder_shape import ModelShape
 from penstock.model.model_shape import read_numbers, read_shape
-from penstock.model.training_memory import ModelShape
 
 CONFIG = {
     "vocab_size": 32,
@@ -48,6 +48,8 @@ def test_numbers_are_those_of_the_configuration_and_of_the_tensors(folder):
         key_width=8,
         vocab=32,
         is_tied=True,
+        dense_feed_forward=12,
+        has_query_norms=False,
     )
 
 

@@ -34,6 +34,9 @@ WIDE = {
 }
 
 
+INTERLEAVED = {"no_rope_layers": [1, 0, 1, 0], "layer_types": ["chunked_attention", "full_attention"] * 2}
+
+
 def trained_backend(path, ranks=None, **settings):
     """A backend after its first step, which makes the moments."""
     backend = build_backend(path, ranks=ranks, **settings)
@@ -75,15 +78,30 @@ def whole_bytes(shape, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoints_layers", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(name, marks=marks) for name, marks in (("float32", ()), ("bfloat16", pytest.mark.grid))]
+)
 @pytest.mark.parametrize("family", EXACT)
-def test_every_family_needs_what_the_formula_says(tmp_path, family, checkpoints_layers):
-    path = save_tiny(family, tmp_path)
-    backend = trained_backend(path, gradient_checkpointing=checkpoints_layers)
-    memory = measured(backend, num_tokens=32)
+def test_every_family_needs_what_the_formula_says(tmp_path, family, dtype, checkpoints_layers):
+    """At lengths where weights count most, and where activations do."""
+    path = save_tiny(family, tmp_path, max_position_embeddings=512)
+    backend = trained_backend(path, dtype=dtype, gradient_checkpointing=checkpoints_layers)
     shape = read_shape(path)
-    mode = mode_of(backend, num_tokens=32, checkpoints_layers=checkpoints_layers)
-    assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=1e-3)
-    assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
+    for num_tokens in (32, 128, 512):
+        memory = measured(backend, num_tokens=num_tokens)
+        mode = mode_of(backend, num_tokens=num_tokens, checkpoints_layers=checkpoints_layers)
+        assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=1e-3)
+        assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1), num_tokens
+
+
+def test_a_mixture_with_dense_layers_between_needs_what_the_formula_says(tmp_path):
+    """Llama 4's every second layer."""
+    path = save_tiny("llama4_text", tmp_path, num_hidden_layers=4, interleave_moe_layer_step=2, **INTERLEAVED)
+    backend = trained_backend(path)
+    memory = measured(backend, num_tokens=128)
+    shape = read_shape(path)
+    assert shape.num_dense_layers == 2
+    assert whole_bytes(shape, mode_of(backend, num_tokens=128)) == pytest.approx(memory.peak_bytes, rel=0.1)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
