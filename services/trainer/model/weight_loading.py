@@ -35,6 +35,11 @@ _log = structlog.get_logger()
 Modules = Callable[[PreTrainedModel], Iterable[nn.Module]]
 
 
+def whole_model(model: PreTrainedModel) -> Iterable[nn.Module]:
+    """The model alone, as it is."""
+    return (model,)
+
+
 def load_weights(
     path: Path,
     *,
@@ -42,7 +47,7 @@ def load_weights(
     computing: torch.dtype,
     device: torch.device,
     ranks: Ranks,
-    sharded: Modules = lambda model: (model,),
+    sharded: Modules = whole_model,
     layers_per_stage: Sequence[int] | None = None,
     has_output: bool = True,
 ) -> PreTrainedModel:
@@ -55,7 +60,7 @@ def load_weights(
         device: Of this process.
         ranks: The processes.
         sharded: Its modules that will be called, each of which is sharded with all it contains. A generator may change
-            the model before and after.
+            the model before and after; one process, too, reads weights into what it leaves then.
         layers_per_stage: Of the stages into which the processes cut it; None for even ones.
         has_output: False if its output layer is not used.
 
@@ -117,7 +122,7 @@ def _loaded(
     options |= {"attn_implementation": PACKED_ATTENTION, "dtype": dtype}
     try:
         check_index(path)
-        empty = _empty_model(path) if ranks.num_ranks > 1 else None
+        empty = _empty_model(path) if ranks.num_ranks > 1 or sharded is not whole_model else None
         if empty is not None and _can_read_parts(empty, ranks.num_shards * ranks.num_splits):
             options |= {"config": empty.config, "distributed_config": DistributedConfig()}
             model = _checked(_sharding_first(type(empty), shard), path, options)

@@ -8,6 +8,7 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from transformers import AutoModelForCausalLM
 
 from services.trainer.config import LoraSection
+from services.trainer.model.adapters import nf4
 from services.trainer.model.adapters.injection import Injection
 from services.trainer.model.adapters.nf4 import Nf4Linear, pack, unpack
 from services.trainer.model.attention import register_packed_attention
@@ -99,6 +100,27 @@ def test_a_process_reads_its_rows_and_packs_each_layer_as_it_is_read(tmp_path, r
     held = sum(part.nbytes for part in parts.values())
     # A layer's rows in float32 and what packs them, but not those of several.
     assert held <= memory.peak_bytes < held + 12 * 64 * 128 * 4
+
+
+def test_one_process_packs_each_layer_as_it_is_read_too(tmp_path, monkeypatch):
+    save_tiny("qwen3", tmp_path, **WIDE)
+    had_memory = []
+
+    class Noted(Nf4Linear):
+        def __init__(self, layer, device):
+            had_memory.append(not layer.weight.is_meta)
+            super().__init__(layer, device)
+
+    monkeypatch.setattr(nf4, "Nf4Linear", Noted)
+    packed = dict(loaded(tmp_path, Ranks()).named_parameters())
+    # When the base's layers were replaced.
+    assert had_memory == [False] * 14
+    (weight,) = (
+        each.detach()
+        for name, each in AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters()
+        if name == "model.layers.1.mlp.up_proj.weight"
+    )
+    assert torch.equal(packed["model.layers.1.mlp.up_proj.packed"], pack(weight))
 
 
 def test_layers_that_have_no_whole_blocks_are_refused(tmp_path):

@@ -21,7 +21,7 @@ from tests.helpers.trainers.lone_rank import one_of
 from tests.unit.trainer.model.test_architectures import REFUSED
 
 CPU = torch.device("cpu")
-HAVE_EXPERTS_APART = {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "minimax_m2", "glm4_moe"}
+HAVE_EXPERTS_APART = {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "minimax_m2", "glm4_moe", "deepseek_v3"}
 """In files; a process needs one of the four."""
 UNTRAINABLE = REFUSED.keys() - {"falcon_h1", "olmo_hybrid"}
 """The two are of use here: falcon_h1 has buffers of its own, and conversions of olmo_hybrid cross rows."""
