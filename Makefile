@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests start hundreds of Python processes: what one has compiled is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart soak mutants test test-fast test-parts test-runs test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images gpu-check clean
+.PHONY: help setup quickstart soak mutants test test-fast test-parts test-runs test-grids test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images gpu-check clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -50,22 +50,25 @@ test: setup lint test-parts test-runs  ## Everything CI runs
 
 # One session each, so that waiting tests and computing ones fill each other's gaps and start-up is paid once.
 test-parts: setup
-	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 4 -m "not vllm" --durations=20
+	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 4 -m "not vllm and not grid" --durations=20
 
 test-runs: setup
-	$(PYTEST) tests/e2e tests/contract/engines -q $(RERUN) $(PARALLEL) 2 -m "e2e or vllm" --durations=20
+	$(PYTEST) tests/e2e tests/contract/engines -q $(RERUN) $(PARALLEL) 2 -m "(e2e or vllm) and not grid" --durations=20
 
 test-fast: setup lint  ## The quick part: no vLLM, nothing that is marked slow
-	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) 3 -m "not vllm and not slow"
+	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) 3 -m "not vllm and not slow and not grid"
 
 soak: setup  ## An hour of the quick start's task under faults of every kind; ARGS="--minutes 60 --seed 7"
 	$(BIN)/python -m tests.soak $(ARGS)
 
+test-grids: setup  ## What `make test` shows with one or two, on the other families, meshes and stores (some minutes)
+	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 2 -m grid --durations=12
+
 test-unit: setup
-	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL) 2
+	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL) 2 -m "not grid"
 
 test-contract: setup
-	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) 3 -m "not vllm" --durations=12
+	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) 3 -m "not vllm and not grid" --durations=12
 
 test-integration: setup
 	$(ONE_THREAD) $(PYTEST) tests/integration -q $(RERUN) $(PARALLEL) 3 --durations=12

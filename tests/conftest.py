@@ -49,9 +49,14 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that no process of pytest begins one when the others are done."""
+    """Marks repetitions; long files first, so that no process of pytest begins one when the others are done."""
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONG_FILES)}
+    for item in items:
+        # A Sentinel hands out an address, behind which everything but the store's own suite is as on Redis.
+        of_test = getattr(item, "callspec", None)
+        if of_test and of_test.params.get("store") == "sentinel" and item.path.name != "test_store.py":
+            item.add_marker(pytest.mark.grid)
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 

@@ -47,7 +47,7 @@ def counter():
 
 @pytest.mark.parametrize("checkpoints_layers", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("num_ranks", "size"), [(4, 2), (4, 4)])
+@pytest.mark.parametrize(("num_ranks", "size"), [(4, 2), pytest.param(4, 4, marks=pytest.mark.grid)])
 def test_a_process_needs_and_exchanges_what_the_formulas_say(
     tmp_path, counter, num_ranks, size, dtype, checkpoints_layers
 ):
