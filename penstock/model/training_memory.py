@@ -181,10 +181,11 @@ def _pass_of(shape: ModelShape, mode: TrainingMode) -> _Pass:
 
 
 def _adapter_bytes(shape: ModelShape, mode: TrainingMode, needed: _Pass) -> float:
-    # Without gradients of weights, and with copies of none: the weights of a layer, and of the next.
+    # Without gradients of weights, and with copies of none: the weights of a layer, and of the next. In a stage
+    # those of all, and once more of one that is gathered.
     # Over gloo processes had two more copies of what belongs to no layer, which no tensors account for (measured).
-    num_copies = 3 if mode.is_on_cpus else 1
-    gathered = num_copies * mode.weight_bytes * shape.root_params + 2 * _base_layer_bytes(shape, mode)
+    num_copies, num_layers = 3 if mode.is_on_cpus else 1, shape.num_layers + 1 if mode.is_stage else 2
+    gathered = num_copies * mode.weight_bytes * shape.root_params + num_layers * _base_layer_bytes(shape, mode)
     gathered = mode.unpacked_bytes + (0.0 if mode.num_shards == 1 else gathered)
     return gathered + max(needed.of_logits, needed.kept + needed.recomputed)
 

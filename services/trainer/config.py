@@ -361,12 +361,6 @@ class TrainingConfig(RunSections):
                 f"trainer.parallel.tensor: {self.trainer.parallel.tensor} is not supported with lora.base nf4, which "
                 "packs whole rows; leave it 1, use shard"
             )
-        _, num_shards = self.trainer.parallel.mesh(len(self.trainer.shares))
-        if self.trainer.parallel.pipeline > 1 and num_shards > 1:
-            raise ValueError(
-                f"trainer.parallel.shard: {num_shards} beside pipeline is not supported with lora; set it to 1, and "
-                "use replicate"
-            )
         return self
 
     @property

@@ -50,7 +50,8 @@ class StageBackend(RankBackend):
         pack = self._idle_pack if given is None or is_idle else given
         microbatches = self._link.microbatches(pack)
         # In all stages, and before they depend on each other for the policy's own pass.
-        with self._link.gathered(self._trained.networks[1:]):
+        # Below an adapter the reference is the model itself.
+        with self._link.gathered(self._trained.networks[1:] or self._trained.networks):
             references = [self._reference_of_loss(each) for each in microbatches]
         with self._link.gathered([self._model]):
             return self._passes(pack, microbatches, references, is_idle=is_idle)

@@ -27,7 +27,8 @@ class LoneRank(Ranks):
     def __init__(self, rank: int, num_ranks: int, *, expert_size: int = 1) -> None:
         self.rank, self.num_ranks, self.num_shards = rank, num_ranks, num_ranks
         # A name of its own: PyTorch keeps what it computed for equal meshes, which elsewhere have one rank a process.
-        self._mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(f"rank_{rank}",))
+        name = f"rank_{rank}_of_{dist.get_world_size()}"
+        self._mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(name,))
         if expert_size > 1:
             num_shards = num_ranks // expert_size
             shards, experts = names = (f"expert_shard_{rank}", f"expert_{rank}")

@@ -95,14 +95,6 @@ def test_rows_of_4_bits_are_not_split():
         validate(TrainingConfig, run | {"trainer": {"processes": 2, "parallel": {"tensor": 2}}}, source="run.yaml")
 
 
-def test_sharded_stages_of_an_adapter_are_refused_by_name():
-    run = {"model": {"path": "m"}, "data": {"train": None}, "lora": {"rank": 4}}
-    stages = {"trainer": {"processes": 4, "parallel": {"pipeline": 2}}}
-    with pytest.raises(ConfigError) as caught:
-        validate(TrainingConfig, run | stages, source="run.yaml")
-    assert "trainer.parallel.shard: 2 beside pipeline is not supported with lora" in str(caught.value)
-
-
 def test_islands_have_all_processes_and_their_shares():
     config = made(processes=[1, 1, 2], parallel={"islands": [2, 1]})
     assert config.parallel.mesh(3) == (2, 2)

@@ -106,6 +106,9 @@ class LoraModel(TrainedModel):
         """The same network with the adapter off."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
+            # PEFT freezes them, too, and FSDP would keep that of weights that it gathers meanwhile.
+            for factor in FACTORS:
+                factor_of(layer, factor).weight.requires_grad_(True)
         try:
             yield self.network
         finally:

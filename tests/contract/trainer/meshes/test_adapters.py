@@ -25,7 +25,7 @@ REFERENCE = {"algorithm": {"name": "dapo", "kl_coefficient": 0.1}}
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
-        ("qwen2", {"pipeline": 2, "layers_per_stage": [1, 3]}),
+        ("qwen2", {"pipeline": 2, "layers_per_stage": [1, 3], "shard": 2}),
         ("qwen3_moe", {"pipeline": 2, "replicate": 2}),
         pytest.param("qwen3_moe", {"tensor": 2}, marks=pytest.mark.grid),
         ("qwen2", {"tensor": 2, "shard": 2}),
@@ -49,7 +49,9 @@ def test_stages_and_split_layers_train_an_adapter_as_one_process(tmp_path, famil
             assert_goes_on_after_a_loss_that_is_not_finite(many)
 
 
-@pytest.mark.parametrize(("processes", "parallel"), [(2, {"pipeline": 2}), (3, {"islands": [2, 1]})], ids=str)
+@pytest.mark.parametrize(
+    ("processes", "parallel"), [(4, {"pipeline": 2, "shard": 2}), (3, {"islands": [2, 1]})], ids=str
+)
 def test_over_a_base_of_4_bits_they_train_as_one_process(tmp_path, processes, parallel):
     folder = made(tmp_path / "model", "qwen2", is_tied=True, hidden_size=64, intermediate_size=64, head_dim=16)
     changes = {"lora": {"base": "nf4"}, "gradient_checkpointing": True}

@@ -16,9 +16,10 @@ from penstock.model.training_memory import held_bytes, working_bytes
 from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.loss import policy_loss
 from services.trainer.batches.packing import join
-from services.trainer.config import OptimizerConfig
+from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.distributed.stage_backend import StageBackend
 from services.trainer.model.model_loading import ModelSettings
+from services.trainer.run.memory_fit import with_adapter
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import LoneStage
 from tests.unit.trainer.builders import build_trajectory
@@ -51,10 +52,22 @@ def train(backend, *, count):
 def measured(backend, *, count):
     parameters = list(backend._model.parameters())
     moments = [each for state in backend._learner.optimizer.state.values() for each in state.values() if each.dim()]
-    memory = TensorMemory([each.detach() for each in (*parameters, *(each.grad for each in parameters), *moments)])
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    memory = TensorMemory([each.detach() for each in (*parameters, *gradients, *moments)])
     with memory.counting():
         train(backend, count=count)
     return memory
+
+
+def trained(path, index, **settings):
+    """A stage's backend, and what it takes for a pack of one sample and of eight."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        backend = backend_of(path, LoneStage(2 * index, 4, num_stages=2), **settings)
+        train(backend, count=1)
+        return backend, *(measured(backend, count=count) for count in (1, 8))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("checkpoints_layers", [False, True])
@@ -64,14 +77,7 @@ def test_a_stage_needs_what_the_formula_says(tmp_path, index, dtype, checkpoints
     """Of a pack of one sample, which is one microbatch; of several no more."""
     model = AutoModelForCausalLM.from_config(Qwen3Config(**WIDE, tie_word_embeddings=False))
     model.bfloat16().save_pretrained(tmp_path)
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        ranks = LoneStage(2 * index, 4, num_stages=2)
-        backend = backend_of(tmp_path, ranks, dtype=dtype, gradient_checkpointing=checkpoints_layers)
-        train(backend, count=1)
-        of_one, of_eight = (measured(backend, count=count) for count in (1, 8))
-    finally:
-        dist.destroy_process_group()
+    backend, of_one, of_eight = trained(tmp_path, index, dtype=dtype, gradient_checkpointing=checkpoints_layers)
     shape = read_shape(tmp_path).stage(2, is_first=index == 0, is_last=index == 1)
     mode = mode_of(backend, num_tokens=NUM_TOKENS, checkpoints_layers=checkpoints_layers)
     mode = replace(mode, num_shards=2, is_stage=True)
@@ -79,3 +85,18 @@ def test_a_stage_needs_what_the_formula_says(tmp_path, index, dtype, checkpoints
     whole = held_bytes(shape, mode) + working_bytes(shape, mode)
     assert whole == pytest.approx(of_one.peak_bytes, rel=0.1)
     assert of_eight.peak_bytes < whole
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stage_with_an_adapter_needs_what_the_formula_says(tmp_path, index):
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**WIDE, tie_word_embeddings=False))
+    model.bfloat16().save_pretrained(tmp_path)
+    lora = LoraSection(rank=8)
+    backend, of_one, of_eight = trained(tmp_path, index, dtype="bfloat16", lora=lora)
+    shape = read_shape(tmp_path).stage(2, is_first=index == 0, is_last=index == 1)
+    mode = replace(mode_of(backend, num_tokens=NUM_TOKENS), num_shards=2, is_stage=True, has_adapter=True)
+    mode = with_adapter(mode, lora, shape)
+    assert held_bytes(shape, mode) == pytest.approx(of_one.held_bytes, rel=0.01)
+    whole = held_bytes(shape, mode) + working_bytes(shape, mode)
+    assert whole == pytest.approx(of_one.peak_bytes, rel=0.1)
+    assert of_eight.peak_bytes < 1.1 * whole
