@@ -101,7 +101,7 @@ RunId = Annotated[str, AfterValidator(_run_id)]
 def _path(value: Any) -> Any:
     if isinstance(value, str) and "://" in value:
         raise ValueError(
-            f"{value!r:.200} is an address, but only paths of the machine itself are read; copy it there first"
+            f"{value!r:.200} is an address, but this has to be a path of the machine itself; name a folder of its disk"
         )
     return value
 

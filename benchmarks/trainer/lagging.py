@@ -47,16 +47,18 @@ class LaggingSampler:
     """
 
     def __init__(self, config: TrainingConfig, *, lag: int, score: Score = exact_match) -> None:
-        assert config.data.train is not None
+        assert config.data.train_file is not None
         self._config = config
         self._score_item = score
         prompts = load_prompts(
-            config.data.train, HuggingFaceTokenizer(config.model.path), max_prompt_tokens=config.data.max_prompt_tokens
+            config.data.train_file,
+            HuggingFaceTokenizer(config.model.folder),
+            max_prompt_tokens=config.data.max_prompt_tokens,
         )
         self._stream = PromptStream(prompts.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
-        self._tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        self._tokenizer = AutoTokenizer.from_pretrained(config.model.folder, local_files_only=True)
         self._model = AutoModelForCausalLM.from_pretrained(
-            config.model.path, dtype=torch.float32, local_files_only=True
+            config.model.folder, dtype=torch.float32, local_files_only=True
         ).eval()
         self._kept: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=lag + 1)
 
@@ -80,10 +82,10 @@ class LaggingSampler:
     def held_out_reward(self, tensors: Mapping[str, Tensor]) -> float:
         """Mean reward of one sample of each held-out prompt under these weights."""
         config = self._config
-        assert config.data.eval is not None
+        assert config.data.eval_file is not None
         self._model.load_state_dict(tensors, strict=False)
-        tokenizer = HuggingFaceTokenizer(config.model.path)
-        held_out = load_prompts(config.data.eval, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+        tokenizer = HuggingFaceTokenizer(config.model.folder)
+        held_out = load_prompts(config.data.eval_file, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
         prompts = held_out.prompts[: config.run.num_eval_prompts]
         rows = [
             make_row(prompt.token_ids, self._sampling(HELD_OUT_SEED + index)) for index, prompt in enumerate(prompts)

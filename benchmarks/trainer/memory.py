@@ -86,7 +86,7 @@ def _formula(config: TrainingConfig, *, has_copies: bool) -> dict[str, float]:
     """MB of a process, without libraries."""
     from services.trainer.run.memory_fit import training_mode
 
-    shape = read_shape(config.model.path)
+    shape = read_shape(config.model.folder)
     mode = training_mode(
         config, shape, num_shards=len(config.trainer.shares), is_half=config.model.dtype == "bfloat16", is_on_cpus=True
     )

@@ -9,6 +9,7 @@ from console.config.config import RunConfig
 from console.config.run_folder import RunFolder
 from penstock.config import StrictModel, validate
 from penstock.rewards.wire import THIRD_PARTY
+from penstock.storage.addresses import Address
 from services.broker.config import BrokerConfig
 from services.generator.config import GeneratorConfig, OpenAIConfig
 from services.generator.engines.registry import ENGINES
@@ -101,6 +102,7 @@ def trainer_config(config: RunConfig, addresses: Addresses) -> TrainerConfig:
         weights_url=addresses.weights_url,
         weights_transport=config.weights.transport,
         allowed_roots=trainer_roots(config),
+        allowed_storage=trainer_storage(config),
         trusted_relay_hosts=config.weights.trusted_relay_hosts,
         # The console that started it resumes its run, and ends it when the console ends.
         state_dir=None,
@@ -112,7 +114,13 @@ def trainer_roots(config: RunConfig) -> tuple[Path, ...]:
     run = RunFolder(config.run.dir / config.run.id)
     # Links are followed: users put a run, or its checkpoints, on a larger disk.
     paths = (config.run.dir, run.path, run.checkpoints, config.model.path, config.data.train, config.data.eval)
-    return tuple(path for path in paths if path is not None)
+    return tuple(path for path in paths if isinstance(path, Path))
+
+
+def trainer_storage(config: RunConfig) -> tuple[Address, ...]:
+    """The same for addresses in object storage."""
+    sources = (config.model.path, config.data.train, config.data.eval, config.run.checkpoint_storage)
+    return tuple(source for source in sources if source is not None and not isinstance(source, Path))
 
 
 def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder, index: int) -> GeneratorConfig:

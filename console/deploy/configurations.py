@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path, PurePath
+from typing import Any
 
 from console.config.config import parse_run_config
 from console.config.derive import training_config
@@ -23,6 +24,7 @@ from console.deploy.trainers import processes, training_machines
 from console.node.config import NodeConfig
 from penstock.config import ConfigError, Document, validate
 from penstock.security.plain_text import is_local
+from penstock.storage.addresses import looks_like_address
 from services.generator.engines.registry import engine_keys
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
@@ -226,6 +228,7 @@ class Configurations:
             "weights_url": self.center["weights"],
             "state_dir": str(self.layout.runs / ".trainers"),
             "allowed_roots": roots,
+            "allowed_storage": [str(source) for source in _sources(self.config) if looks_like_address(source)],
         }
 
     @property
@@ -250,7 +253,7 @@ class Configurations:
             "role": self.role(name),
             "host": self.host(name),
             "has_certificates": self.has_certificates,
-            "readable": {key: str(path) for key, path in paths.items()},
+            "readable": {key: str(path) for key, path in paths.items() if not looks_like_address(path)},
             "writable": {"run.dir" if trains is not None else "dir": str(runs)},
         }
         if self.is_emulated:
@@ -275,7 +278,7 @@ def _placed(run: Document, layout: Layout) -> Document:
     found = {section: dict(run[section]) for section in ("model", "data") if isinstance(run.get(section), dict)}
     for section, key in (("model", "path"), ("data", "train"), ("data", "eval")):
         stated = found.get(section, {}).get(key)
-        if stated is None:
+        if stated is None or looks_like_address(stated):
             continue
         path = PurePath(str(stated))
         if layout.is_container:
@@ -327,6 +330,12 @@ def _reward(config: Document) -> Document:
 
 def _trainer_roots(config: Document) -> list[str]:
     """The paths that the run's trainer reads and writes, as the run names them."""
-    data = config.get("data", {})
-    paths = (config["run"].get("dir", "runs"), config["model"]["path"], data.get("train"), data.get("eval"))
-    return [str(path) for path in paths if path is not None]
+    paths = (config["run"].get("dir", "runs"), *_sources(config))
+    return [str(path) for path in paths if not looks_like_address(path)]
+
+
+def _sources(config: Document) -> list[Any]:
+    """Paths and addresses of the run's model, data and checkpoints."""
+    data, run = config.get("data", {}), config["run"]
+    found = (config["model"]["path"], data.get("train"), data.get("eval"), run.get("checkpoint_storage"))
+    return [source for source in found if source is not None]

@@ -67,7 +67,7 @@ def build_problem(inventory: Path, sources: Sources) -> BuiltProblem:
     missing, notes = cluster.missing, cluster.notes
     if run is not None:
         missing += _differences(run, list(probes.values()))
-    model = sources.model or (run.model.path if run is not None else None)
+    model = sources.model or (run.model.folder if run is not None else None)
     if model is None:
         missing.append("model: not given; name its Hugging Face folder with --model, or a run with --run")
     section = {} if model is None else model_section(model, missing)
@@ -127,7 +127,7 @@ def _workload(
 def _lengths(
     sources: Sources, run: RunConfig | None, model: Path | None, missing: list[str], notes: list[str]
 ) -> Document:
-    data = sources.data or (run.data.train if run is not None else None)
+    data = sources.data or (run.data.train_file if run is not None else None)
     if data is None:
         missing.append("workload.prompt_len: no data; give --data a recording or rows of prompts, or a run with --run")
     if data is None or model is None:

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from console.config.config import RunConfig
+from penstock.config import ConfigError
 from penstock.model.model_folder import TOKENIZER_FILE
 from penstock.model.routers import NoRoutersError, read_routers
+from penstock.storage.addresses import Address
+from penstock.storage.fetched import fetched
+from penstock.storage.storage import StorageError
 from services.trainer.data.prompt_rows import DataError, Row, read_rows
 
 _TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -18,8 +22,12 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length"
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
-def model_problems(path: Path) -> list[str]:
-    """Problems of the model directory at `path`, one line each; empty if it can be loaded."""
+def model_problems(source: Path | Address) -> list[str]:
+    """Problems of a model directory, or of what lies at an address, one line each; empty if it can be loaded."""
+    try:
+        path = fetched("model.path", source)
+    except (ConfigError, StorageError) as error:
+        return [str(error)]
     if not path.exists():
         return [f"model.path: {path}: no such directory"]
     if not path.is_dir():
@@ -38,7 +46,7 @@ def model_problems(path: Path) -> list[str]:
 
 def context_problem(config: RunConfig) -> str | None:
     """Why prompts and completions exceed the model's context; None if they fit, or if it states no limit."""
-    most = _max_context_tokens(config.model.path)
+    most = _max_context_tokens(config.model.folder)
     needed = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     if most is None or needed <= most:
         return None
@@ -50,9 +58,14 @@ def context_problem(config: RunConfig) -> str | None:
 
 def text_problem(config: RunConfig) -> str | None:
     """Why a reward worker started here could not decode completions; None if it can, or need not."""
-    path = config.model.path
-    if config.endpoints.reward is not None or config.reward.trusts_generator_text or (path / TOKENIZER_FILE).is_file():
+    if config.endpoints.reward is not None or config.reward.trusts_generator_text:
         return None
+    path = config.model.path
+    try:
+        if (fetched("model.path", path, has_weights=False) / TOKENIZER_FILE).is_file():
+            return None
+    except (ConfigError, StorageError) as error:
+        return str(error)
     return (
         f"model.path: {path}: no {TOKENIZER_FILE}, by which token ids become the text that is scored; write one with "
         "transformers (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or score what generators send, "
@@ -65,7 +78,7 @@ def routing_problem(config: RunConfig) -> str | None:
     if not config.algorithm.routing_replay:
         return None
     try:
-        shape = read_routers(config.model.path, field="algorithm.routing_replay").shape
+        shape = read_routers(config.model.folder, field="algorithm.routing_replay").shape
     except NoRoutersError as error:
         return str(error)
     num_tokens = config.data.max_prompt_tokens
@@ -83,13 +96,17 @@ def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
     """Problems of the data files, and notes on them for the user."""
     problems: list[str] = []
     warnings: list[str] = []
-    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if path is None:
+    for key, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if source is None:
             continue
         try:
+            path = fetched(key, source)
             rows = read_rows(path)
         except DataError as error:
             problems.append(f"{key}: {error}")
+            continue
+        except (ConfigError, StorageError) as error:
+            problems.append(str(error))
             continue
         long_rows = _num_long_prompts(rows, config)
         if long_rows == len(rows):
@@ -109,7 +126,7 @@ def _num_long_prompts(rows: list[Row], config: RunConfig) -> int:
     # A token encodes at least one byte, so only prompts with more bytes than the token limit need the tokenizer.
     texts = [_prompt_text(row) for row in rows]
     long_texts = [text for text in texts if len(text.encode()) > config.data.max_prompt_tokens]
-    file = config.model.path / TOKENIZER_FILE
+    file = config.model.folder / TOKENIZER_FILE
     if not long_texts or not file.is_file():
         return 0
     try:

@@ -58,14 +58,16 @@ async def check_run(
     problems = _folder_problems(folder, is_resume=is_resume) + _recording_problems(config, is_resume=is_resume)
     warnings: list[str] = []
     if config.endpoints.trainer is None:
-        found = model_problems(config.model.path)
+        found = await asyncio.to_thread(model_problems, config.model.path)
         if not found:
             checks = (context_problem(config), text_problem(config), routing_problem(config))
             found = [problem for problem in checks if problem]
         problems += found
-        data, warnings = data_problems(config)
-        problems += data
-    elif (problem := text_problem(config)) is not None:
+        # The tokenizer counts the tokens of rows.
+        if not found or isinstance(config.model.path, Path):
+            data, warnings = await asyncio.to_thread(data_problems, config)
+            problems += data
+    elif (problem := await asyncio.to_thread(text_problem, config)) is not None:
         problems.append(problem)
     problems += _lengths_problems(config) + _plan_problems(config)
     problems += _package_problems(config)

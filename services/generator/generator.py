@@ -120,14 +120,14 @@ class Generator:
         )
         self._routing: types_pb2.RoutingShape | None = None
         if config.records_routes:
-            self._routing = read_routers(config.model_path, field="records_routes").shape.to_proto()
+            self._routing = read_routers(config.model_folder, field="records_routes").shape.to_proto()
         self._parts = RolloutParts(
             engine=engine,
             records_routes=config.records_routes,
             tokens=self._tokens,
             held=self._held,
             text=text,
-            end_token_ids=end_token_ids(config.model_path),
+            end_token_ids=end_token_ids(config.model_folder),
             busy=self._busy,
             metrics=metrics,
             on_change=self._notify,

@@ -26,6 +26,7 @@ from penstock.secret import read_secret
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.security.session_keys import SECRET_VARIABLE
+from penstock.storage.storage import StorageError
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import load_text_decoder
 from services.generator.generator import Generator
@@ -48,6 +49,7 @@ async def serve(config: GeneratorConfig) -> None:
     """
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
+    await _fetch_model(config)
     metrics = GeneratorMetrics()
     members = [_assemble(one, metrics, security) for one in expand(security.named(config, "generator_id"))]
 
@@ -64,6 +66,14 @@ async def serve(config: GeneratorConfig) -> None:
             await member.server.start()
         loops = [loop for member in members for loop in member.loops()]
         await run_until_stopped(members[0].server, loops=loops, before_stop=stop)
+
+
+async def _fetch_model(config: GeneratorConfig) -> None:
+    """Have the model on this machine's disk before anything reads it."""
+    try:
+        await asyncio.to_thread(lambda: config.model_folder)
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +112,7 @@ class _Member:
 
 def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> _Member:
     try:
-        text = load_text_decoder(config.model_path, is_tokenizer_needed=not config.engine.is_emulated)
+        text = load_text_decoder(config.model_folder, is_tokenizer_needed=not config.engine.is_emulated)
         engine = config.engine.build(config)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error

@@ -6,7 +6,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from penstock.config import LocalPath, MeasuredConfig, RunId, StrictModel, Targets
+from penstock.config import MeasuredConfig, RunId, StrictModel, Targets
+from penstock.storage.addresses import StoredPath
 from services.reward.code.config import CodeConfig
 
 
@@ -43,8 +44,8 @@ class RewardConfig(MeasuredConfig):
     """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
     worker_id: str = "reward-0"
     """Its name in status and logs, by default that of a certificate of roles."""
-    tokenizer_path: LocalPath | None = None
-    """Hugging Face directory of the run's model: its tokenizer.json decodes the token ids of samples."""
+    tokenizer_path: StoredPath | None = None
+    """Hugging Face directory of the run's model, or its address: by tokenizer.json token ids become text."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model."""
 

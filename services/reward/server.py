@@ -18,6 +18,7 @@ from penstock.process.grace_periods import DRAIN_S
 from penstock.rewards.serving import reward_service
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
+from penstock.storage.fetched import fetched
 from services.reward.config import RewardConfig
 from services.reward.models.build import build_model
 from services.reward.pool import ScoringPool
@@ -83,7 +84,7 @@ def _texts(config: RewardConfig) -> TokenTexts | None:
         _log.warning("text of generators is scored unchecked", setting="reward.trusts_generator_text")
         return None
     try:
-        return TokenTexts.of_model(config.tokenizer_path)
+        return TokenTexts.of_model(fetched("tokenizer_path", config.tokenizer_path, has_weights=False))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"tokenizer_path: {error}; give the directory of the run's model with its tokenizer.json "

@@ -14,6 +14,8 @@ from penstock.model.adapter_layout import MAX_RANK, MAX_TARGET_MODULES, MODULE_N
 from penstock.names import RUN_ID_RULE, is_run_id
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.staleness.registry import PolicyName
+from penstock.storage.addresses import StoredAddress, StoredPath
+from penstock.storage.fetched import fetched
 from penstock.targets import checked_addresses
 from penstock.wire.pieces import MAX_GROUP_TOKENS
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
@@ -74,6 +76,9 @@ class TrainerConfig(MeasuredConfig):
     allowed_roots: Annotated[tuple[Path, ...], Field(min_length=1)] = (Path(),)
     """Folders, or files, below which the run folders, models and data of StartRun must lie, with links resolved;
     defaults to the folder in which the trainer is started."""
+    allowed_storage: tuple[StoredAddress, ...] = ()
+    """Addresses in object storage (s3://BUCKET/FOLDER) below which those of StartRun must lie: this process reads and
+    writes there with credentials of its own."""
 
 
 class RunSettings(StrictModel):
@@ -95,6 +100,10 @@ class RunSettings(StrictModel):
     """Steps between checkpoints; one is written at the end in any case."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Checkpoints kept; older ones are deleted."""
+    checkpoint_storage: StoredAddress | None = None
+    """Address in object storage (s3://, gs://, file://) to which every checkpoint is copied, below the run's id, and
+    from which a run is resumed where its folder has none as new. Trainers on several machines need no shared disk
+    then."""
     patience_s: float | None = Field(default=None, ge=0)
     """How long to wait for a broker or trainer that is away before the run fails; forever when unset."""
     trackers: tuple[TrackerName, ...] = ()
@@ -111,11 +120,16 @@ class RunSettings(StrictModel):
 class ModelConfig(StrictModel):
     """The policy."""
 
-    path: LocalPath
-    """Hugging Face directory of a causal language model and its tokenizer."""
+    path: StoredPath
+    """Hugging Face directory of a causal language model and its tokenizer, or its address: s3://, gs://, file://."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Element type of matrix products in training, and of published weights; auto is bfloat16 on GPUs for a model of 16
     bits, else float32. Trained weights are float32 in any case."""
+
+    @property
+    def folder(self) -> Path:
+        """The directory on this machine, fetched at the first use if it has an address; raises as `fetched` does."""
+        return fetched("model.path", self.path)
 
 
 class LoraSection(StrictModel):
@@ -155,14 +169,24 @@ class LoraSection(StrictModel):
 class DataConfig(StrictModel):
     """Prompts: JSONL or parquet with `prompt` (question, problem) and `answer` (label, ground_truth, solution)."""
 
-    train: LocalPath | None
-    """Training rows; null for a run whose groups come from others: agents, a replay."""
-    eval: LocalPath | None = None
+    train: StoredPath | None
+    """Training rows: a file or its address; null for a run whose groups come from others: agents, a replay."""
+    eval: StoredPath | None = None
     """Held-out rows; when unset, nothing is measured."""
     shuffle: bool = True
     """Whether each pass over the data uses a new order."""
     max_prompt_tokens: int = Field(default=512, ge=1)
     """Rows with longer prompts are skipped, counted and reported."""
+
+    @property
+    def train_file(self) -> Path | None:
+        """Training rows on this machine, fetched at the first use if they have an address; raises as `fetched` does."""
+        return None if self.train is None else fetched("data.train", self.train)
+
+    @property
+    def eval_file(self) -> Path | None:
+        """Likewise of held-out rows."""
+        return None if self.eval is None else fetched("data.eval", self.eval)
 
 
 class SamplingConfig(StrictModel):

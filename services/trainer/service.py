@@ -246,7 +246,7 @@ def read_spec(request: trainer_pb2.StartRunRequest, roots: Roots) -> RunSpec:
             f"run.id: {config.run.id!r} in config_json, but run_id is {request.run_id!r}", field="run_id"
         )
     run_dir = roots.require("run.dir", config.run.dir / request.run_id)
-    _check_paths(config, roots)
+    _check_sources(config, roots)
     if not request.resume and any((run_dir / name).exists() for name in _RUN_FILES):
         raise InvalidFieldError(
             f"run_id: {run_dir} holds a run already; resume it, or choose another name", field="run_id"
@@ -254,10 +254,12 @@ def read_spec(request: trainer_pb2.StartRunRequest, roots: Roots) -> RunSpec:
     return RunSpec(run_id=request.run_id, config=config, run_dir=run_dir, resume=request.resume)
 
 
-def _check_paths(config: TrainingConfig, roots: Roots) -> None:
-    roots.require("model.path", config.model.path)
-    require_file("model.path", config.model.path / "config.json")
-    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if path is not None:
-            roots.require(key, path)
-            require_file(key, path)
+def _check_sources(config: TrainingConfig, roots: Roots) -> None:
+    data = {"data.train": config.data.train, "data.eval": config.data.eval}
+    sources = {"model.path": config.model.path, **data, "run.checkpoint_storage": config.run.checkpoint_storage}
+    for key, source in sources.items():
+        if isinstance(source, Path):
+            roots.require(key, source)
+            require_file(key, source / "config.json" if key == "model.path" else source)
+        elif source is not None:
+            roots.require_storage(key, source)

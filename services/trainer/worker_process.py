@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.process.log_setup import configure_logging
+from penstock.storage.fetched import forget_copies
 from services.trainer.config import TrainingConfig
 from services.trainer.distributed.coordinator import build_part
 from services.trainer.distributed.launch import (
@@ -59,6 +60,7 @@ def main() -> None:
 
 
 def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> None:
+    forget_copies()
     # The coordinator names the place, since only it knows the run.
     device = store.get(DEVICE_KEY).decode()
     group = RankGroup(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 import penstock
-from penstock.config import LocalPath, StrictModel
+from penstock.config import StrictModel
 from penstock.model.adapter_layout import MAX_RANK
 from penstock.process.packages import installed_version
+from penstock.storage.addresses import StoredPath
+from penstock.storage.fetched import fetched
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.engine.engine import Engine, UpdateMode
 
@@ -20,8 +23,8 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 class ServedModel(StrictModel):
     """The parts of a generator's configuration that engines read besides their own."""
 
-    model_path: LocalPath
-    """Hugging Face directory of the initial model and its tokenizer."""
+    model_path: StoredPath
+    """Hugging Face directory of the initial model and its tokenizer, or its address: s3://, gs://, file://."""
     dtype: DtypeName = "auto"
     """Element type of the engine's weights."""
     max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
@@ -32,6 +35,11 @@ class ServedModel(StrictModel):
     """Seed of the engine's own sampling, used where a prompt brings none."""
     emulated: EmulatedConfig = EmulatedConfig()
     """The hardware that the engine `emulated` emulates."""
+
+    @property
+    def model_folder(self) -> Path:
+        """The directory on this machine, fetched at the first use if it has an address; raises as `fetched` does."""
+        return fetched("model_path", self.model_path)
 
 
 class BaseEngineConfig(StrictModel, ABC):

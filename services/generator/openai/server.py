@@ -15,6 +15,7 @@ from penstock.network.http_server import listen_http
 from penstock.security import Security
 from penstock.security.session_keys import SECRET_VARIABLE, SessionKeys
 from penstock.security.tls import server_context
+from penstock.storage.addresses import last_name
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.openai.app import OpenAIRoutes
@@ -65,7 +66,7 @@ class OpenAIEndpoint:
         self._unleased = unleased
         self._security = security
         self._clock = clock or SystemClock()
-        self._tokenizer = ConversationTokenizer(config.model_path)
+        self._tokenizer = ConversationTokenizer(config.model_folder)
         self._putter = GroupPutter(
             config.broker,
             run_id=config.run_id,
@@ -89,7 +90,7 @@ class OpenAIEndpoint:
             self._agents,
             rewards=self._rewards,
             metrics=metrics,
-            model_name=config.openai.model_name or config.model_path.name,
+            model_name=config.openai.model_name or last_name(config.model_path),
             security=security,
             keys=self._keys,
             request_timeout_s=config.openai.request_timeout_s,

@@ -37,10 +37,10 @@ def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_
         )
     limit = min(config.data.max_prompt_tokens, longest)
     train = held_out = _NONE
-    if config.data.train is not None:
-        train = load_prompts(config.data.train, tokenizer, max_prompt_tokens=limit)
-    if config.data.eval is not None and config.run.num_eval_prompts:
-        held_out = load_prompts(config.data.eval, tokenizer, max_prompt_tokens=limit)
+    if (path := config.data.train_file) is not None:
+        train = load_prompts(path, tokenizer, max_prompt_tokens=limit)
+    if config.run.num_eval_prompts and (path := config.data.eval_file) is not None:
+        held_out = load_prompts(path, tokenizer, max_prompt_tokens=limit)
     return RunPrompts(
         train=train.prompts,
         held_out=held_out.prompts[: config.run.num_eval_prompts],

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from penstock.storage.addresses import stored_path
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
 from services.trainer.distributed.same_files import difference
@@ -61,7 +62,8 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
         results: Arrays = {}
         try:
             if call["op"] == "compare":
-                answer = {"difference": difference(Path(call["path"]), Path(call["model"]), call["fingerprint"])}
+                model = stored_path(call["model"])
+                answer = {"difference": difference(Path(call["path"]), model, call["fingerprint"])}
             elif call["op"] == "build":
                 backend = build(call["config"], group)
             elif backend is not None:

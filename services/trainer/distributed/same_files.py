@@ -1,7 +1,8 @@
 """Checks that processes of several machines have the same files: one run folder that all see, and equal models.
 
 A model is compared by names, sizes, and the first and last MiB of every file: each process reads its own part of the
-weights from its own copy, and parts of two models would make a third without an error.
+weights from its own copy, and parts of two models would make a third without an error. Of a model in object storage
+the digest of everything is compared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.config import ConfigError
+from penstock.storage.addresses import Address
+from penstock.storage.fetched import fetched
+from penstock.storage.object_cache import content_digest
 
 _COMPARED = ("config.json", "*.safetensors", "*.safetensors.index.json")
 _COMPARED_BYTES = 1024**2
@@ -30,12 +34,12 @@ def mark_in(run_dir: Path) -> Iterator[Path]:
         raise ConfigError(f"run.dir: {run_dir} cannot be written to: {error.strerror}") from error
 
 
-def difference(mark: Path, model: Path, fingerprint: str) -> str | None:
+def difference(mark: Path, model: Path | Address, fingerprint: str) -> str | None:
     """What this machine has otherwise than the first process; None if nothing.
 
     Args:
         mark: The file of `mark_in`.
-        model: The run's model folder, here.
+        model: The run's model: its folder here, or its address.
         fingerprint: Of that folder where the first process runs.
     """
     host = socket.gethostname()
@@ -44,15 +48,28 @@ def difference(mark: Path, model: Path, fingerprint: str) -> str | None:
             f"run.dir: {host} does not see {mark.parent} as the first process does: all processes of a trainer write "
             "their parts of versions and checkpoints into it; put it on a disk that they share"
         )
-    own = fingerprint_of(model)
+    try:
+        own = fingerprint_of(model)
+    except (ConfigError, OSError) as error:
+        return f"{host}: {error}"
     if own != fingerprint:
         found = "is none" if own is None else "is another than that of the first process"
-        return f"model.path: the model in {model} on {host} {found}; copy the same folder to both"
+        fix = (
+            "copy the same folder to both"
+            if isinstance(model, Path)
+            else "it has changed meanwhile; start the run again"
+        )
+        return f"model.path: the model in {model} on {host} {found}; {fix}"
     return None
 
 
-def fingerprint_of(model: Path) -> str | None:
-    """SHA-256, in hexadecimal digits, of what is compared of a model folder; None if it holds no model."""
+def fingerprint_of(model: Path | Address) -> str | None:
+    """A digest, in hexadecimal digits, of what is compared of a model; None if it is none.
+
+    Of one in object storage all of it, which was digested when it was fetched. Raises ConfigError, StorageError.
+    """
+    if not isinstance(model, Path):
+        return content_digest(fetched("model.path", model))
     if not (model / "config.json").is_file():
         return None
     files = sorted({path for pattern in _COMPARED for path in model.glob(pattern)})

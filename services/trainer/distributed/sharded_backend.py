@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError
+from penstock.storage.addresses import Address
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
@@ -58,7 +59,7 @@ class ShardedBackend:
         shares: Sequence[float],
         on_lost: Callable[[str], None],
         on_close: Callable[[], None],
-        files: tuple[Path, Path] | None = None,
+        files: tuple[Path, Path | Address] | None = None,
     ) -> None:
         self._group = group
         self._others = range(1, group.num_ranks)
@@ -136,7 +137,7 @@ class ShardedBackend:
         self._local.close()
         self._leave()
 
-    def _require_same(self, run_dir: Path, model: Path) -> None:
+    def _require_same(self, run_dir: Path, model: Path | Address) -> None:
         with mark_in(run_dir) as mark:
             own = fingerprint_of(model)
             _, answers = self._everywhere("compare", lambda: None, path=mark, model=model, fingerprint=own)

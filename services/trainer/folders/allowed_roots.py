@@ -6,6 +6,8 @@ Promises, for a run folder, a model or a data file that StartRun names:
 - Nothing outside the roots is read, created or deleted before that check.
 - A run folder is checked again, with its content, after it is made: no link in it leads outside.
 
+- An address in object storage is refused by name unless it is one of `allowed_storage`, or below one.
+
 Links within a model's folder are followed wherever they lead: hubs store models that way, and no client can make one.
 """
 
@@ -16,15 +18,22 @@ from pathlib import Path
 
 from penstock.errors import InvalidFieldError, ServiceUnavailableError
 from penstock.process.disk import is_full
+from penstock.storage.addresses import Address, is_below
 
 _MAX_SHOWN = 200
 
 
 class Roots:
-    """Folders, or files, as configured; relative ones belong to the folder in which the trainer was started."""
+    """Folders, or files, as configured; relative ones belong to the folder in which the trainer was started.
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    Args:
+        roots: Of this machine.
+        storage: Addresses in object storage.
+    """
+
+    def __init__(self, roots: Sequence[Path], storage: Sequence[Address] = ()) -> None:
         self._roots = [root.expanduser().absolute() for root in roots]
+        self._storage = tuple(storage)
 
     def require(self, field: str, path: Path) -> Path:
         """The real path of `path`, which need not exist; raises InvalidFieldError unless it is a root or below one."""
@@ -42,6 +51,15 @@ class Roots:
                 field=field,
             )
         return real
+
+    def require_storage(self, field: str, address: Address) -> None:
+        """Raises InvalidFieldError unless the address is one of those that are allowed, or below one."""
+        if not any(is_below(address, folder) for folder in self._storage):
+            raise InvalidFieldError(
+                f"{field}: {address} is not below {', '.join(self._storage) or 'any allowed address'}; add its folder "
+                "to allowed_storage of the trainer's own configuration",
+                field=field,
+            )
 
     def make_run_dir(self, path: Path) -> None:
         """Make a run's folder if it does not exist.

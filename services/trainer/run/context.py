@@ -73,7 +73,7 @@ class RunContext:
         """The form of the routes that are replayed; None without. Raises NoRoutersError."""
         if not self.config.algorithm.routing_replay:
             return None
-        return read_routers(self.config.model.path, field="algorithm.routing_replay").shape
+        return read_routers(self.config.model.folder, field="algorithm.routing_replay").shape
 
     @property
     def run_id(self) -> str:

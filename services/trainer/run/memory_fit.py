@@ -70,7 +70,7 @@ def fit_memory(config: TrainingConfig, ranks: Ranks) -> MemoryFit:
         _log.warning("the model's memory is not known", problem=problem)
         return MemoryFit(recomputes=given[0] or False, offloads=given[1] or False)
     assert shape is not None
-    is_half = compute_dtype(config.model.dtype, path=config.model.path, device=device) == torch.bfloat16
+    is_half = compute_dtype(config.model.dtype, path=config.model.folder, device=device) == torch.bfloat16
     shape = _stage_shape(config, shape, ranks).split(ranks.num_splits)
     mode = training_mode(config, shape, num_shards=ranks.num_shards, is_half=is_half, is_on_cpus=device.type == "cpu")
     can_offload = device.type == "cuda" and config.offload_obstacle is None
@@ -222,7 +222,7 @@ def _stage_shape(config: TrainingConfig, shape: ModelShape, ranks: Ranks) -> Mod
         shape.num_layers,
         num_stages=ranks.num_stages,
         layers_per_stage=config.trainer.parallel.layers_per_stage,
-        model=config.model.path,
+        model=config.model.folder,
     )
     index = ranks.stage_index
     return shape.stage(len(stages[index]), is_first=index == 0, is_last=index == len(stages) - 1)
@@ -230,7 +230,7 @@ def _stage_shape(config: TrainingConfig, shape: ModelShape, ranks: Ranks) -> Mod
 
 def _shape(config: TrainingConfig) -> tuple[ModelShape | None, str]:
     try:
-        return read_shape(config.model.path), ""
+        return read_shape(config.model.folder), ""
     except (OSError, ValueError) as error:
         return None, str(error)
 

@@ -40,7 +40,7 @@ def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) ->
     """
     # Progress bars that redraw themselves garble a service's log.
     disable_progress_bar()
-    tokenizer = HuggingFaceTokenizer(config.model.path)
+    tokenizer = HuggingFaceTokenizer(config.model.folder)
     try:
         backend = _backend(config, torchrun)
     except OSError as error:
@@ -71,7 +71,7 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
         kind = StageBackend
     return kind(
         model=ModelSettings(
-            path=config.model.path,
+            path=config.model.folder,
             lora=config.lora,
             dtype=config.model.dtype,
             device=config.trainer.device,

@@ -55,6 +55,7 @@ from services.trainer.run.monitor import RunMonitor
 from services.trainer.run.prompt_feeder import PromptSubmitter, training_feeder
 from services.trainer.run.replay_feed import replay_feed
 from services.trainer.run.run_errors import EXPECTED_ERRORS, is_broken, is_final
+from services.trainer.run.sources import fetch_sources, stored_sources
 
 _log = structlog.get_logger()
 
@@ -201,6 +202,9 @@ class TrainingRun:
     async def _work(self) -> bool:
         config = self.spec.config
         await self.broker.check_not_replaced()
+        if addresses := stored_sources(config):
+            self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"fetching {addresses}")
+            await asyncio.to_thread(fetch_sources, config)
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"loading {config.model.path}")
         policy = await self._compute.run(self._load_policy, config)
         backend = self._opened = policy.backend

@@ -17,6 +17,8 @@ from console.config.derive import (
     local_endpoint,
     reward_config,
     trainer_config,
+    trainer_roots,
+    trainer_storage,
     training_config,
 )
 from console.config.run_folder import RunFolder
@@ -62,17 +64,19 @@ def test_several_brokers_are_a_list_or_a_string() -> None:
     assert "separated by commas" in problem(endpoints={"broker": []})
 
 
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"model": {"path": "s3://bucket/model"}},
-        {"data": {"train": "gs://bucket/rows.jsonl"}},
-        {"run": {"dir": "file:///runs"}},
-    ],
-)
-def test_object_storage_is_refused_by_name(section: dict[str, Any]) -> None:
-    (address,) = next(iter(section.values())).values()
-    assert f"'{address}' is an address, but only paths of the machine itself are read" in problem(**section)
+def test_models_data_and_checkpoints_may_be_in_object_storage_and_the_run_folder_may_not() -> None:
+    storage = {"checkpoint_storage": "s3://bucket/runs/"}
+    stated = config(model={"path": "s3://bucket/model"}, data={"train": "gs://bucket/rows.jsonl"}, run=storage)
+    resolved = resolve(stated, now_s=0)
+    assert resolved.model.path == "s3://bucket/model"
+    assert resolved.data.train == "gs://bucket/rows.jsonl"
+    assert resolved.run.checkpoint_storage == "s3://bucket/runs"
+    assert parse_run_config(yaml.safe_load(to_yaml(resolved)), source="saved") == resolved
+    assert trainer_storage(resolved) == ("s3://bucket/model", "gs://bucket/rows.jsonl", "s3://bucket/runs")
+    assert trainer_roots(resolved)[0] == Path("runs").absolute()
+    assert "this has to be a path of the machine itself" in problem(run={"dir": "file:///runs"})
+    assert "none of the known kinds" in problem(model={"path": "memory://model"})
+    assert "none of the known kinds" in problem(run={"checkpoint_storage": "runs"})
 
 
 def test_a_context_too_small_for_the_samples_is_refused() -> None:
@@ -198,7 +202,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_the_number_of_fields_stays_within_the_budget() -> None:
-    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 117
+    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 118
 
 
 ENGINE_VALUES = {

@@ -34,9 +34,9 @@ def build_spec(engine: EmulatedEngineConfig, model: ServedModel) -> EmulatedSpec
         max_num_seqs=engine.max_concurrent_samples,
         kv_capacity_tokens=kv_capacity_tokens,
         max_model_len=engine.max_context_tokens
-        or model_size(model.model_path, "max_position_embeddings")
+        or model_size(model.model_folder, "max_position_embeddings")
         or MAX_MODEL_LEN,
-        vocab_size=model_size(model.model_path, "vocab_size") or VOCAB_SIZE,
+        vocab_size=model_size(model.model_folder, "vocab_size") or VOCAB_SIZE,
         tick_s=emulated.tick_s,
         time_scale=emulated.time_scale,
         seed=model.seed,

@@ -93,7 +93,7 @@ class TransformersEngine:
             self._model = await asyncio.to_thread(_load_model, self._served, num_threads=self._config.num_threads)
             self._base = await asyncio.to_thread(_adapter_base, self._model, self._served)
             if self._served.records_routes:
-                routers = read_routers(self._served.model_path, field="records_routes")
+                routers = read_routers(self._served.model_folder, field="records_routes")
                 self._recorder = RouteRecorder(self._model, routers)
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"transformers cannot load {self._served.model_path}: {error}") from error
@@ -302,7 +302,7 @@ def _load_model(served: ServedModel, *, num_threads: int) -> Any:
 
     torch.set_num_threads(num_threads)
     dtype = served.dtype if served.dtype == "auto" else getattr(torch, served.dtype)
-    model = AutoModelForCausalLM.from_pretrained(served.model_path, dtype=dtype, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(served.model_folder, dtype=dtype, local_files_only=True)
     return model.eval()
 
 
@@ -310,10 +310,10 @@ def _adapter_base(model: Any, served: ServedModel) -> AdapterBase | None:
     """The base that adapters apply to, attested against the folder; None without adapters."""
     if served.max_lora_rank is None:
         return None
-    mismatched = mismatched_base(model, served.model_path)
+    mismatched = mismatched_base(model, served.model_folder)
     if mismatched:
         raise ValueError(str(mismatch_error("the model does not hold its own folder's weights", mismatched)))
-    return AdapterBase(digest=model_digest(served.model_path), layout=_layout(model), max_rank=served.max_lora_rank)
+    return AdapterBase(digest=model_digest(served.model_folder), layout=_layout(model), max_rank=served.max_lora_rank)
 
 
 def _layout(model: Any) -> dict[str, tuple[int, ...]]:

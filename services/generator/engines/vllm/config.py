@@ -31,7 +31,7 @@ class VllmEngineConfig(BaseEngineConfig):
         """See `BaseEngineConfig.build`."""
         from services.generator.engines.vllm.vllm_engine import VllmEngine
 
-        self._check_parts(model.model_path)
+        self._check_parts(model.model_folder)
         return VllmEngine(self, model)
 
     def _check_parts(self, model_path: Path) -> None:

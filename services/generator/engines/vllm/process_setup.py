@@ -43,7 +43,7 @@ def build_engine(config: VllmEngineConfig, model: ServedModel, *, stream_interva
     from services.generator.engines.vllm.stats import StatsRecorder
 
     args = AsyncEngineArgs(
-        model=str(model.model_path),
+        model=str(model.model_folder),
         skip_tokenizer_init=True,
         load_format="safetensors",
         use_tqdm_on_load=False,
@@ -150,4 +150,4 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
 
 def _context_tokens(config: VllmEngineConfig, model: ServedModel) -> int | None:
     """The model's own limit unless configured; None leaves it to vLLM, which knows more configuration keys."""
-    return config.max_context_tokens or model_size(model.model_path, "max_position_embeddings")
+    return config.max_context_tokens or model_size(model.model_folder, "max_position_embeddings")

@@ -113,7 +113,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Starts the engine process, loads the initial model and attests it. Raises EngineError."""
-        weights = sorted(self._model.model_path.glob("*.safetensors"))
+        weights = sorted(self._model.model_folder.glob("*.safetensors"))
         if not weights:
             raise EngineError(f"{self._model.model_path}: no safetensors weights")
         try:
@@ -141,7 +141,7 @@ class VllmEngine:
                 if self._config.pipeline_parallel > 1:
                     await llm.collective_rpc("penstock_make_stage_buffers")
                 if self._model.records_routes:
-                    self._routers = read_routers(self._model.model_path, field="records_routes")
+                    self._routers = read_routers(self._model.model_folder, field="records_routes")
                     await llm.collective_rpc("penstock_record_routes")
                 await self._decode_one_token(llm)
             await self._make_ready_for_adapters()
@@ -324,7 +324,7 @@ class VllmEngine:
     async def _make_ready_for_adapters(self) -> None:
         if self._model.max_lora_rank is None:
             return
-        digest = await asyncio.to_thread(model_digest, self._model.model_path)
+        digest = await asyncio.to_thread(model_digest, self._model.model_folder)
         self._base = AdapterBase(digest=digest, layout=self._layout, max_rank=self._model.max_lora_rank)
         self._adapters = TemporaryDirectory(prefix="penstock-adapters-")
 
