@@ -12,7 +12,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NewType
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, PlainValidator
 
 Address = NewType("Address", str)
 """A checked address, without a slash at its end."""
@@ -89,11 +89,15 @@ def stored_path(text: str) -> Path | Address:
     return checked_address(text) if looks_like_address(text) else Path(text)
 
 
-def _stored(value: Any) -> Any:
-    return stored_path(value) if isinstance(value, str) else value
+def _stored(value: Any) -> Path | Address:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("must be a path or an address")
+    return stored_path(value)
 
 
-StoredPath = Annotated[Path | Address, BeforeValidator(_stored)]
+StoredPath = Annotated[Path | Address, PlainValidator(_stored, json_schema_input_type=str)]
 """A path of the machine that reads it, or an address in object storage."""
 
 StoredAddress = Annotated[Address, AfterValidator(checked_address)]

@@ -193,7 +193,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
             num_steps=events.num_steps,
             message=events.message,
             weights_url=self._weights_url,
-            warnings=self.warnings(),
+            warnings=[*self.warnings(), *self._run.warnings],
         )
 
     async def stop(self, *, timeout_s: float) -> None:

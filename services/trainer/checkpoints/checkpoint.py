@@ -74,8 +74,7 @@ class Saving:
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
         try:
-            self.written.result()
-            _write_state(self.temporary / STATE_FILE, self.state)
+            self.wait()
             sizes = _sync_tree(self.temporary)
             self.temporary.rename(self.final)
             sync_folder(self.final.parent)
@@ -86,6 +85,12 @@ class Saving:
             raise
         prune(self.final.parent, keep_last=keep_last)
         return self.final
+
+    def wait(self) -> Path:
+        """Waits for the files in `temporary`, which then hold all that is on this disk; raises OSError."""
+        self.written.result()
+        _write_state(self.temporary / STATE_FILE, self.state)
+        return self.temporary
 
 
 def begin(root: Path, *, backend: Backend, state: ResumeState) -> Saving | None:
@@ -111,6 +116,12 @@ def begin(root: Path, *, backend: Backend, state: ResumeState) -> Saving | None:
             _delete(leftover)
     temporary.mkdir(parents=True)
     return Saving(state=state, temporary=temporary, final=final, written=backend.save(temporary))
+
+
+def newest_step(root: Path) -> int | None:
+    """Of the newest complete checkpoint; None if there is none."""
+    complete = list_complete(root)
+    return int(complete[-1].name.removeprefix("step_")) if complete else None
 
 
 def load_latest(root: Path, *, backend: Backend) -> ResumeState | None:
@@ -185,13 +196,22 @@ def _read_state(directory: Path) -> ResumeState:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointFormatError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
-        document = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointFormatError(f"{path}: cannot be read: {error}") from error
+    return parse_state(text, source=str(path))
+
+
+def parse_state(text: str, *, source: str) -> ResumeState:
+    """What a checkpoint's STATE_FILE says; raises CheckpointFormatError that begins with `source`."""
+    try:
+        document = json.loads(text)
         version = document.pop("format")
         if version != FORMAT_VERSION:
-            raise CheckpointFormatError(f"{path}: format {version}, this version reads {FORMAT_VERSION}")
+            raise CheckpointFormatError(f"{source}: format {version}, this version reads {FORMAT_VERSION}")
         return ResumeState(**{name: value for name, value in document.items() if name not in _FORMER_FIELDS})
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointFormatError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointFormatError(f"{source}: cannot be read: {error}") from error
 
 
 def _write_state(path: Path, state: ResumeState) -> None:

@@ -78,6 +78,7 @@ def lead(
         on_lost=on_lost,
         on_close=started.close,
         files=None if torchrun is None else (config.run.dir / config.run.id, config.model.path),
+        needs_one_folder=config.run.checkpoint_storage is None,
     )
 
 

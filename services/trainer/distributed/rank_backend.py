@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,7 +27,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.config import ConfigError
 from penstock.model.routers import NoRoutersError, read_routers
+from penstock.storage.addresses import Address
+from penstock.storage.fetched import fetched
+from penstock.storage.storage import FileDigest
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.batches.packing import Pack, Trajectory, join
@@ -36,6 +41,7 @@ from services.trainer.distributed.memory_share import memory_share
 from services.trainer.model.attention import packed_inputs, register_packed_attention
 from services.trainer.model.backend import (
     CheckpointMismatchError,
+    CheckpointUnavailableError,
     LossTotals,
     NonFiniteGradientError,
     NonFiniteLossError,
@@ -51,8 +57,10 @@ from services.trainer.model.ranks import Ranks
 from services.trainer.model.routing_replay import RoutingReplay
 from services.trainer.model.token_logprobs import TokenLogprobs
 from services.trainer.model_state.agreement import Writers
+from services.trainer.model_state.dcp import FOLDER as RESUME_FOLDER
 from services.trainer.model_state.dcp import write_resume
 from services.trainer.model_state.optimizer_state import TrainingState
+from services.trainer.model_state.shard_upload import upload_shards
 from services.trainer.model_state.weight_digests import digest_together
 from services.trainer.model_state.weight_file import Part, part_of, write_together
 from services.trainer.publishing.written_weights import WrittenWeights
@@ -123,6 +131,8 @@ class RankBackend:
                 *(() if self._critic is None else self._critic.elsewhere),
             },
         )
+        self._own_shard: str | None = None
+        """Name of the file that this process wrote into the newest checkpoint's `resume/`."""
         self._checkpoint_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._publish_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
 
@@ -130,6 +140,11 @@ class RankBackend:
     def adapter(self) -> AdapterInfo | None:
         """Settings of the LoRA adapter, if one is trained."""
         return self._trained.adapter
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether another process does not see the run's folder."""
+        return self._ranks.beside is not None
 
     @property
     def vocab_size(self) -> int:
@@ -242,8 +257,13 @@ class RankBackend:
         wait([written])
         return written
 
-    def load(self, directory: Path) -> None:
+    def upload(self, directory: Path, address: Address) -> Future[dict[str, FileDigest]]:
+        """Copies this process' own shard, in the thread that wrote it."""
+        return self._checkpoint_thread.submit(self._upload, directory, address)
+
+    def load(self, source: Path | Address) -> None:
         """Reads and checks everything before it changes anything."""
+        directory = self._on_disk(source)
         if (directory / _FORMER_FOLDER).exists():
             raise CheckpointMismatchError(
                 f"{directory}: its critic or refreshed reference is in {_FORMER_FOLDER}/, which this version does not "
@@ -263,11 +283,44 @@ class RankBackend:
         written = digest_together(path, writers=writers)
         return replace(written, write_s=written_s - begun_s, digest_s=time.monotonic() - written_s)
 
+    def _upload(self, directory: Path, address: Address) -> dict[str, FileDigest]:
+        folder = self._own_folder(directory)
+        shard = None if self._own_shard is None else folder / RESUME_FOLDER / self._own_shard
+        writers = self._writers(self._ranks.checkpoint_group)
+        try:
+            return upload_shards(shard if shard is not None and shard.is_file() else None, address, writers=writers)
+        finally:
+            if folder != directory:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _own_folder(self, directory: Path) -> Path:
+        """Where this process writes its part of a checkpoint: in its folder, or beside it if that is elsewhere."""
+        is_beside = self._writers(None).is_beside
+        return directory if is_beside else directory.parent / f".process-{self._ranks.rank}"
+
+    def _on_disk(self, source: Path | Address) -> Path:
+        """The checkpoint's folder, fetched in all processes if it has an address."""
+        if isinstance(source, Path):
+            return source
+        directory, problem = Path(), ""
+        try:
+            directory = fetched("run.checkpoint_storage", source)
+        except (ConfigError, OSError) as error:
+            problem = str(error)
+        if not self._ranks.agree(not problem):
+            raise CheckpointUnavailableError(problem or f"{source}: another process could not fetch it")
+        return directory
+
     def _save(self, directory: Path, resume: dict[str, Tensor]) -> None:
         group = self._ranks.checkpoint_group
+        own_folder = self._own_folder(directory)
+        if own_folder != directory:
+            shutil.rmtree(own_folder, ignore_errors=True)
+            own_folder.mkdir(parents=True)
         # DCP takes shards of one mesh alone; what is not sharded is a process' own, or the same in all.
         own = {name: tensor for name, tensor in resume.items() if not self._ranks.is_copy(tensor)}
-        write_resume(own, directory, group=group)
+        shard = write_resume(own, own_folder, group=group)
+        self._own_shard = None if shard is None else shard.name
         write_together(
             directory / self._trained.weights_file,
             self._parts(self._state.weights_in(resume)),
@@ -289,7 +342,8 @@ class RankBackend:
         return {name: part.left_to_others() if is_copy(tensors[name]) else part for name, part in parts.items()}
 
     def _writers(self, group: ProcessGroup | None) -> Writers:
-        return Writers(rank=self._ranks.rank, num_ranks=self._ranks.num_ranks, group=group)
+        ranks = self._ranks
+        return Writers(rank=ranks.rank, num_ranks=ranks.num_ranks, group=group, beside=ranks.beside)
 
     def _make_critic(self) -> Critic | None:
         rate = self._settings.critic_learning_rate

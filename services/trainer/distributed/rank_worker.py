@@ -20,7 +20,7 @@ import structlog
 from penstock.storage.addresses import stored_path
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
-from services.trainer.distributed.same_files import difference
+from services.trainer.distributed.same_files import away_from, difference
 from services.trainer.model.backend import Backend, BackendError, LossTotals
 
 CALLS = frozenset(
@@ -33,6 +33,7 @@ CALLS = frozenset(
         "state_tensors",
         "write_weights",
         "save",
+        "upload",
         "load",
     )
 )
@@ -62,9 +63,12 @@ def follow(group: RankGroup, build: Callable[[str, RankGroup], Backend]) -> None
         results: Arrays = {}
         try:
             if call["op"] == "compare":
-                model = stored_path(call["model"])
-                answer = {"difference": difference(Path(call["path"]), model, call["fingerprint"])}
+                answer = {
+                    "away": away_from(Path(call["path"])),
+                    "difference": difference(stored_path(call["model"]), call["fingerprint"]),
+                }
             elif call["op"] == "build":
+                group.beside = None if call["beside"] is None else frozenset(call["beside"])
                 backend = build(call["config"], group)
             elif backend is not None:
                 answer, results = _done(backend, arrays, **call)
@@ -80,7 +84,7 @@ def _done(
     if op not in CALLS:
         raise ValueError(f"the coordinator asks for {op!r}: it runs another version of Penstock")
     packs = [decoded(arrays)] if has_pack else []
-    details |= {name: Path(details[name]) for name in ("directory", "path") if name in details}
+    details |= {name: stored_path(details[name]) for name in ("directory", "path", "source") if name in details}
     match getattr(backend, op)(*packs, **details):
         case LossTotals() as totals:
             return {"totals": dataclasses.asdict(totals)}, {}

@@ -1,4 +1,4 @@
-"""Checks that processes of several machines have the same files: one run folder that all see, and equal models.
+"""Compares what processes of several machines see: whether they have one run folder, and equal models.
 
 A model is compared by names, sizes, and the first and last MiB of every file: each process reads its own part of the
 weights from its own copy, and parts of two models would make a third without an error. Of a model in object storage
@@ -34,20 +34,25 @@ def mark_in(run_dir: Path) -> Iterator[Path]:
         raise ConfigError(f"run.dir: {run_dir} cannot be written to: {error.strerror}") from error
 
 
-def difference(mark: Path, model: Path | Address, fingerprint: str) -> str | None:
-    """What this machine has otherwise than the first process; None if nothing.
+def away_from(mark: Path) -> str | None:
+    """Why this machine cannot write into the run folder of the first process, where `mark` is; None if it can."""
+    if mark.exists():
+        return None
+    return (
+        f"run.dir: {socket.gethostname()} does not see {mark.parent} as the first process does: all processes of a "
+        "trainer write their parts of checkpoints into it; put it on a disk that they share, or checkpoints into "
+        "object storage with run.checkpoint_storage"
+    )
+
+
+def difference(model: Path | Address, fingerprint: str) -> str | None:
+    """How the model differs from that of the first process; None if it does not.
 
     Args:
-        mark: The file of `mark_in`.
-        model: The run's model: its folder here, or its address.
-        fingerprint: Of that folder where the first process runs.
+        model: Its folder here, or its address.
+        fingerprint: Of it where the first process runs.
     """
     host = socket.gethostname()
-    if not mark.exists():
-        return (
-            f"run.dir: {host} does not see {mark.parent} as the first process does: all processes of a trainer write "
-            "their parts of versions and checkpoints into it; put it on a disk that they share"
-        )
     try:
         own = fingerprint_of(model)
     except (ConfigError, OSError) as error:

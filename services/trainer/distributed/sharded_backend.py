@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from penstock.config import ConfigError
 from penstock.storage.addresses import Address
+from penstock.storage.storage import FileDigest
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
@@ -44,6 +45,7 @@ class ShardedBackend:
         on_lost: Called with the reason when the group has broken.
         on_close: Called when the group has been closed.
         files: The run folder and the model, if some processes are on other machines.
+        needs_one_folder: Whether all of them must see the run folder, as checkpoints are nowhere else.
 
     Raises:
         BackendError: A process cannot hold its part.
@@ -60,6 +62,7 @@ class ShardedBackend:
         on_lost: Callable[[str], None],
         on_close: Callable[[], None],
         files: tuple[Path, Path | Address] | None = None,
+        needs_one_folder: bool = True,
     ) -> None:
         self._group = group
         self._others = range(1, group.num_ranks)
@@ -68,11 +71,17 @@ class ShardedBackend:
         self.shares = tuple(shares)
         try:
             if files is not None:
-                self._require_same(*files)
-            self._local, _ = self._everywhere("build", lambda: build(group), config=config_json)
+                self._compare(*files, needs_one_folder=needs_one_folder)
+            beside = None if group.beside is None else sorted(group.beside)
+            self._local, _ = self._everywhere("build", lambda: build(group), config=config_json, beside=beside)
         except (BackendError, ConfigError):
             self._leave()
             raise
+
+    @property
+    def is_spread(self) -> bool:
+        """The same in every process."""
+        return self._local.is_spread
 
     @property
     def vocab_size(self) -> int:
@@ -128,22 +137,32 @@ class ShardedBackend:
         """Every process writes its own part."""
         return self._call(self._local.save, directory=directory)[0]
 
-    def load(self, directory: Path) -> None:
+    def upload(self, directory: Path, address: Address) -> Future[dict[str, FileDigest]]:
+        """Every process copies its own part."""
+        return self._call(self._local.upload, directory=directory, address=address)[0]
+
+    def load(self, source: Path | Address) -> None:
         """Every process reads its part."""
-        self._call(self._local.load, directory=directory)
+        self._call(self._local.load, source=source)
 
     def close(self) -> None:
         """Ends the other processes."""
         self._local.close()
         self._leave()
 
-    def _require_same(self, run_dir: Path, model: Path | Address) -> None:
+    def _compare(self, run_dir: Path, model: Path | Address, *, needs_one_folder: bool) -> None:
+        """Note who sees the run folder; raises ConfigError where what processes see cannot make one run."""
         with mark_in(run_dir) as mark:
             own = fingerprint_of(model)
             _, answers = self._everywhere("compare", lambda: None, path=mark, model=model, fingerprint=own)
         found = [answer["difference"] for answer, _ in answers if answer["difference"] is not None]
+        away = {rank: answer["away"] for rank, (answer, _) in enumerate(answers, 1) if answer["away"] is not None}
+        if needs_one_folder:
+            found += away.values()
         if found:
-            raise ConfigError("; ".join(found))
+            raise ConfigError("; ".join(dict.fromkeys(found)))
+        if away:
+            self._group.beside = frozenset(range(self._group.num_ranks)) - away.keys()
 
     def _leave(self) -> None:
         for rank in self._others:

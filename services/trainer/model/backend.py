@@ -3,6 +3,7 @@
 BackendError
 +-- UnsupportedModelError      the model cannot be trained on packed rows
 +-- CheckpointMismatchError    a checkpoint does not fit the model
++-- CheckpointUnavailableError a process could not fetch a checkpoint
 +-- PartialStepError           some optimiser steps of a batch were taken, the next one failed
 +-- NonFiniteError             numbers are not finite; the policy is unchanged
     +-- NonFiniteLossError     a loss is NaN or infinite; nothing was accumulated from that pack
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.storage.addresses import Address
+from penstock.storage.storage import FileDigest
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
 from services.trainer.publishing.written_weights import WrittenWeights
@@ -45,6 +48,10 @@ class UnsupportedModelError(BackendError):
 
 class CheckpointMismatchError(BackendError):
     """A checkpoint does not hold the tensors of this model, or holds them in other shapes."""
+
+
+class CheckpointUnavailableError(BackendError):
+    """A checkpoint in object storage did not reach every process."""
 
 
 class PartialStepError(BackendError):
@@ -148,6 +155,10 @@ class Backend(Protocol):
         """How `state_tensors` are applied if they are a LoRA adapter; None if they are all weights."""
 
     @property
+    def is_spread(self) -> bool:
+        """Whether some of its processes do not see the run's folder: no checkpoint there is whole."""
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """Relative capacity of each process, in any unit; one number for one process."""
 
@@ -204,7 +215,7 @@ class Backend(Protocol):
         complete under its name; it raises OSError if a disk refuses. One at a time.
 
         Args:
-            path: In a folder that every process of the trainer sees.
+            path: In the run's folder. What processes hold that do not see it is sent to the first one.
         """
 
     def save(self, directory: Path) -> Future[None]:
@@ -215,12 +226,27 @@ class Backend(Protocol):
         state and step count, loadable by any number of processes. The future raises OSError if the disk refuses.
 
         Args:
-            directory: Exists and is empty; every process of the trainer sees it.
+            directory: Exists and is empty, in the run's folder. A process that does not see it keeps its part of
+                `resume/` beside it on its own disk, until that is uploaded.
         """
 
-    def load(self, directory: Path) -> None:
+    def upload(self, directory: Path, address: Address) -> Future[dict[str, FileDigest]]:
+        """Copies what the processes wrote of `resume/` in the newest `save` to object storage, in the background.
+
+        The future has the files that are there, by name; it raises ConfigError or OSError if one of them is not.
+
+        Args:
+            directory: Where the checkpoint lies now.
+            address: Of the checkpoint.
+        """
+
+    def load(self, source: Path | Address) -> None:
         """Continues from what `save` wrote.
+
+        Args:
+            source: Its folder, which every process sees, or its address in object storage.
 
         Raises:
             CheckpointMismatchError: names, shapes or element types differ; nothing was changed.
+            CheckpointUnavailableError: A process could not fetch it; nothing was changed.
         """

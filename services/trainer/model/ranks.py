@@ -47,6 +47,8 @@ class Ranks:
     """For checkpoints, which are written in the background; None for one process."""
     publish_group: ProcessGroup | None = None
     """For published weights, which are written in the background, too."""
+    beside: frozenset[int] | None = None
+    """Processes that see the run's folder where the first one does; None if all do."""
 
     def device(self, name: Literal["auto", "cpu", "cuda"]) -> torch.device:
         """Device of this process: the one named; for auto a GPU if there is one."""

@@ -34,6 +34,24 @@ class Writers:
     """Processes."""
     group: ProcessGroup | None = None
     """Connects them; None for one process."""
+    beside: frozenset[int] | None = None
+    """Those that see the file where the first one does; None if all do."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether this process sees the file."""
+        return self.beside is None or self.rank in self.beside
+
+    @property
+    def ranks_beside(self) -> tuple[int, ...]:
+        """Those that do, in order."""
+        return tuple(range(self.num_ranks) if self.beside is None else sorted(self.beside))
+
+    def told_by_first(self, number: int, path: Path) -> int:
+        """The first process' number, in all of them; raises OSError if one of them was lost."""
+        if self.beside is None:
+            return number
+        return int(self.added_up(torch.tensor(number if self.rank == 0 else 0), path))
 
     def do(self, path: Path, work: Callable[[], _Result]) -> _Result:
         """Do this process' share of something; returns its result once all have done theirs.

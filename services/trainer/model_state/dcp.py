@@ -33,8 +33,13 @@ FOLDER = "resume"
 """In a checkpoint's directory, apart from the files that `from_pretrained` reads."""
 
 
-def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> None:
-    """Writes the part of `tensors` that this process holds.
+def shard_name(number: int) -> str:
+    """The file of one process, counted from 1."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: ProcessGroup | None = None) -> Path | None:
+    """Writes the part of `tensors` that this process holds, and returns its file, if it holds any.
 
     Args:
         tensors: By name; sharded ones are DTensors of the same mesh in every process.
@@ -50,10 +55,14 @@ def write_resume(tensors: Mapping[str, Tensor], directory: Path, *, group: Proce
         dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise _refusal(error, directory) from error
+    return writer.written
 
 
 class _TensorwiseWriter(HuggingFaceStorageWriter):  # type: ignore[misc]  # it has no types
     """Writes each process' file tensor by tensor; PyTorch's own makes all of it in memory first, twice."""
+
+    written: Path | None = None
+    """The file, once it is."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Tensor] = {}
@@ -66,7 +75,9 @@ class _TensorwiseWriter(HuggingFaceStorageWriter):  # type: ignore[misc]  # it h
             offsets[name] = {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
         number = plan.storage_data["shard_index"]
         metadata = {CUSTOM_METADATA_KEY: json.dumps(offsets), "format": "pt"}
-        write_alone(Path(self.path) / f"shard-{number:05d}.safetensors", tensors, metadata=metadata)
+        path = Path(self.path) / shard_name(number)
+        write_alone(path, tensors, metadata=metadata)
+        self.written = path
         # Nobody reads them: each file says where its tensors belong.
         results: Future[list[WriteResult]] = Future()
         results.set_result([])

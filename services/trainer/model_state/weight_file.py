@@ -1,8 +1,8 @@
 """Writes one safetensors file from several processes: each writes the part of every tensor that it holds in its place.
 
 A process' part of a tensor is a run of rows, or of columns within rows: runs of consecutive bytes in the file. Nothing
-is gathered. The file is laid out as by safetensors' own `save_file`, whatever the number of processes: the same tensors
-make the same bytes.
+is gathered, except what processes hold that do not see the folder (`sent_parts`). The file is laid out as by
+safetensors' own `save_file`, whatever the number of processes: the same tensors make the same bytes.
 
 Promises:
 
@@ -26,6 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model_state.agreement import Writers
+from services.trainer.model_state.sent_parts import bring_parts
 
 TEMPORARY_SUFFIX = ".tmp"
 _HEADER_ALIGNMENT = 8
@@ -123,7 +124,7 @@ def write_together(
     """Write the file; called by all processes, with the same names in all.
 
     Args:
-        path: In a folder that all of them see.
+        path: In a folder that those beside the first process see.
         parts: This process' parts, by the tensors' names.
         writers: The processes.
         metadata: Of the file.
@@ -136,7 +137,9 @@ def write_together(
     leads = writers.rank == 0
     try:
         writers.do(path, lambda: _make(temporary, layout) if leads else None)
-        writers.do(path, lambda: _fill(temporary, parts, layout))
+        writers.do(path, lambda: _fill(temporary, parts, layout) if writers.is_beside else None)
+        if writers.beside is not None:
+            writers.do(path, lambda: bring_parts(temporary, parts, layout.places, writers))
         writers.do(path, lambda: os.replace(temporary, path) if leads else None)
     finally:
         if leads:

@@ -12,6 +12,7 @@ from penstock.clients.broker import BrokerClient
 from penstock.clock import Clock
 from penstock.errors import FencedError
 from penstock.model.routers import read_routers
+from penstock.storage.addresses import Address, below
 from penstock.v1 import broker_pb2
 from penstock.wire.routes import RoutingShape
 from services.trainer.config import SamplePolicyConfig, TrainingConfig
@@ -46,6 +47,12 @@ class RunSpec:
     resumes: broker_pb2.RunOwner | None = None
     """On an automatic resume, the last owner that the trainer knows: it takes the run over only if no other trainer has
     done so since. None when the run was requested."""
+
+    @property
+    def checkpoint_folder(self) -> Address | None:
+        """Where the run's checkpoints are in object storage; None if they are not."""
+        storage = self.config.run.checkpoint_storage
+        return None if storage is None else below(storage, self.run_id)
 
 
 @dataclass(frozen=True, kw_only=True)

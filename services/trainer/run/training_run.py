@@ -22,7 +22,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -31,7 +31,9 @@ from penstock.errors import FencedError, OtherInstanceError
 from penstock.process.disk import failure_message, full_message, is_full
 from penstock.process.tasks import run_beside, set_within, unless_set
 from penstock.security import Security
+from penstock.storage.storage import StorageError
 from penstock.v1 import broker_pb2, trainer_pb2
+from services.trainer.checkpoints.checkpoint_storage import CheckpointStorage
 from services.trainer.checkpoints.checkpoint_writer import Checkpoints
 from services.trainer.compute.compute_thread import ComputeThread, Interrupt
 from services.trainer.config import TrainingConfig
@@ -95,6 +97,8 @@ class TrainingRun:
             keep_last=spec.config.run.keep_checkpoints,
             compute=self._compute,
             on_written=lambda version, path: self.events.report_checkpoint(policy_version=version, path=str(path)),
+            storage=None if (folder := spec.checkpoint_folder) is None else CheckpointStorage(folder),
+            check_owner=lambda: self.broker.check_owner(self._progress),
         )
         self._publisher = WeightPublisher(
             store=store,
@@ -126,6 +130,11 @@ class TrainingRun:
         self._stop.set()
         self._interrupt.set()
 
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What needs an operator, a line each."""
+        return [self._checkpoints.problem] if self._checkpoints.problem else []
+
     async def stopped_within(self, timeout_s: float) -> bool:
         """Whether a stop was requested, or is within that time."""
         return await set_within(self._stop, timeout_s)
@@ -151,14 +160,17 @@ class TrainingRun:
         try:
             if is_sound:
                 await self._write_checkpoint()
-            await self._checkpoints.finish()
+            await self._checkpoints.end()
             summary = await self._summary(outcome, message)
         except FencedError as error:
             outcome, message, summary = trainer_pb2.RUN_OUTCOME_FAILED, str(error), ""
         except (OSError, BackendError) as error:
             _log.error("the run's last files could not be written", error=str(error))
             outcome, summary = trainer_pb2.RUN_OUTCOME_FAILED, ""
-            reported = failure_message(self.spec.run_dir, error) if isinstance(error, OSError) else str(error)
+            if isinstance(error, BackendError | StorageError):
+                reported = str(error)
+            else:
+                reported = failure_message(self.spec.run_dir, error)
             # A full disk fails one write after another: report it once.
             message = reported if is_full(error) or not message else f"{message}; {reported}"
         finally:
@@ -221,6 +233,8 @@ class TrainingRun:
 
     async def _restore(self, backend: Backend) -> None:
         """Continue from the newest complete checkpoint, if requested and there is one."""
+        if not self.spec.resume:
+            await self._checkpoints.check_new()
         known = await asyncio.to_thread(read_instance, self.spec.run_dir) if self.spec.resume else None
         state = await self._checkpoints.load_latest(backend) if self.spec.resume else None
         if state is not None:
@@ -332,14 +346,16 @@ class TrainingRun:
                 await loop.take_step()
                 if progress.policy_version % run.checkpoint_every_steps == 0:
                     with loop.waits.waiting(Cause.CHECKPOINTING):
-                        await self._write_checkpoint()
+                        await self._write_checkpoint(may_skip=progress.policy_version < run.num_steps)
                 evaluator.begin_if_due()
             await self._publisher.finish()
         self._meter.end(self._clock.monotonic_s())
         await evaluator.finish()
 
-    async def _write_checkpoint(self) -> None:
+    async def _write_checkpoint(self, *, may_skip: bool = False) -> None:
         """Begin a checkpoint of the current version, unless there is one; training continues while files are written.
+
+        With `may_skip` none is begun while the one before is still being uploaded.
 
         Raises:
             FencedError: Another trainer has taken over the run, and perhaps its folder.
@@ -352,7 +368,7 @@ class TrainingRun:
             self._evaluations.flush()
             overlap = self._meter.totals(self._clock.monotonic_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
-            await self._checkpoints.begin(self._backend, state)
+            await self._checkpoints.begin(self._backend, state, may_skip=may_skip)
 
     async def _close_backend(self) -> None:
         if self._opened is None:

@@ -10,10 +10,14 @@ import multiprocessing
 import os
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 from penstock.process.bound_child import end_with_parent
 from services.trainer import worker_process
+from tests.helpers.trainers.hidden_folder import hide
 
+HIDDEN = "PENSTOCK_TEST_HIDDEN_FOLDER"
+"""The folder that a process does not see as the first one does."""
 _FAMILIES = ("llama", "olmoe", "qwen2", "qwen3", "qwen3_moe")
 _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(
@@ -46,4 +50,6 @@ class WarmRank:
 def _serve(environment: Mapping[str, str]) -> None:
     end_with_parent()
     os.environ.update(environment)
+    if (hidden := environment.get(HIDDEN)) is not None:
+        hide(Path(hidden))
     worker_process.main()

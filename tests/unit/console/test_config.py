@@ -72,10 +72,12 @@ def test_models_data_and_checkpoints_may_be_in_object_storage_and_the_run_folder
     assert resolved.data.train == "gs://bucket/rows.jsonl"
     assert resolved.run.checkpoint_storage == "s3://bucket/runs"
     assert parse_run_config(yaml.safe_load(to_yaml(resolved)), source="saved") == resolved
+    assert RunConfig.model_validate_json(resolved.model_dump_json()) == resolved
     assert trainer_storage(resolved) == ("s3://bucket/model", "gs://bucket/rows.jsonl", "s3://bucket/runs")
     assert trainer_roots(resolved)[0] == Path("runs").absolute()
     assert "this has to be a path of the machine itself" in problem(run={"dir": "file:///runs"})
     assert "none of the known kinds" in problem(model={"path": "memory://model"})
+    assert problem(model={"path": 3}) == "test: model.path: must be a path or an address (got 3)"
     assert "none of the known kinds" in problem(run={"checkpoint_storage": "runs"})
 
 

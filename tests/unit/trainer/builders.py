@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from penstock.storage.addresses import Address
+from penstock.storage.fetched import fetched
+from penstock.storage.storage import FileDigest
 from services.trainer.batches.packing import Pack, Trajectory
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.model.backend import (
@@ -90,6 +93,7 @@ class RecordingBackend:
     max_sequence_length = 32
     adapter = None
     shares = (1.0,)
+    is_spread = False
 
     def __init__(self, *, poison_token: int | None = None, gradient: float = 1.0) -> None:
         self.packs: list[Pack] = []
@@ -143,5 +147,11 @@ class RecordingBackend:
         written.set_result(None)
         return written
 
-    def load(self, directory: Path) -> None:
-        self.loaded = (directory / "model.safetensors").read_bytes()
+    def upload(self, directory: Path, address: Address) -> Future[dict[str, FileDigest]]:
+        uploaded: Future[dict[str, FileDigest]] = Future()
+        uploaded.set_result({})
+        return uploaded
+
+    def load(self, source: Path | Address) -> None:
+        folder = source if isinstance(source, Path) else fetched("run.checkpoint_storage", source)
+        self.loaded = (folder / "model.safetensors").read_bytes()

@@ -1,0 +1,98 @@
+"""A run's checkpoints in object storage: whole or not there.
+
+    ADDRESS/RUN_ID/step_N/resume/shard-*.safetensors    each uploaded by the process that wrote it
+    ADDRESS/RUN_ID/step_N/...                           the rest, by the first process
+    ADDRESS/RUN_ID/step_N/MANIFEST.json                 names, sizes and digests of all of them; written last
+
+Invariants:
+- A checkpoint without its manifest is never loaded, and one whose files have other digests is refused.
+- The manifest is deleted first and written last, so what is overwritten or half deleted does not count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+from penstock.storage.addresses import Address, below
+from penstock.storage.manifest import MANIFEST_NAME, ManifestError, manifest_text, read_manifest
+from penstock.storage.storage import FileDigest, Storage
+from services.trainer.checkpoints.checkpoint import COMPLETE_MARKER, STATE_FILE, CheckpointFormatError
+
+_STEP = re.compile(r"step_(\d+)")
+_NUM_STREAMS = 4
+
+
+class CheckpointStorage:
+    """The checkpoints of one run; its calls block, and raise ConfigError or OSError (StorageError).
+
+    Args:
+        folder: The run's own.
+    """
+
+    def __init__(self, folder: Address) -> None:
+        self.folder = folder
+
+    @cached_property
+    def _storage(self) -> Storage:
+        return Storage(self.folder)
+
+    def address(self, step: int) -> Address:
+        """Of the checkpoint of that step."""
+        return below(self.folder, f"step_{step}")
+
+    def newest(self) -> int | None:
+        """Step of the newest complete checkpoint; None without one."""
+        return next((step for step in self._steps() if self._is_complete(step)), None)
+
+    def state_text(self, step: int) -> str:
+        """Where the run was, as JSON; raises CheckpointFormatError if it is not there."""
+        found = self._storage.read(f"step_{step}/{STATE_FILE.as_posix()}")
+        if found is None:
+            raise CheckpointFormatError(f"{self.address(step)}: holds no {STATE_FILE}")
+        return found.decode()
+
+    def begin(self, step: int) -> None:
+        """Let an earlier checkpoint of that step not count any more."""
+        self._storage.delete(f"step_{step}/{MANIFEST_NAME}")
+
+    def complete(self, step: int, directory: Path, uploaded: Mapping[str, FileDigest], *, keep_last: int) -> None:
+        """Copy what is missing of a checkpoint, write its manifest, and delete those that are no longer kept.
+
+        Args:
+            step: Of the checkpoint.
+            directory: It, on the first process' disk.
+            uploaded: What is there already, by name.
+            keep_last: Complete checkpoints kept, this one included.
+        """
+        paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+        rest = sorted(paths.keys() - uploaded.keys() - {COMPLETE_MARKER})
+        with ThreadPoolExecutor(_NUM_STREAMS, thread_name_prefix="upload") as pool:
+            digests = pool.map(lambda name: self._storage.upload(paths[name], f"step_{step}/{name}"), rest)
+            files = {**uploaded, **dict(zip(rest, digests, strict=True))}
+        self._storage.write(f"step_{step}/{MANIFEST_NAME}", manifest_text(files).encode())
+        self._prune(keep_last)
+
+    def _prune(self, keep_last: int) -> None:
+        kept = 0
+        for step in self._steps():
+            if kept < keep_last and self._is_complete(step):
+                kept += 1
+                continue
+            self.begin(step)
+            self._storage.delete(f"step_{step}")
+
+    def _steps(self) -> list[int]:
+        """Steps of which there is something, newest first."""
+        matches = map(_STEP.fullmatch, self._storage.names())
+        return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+    def _is_complete(self, step: int) -> bool:
+        text = self._storage.read(f"step_{step}/{MANIFEST_NAME}")
+        try:
+            return text is not None and bool(read_manifest(text))
+        except ManifestError as error:
+            raise CheckpointFormatError(f"{self.address(step)}/{MANIFEST_NAME}: {error}") from error
