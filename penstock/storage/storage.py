@@ -16,6 +16,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _VERSION_KEYS = ("ETag", "etag", "generation", "mtime", "LastModified", "updated
 """What storages call that which changes with an object's content."""
 _CREDENTIAL_ERRORS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError")
 _OPTIONS: Mapping[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 5}}},
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
     "gs": {},
     "file": {"auto_mkdir": True},
 }
@@ -86,10 +87,7 @@ class Storage:
                     f"{address}: needs the package {needed}, which is not installed; "
                     f"pip install 'penstock[{scheme}]', or use a path"
                 )
-        # Imported here: most processes read nothing from object storage.
-        import fsspec
-
-        self._files = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS[scheme])
+        self._files = filesystem(scheme)
 
     def list(self) -> dict[str, StoredFile]:
         """The files by their names below the address; one that lies at the address itself by the empty name.
@@ -201,6 +199,15 @@ class Storage:
                     f"{where}: access is refused ({_one_line(error)}); {_CREDENTIALS[scheme_of(self.address)]}"
                 ) from error
             raise StorageError(f"{where}: {_one_line(error)}") from error
+
+
+@cache
+def filesystem(scheme: str) -> Any:
+    """Fsspec's client, made once a process: an S3 client alone takes a second of a core."""
+    # Imported here: most processes read nothing from object storage.
+    import fsspec
+
+    return fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **_OPTIONS[scheme])
 
 
 def _stored_file(info: Mapping[str, Any]) -> StoredFile:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.addresses import checked_address
+from penstock.storage.addresses import Address, below, checked_address
 from penstock.storage.fetched import forget_copies
 from penstock.storage.manifest import MANIFEST_NAME, read_manifest
-from penstock.storage.storage import Storage, StorageError, digest_of
+from penstock.storage.storage import Storage, StorageError
 from penstock.v1 import trainer_pb2
+from services.trainer.checkpoints.checkpoint_storage import CheckpointStorage
 from services.trainer.folders.allowed_roots import Roots
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
 from tests.helpers.serving import serving
+from tests.helpers.stores.object_storage import put_folder, s3_server
 from tests.helpers.trainers.training import run_document, running_trainer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
@@ -27,21 +29,23 @@ def cache(tmp_path, monkeypatch):
     forget_copies()
 
 
-@pytest.fixture
-def storage(tmp_path) -> Path:
-    """A folder that is object storage."""
-    folder = tmp_path / "stored"
-    folder.mkdir()
-    return folder
+@pytest.fixture(params=["file", "s3"])
+def storage(request, tmp_path):
+    """Object storage: a folder, and a server."""
+    if request.param == "file":
+        yield checked_address(f"file://{tmp_path}/stored")
+        return
+    with s3_server() as address:
+        yield address
 
 
 def steps_of(events) -> list[int]:
     return [event.step.policy_version for event in events if event.HasField("step")]
 
 
-async def trained(document: dict, storage: Path, *, resume: bool = False):
+async def trained(document: dict, storage: Address, *, resume: bool = False):
     """A whole run of a trainer that is new; its events, and its warnings at the end."""
-    roots = Roots([Path("/")], [checked_address(f"file://{storage}")])
+    roots = Roots([Path("/")], [storage])
     async with running_trainer(roots=roots) as trainer:
         await trainer.start(document, resume=resume)
         events = await trainer.events()
@@ -53,38 +57,41 @@ async def test_a_run_whose_folder_is_lost_goes_on_from_storage_with_model_and_da
     tmp_path, model, storage
 ) -> None:
     broker = ScriptedTrainingBroker()
-    shutil.copytree(model, storage / "model")
+    put_folder(model, below(storage, "model"))
+    stored = Storage(below(storage, "runs/r"))
     async with serving(broker.service()) as (_, target):
-        places = {"checkpoint_storage": f"file://{storage}/runs", "keep_checkpoints": 2}
+        places = {"checkpoint_storage": f"{storage}/runs", "keep_checkpoints": 1}
         document = run_document(
-            tmp_path, model, target, num_steps=3, num_eval_prompts=0, checkpoint_every_steps=1, **places
+            tmp_path, model, target, num_steps=2, num_eval_prompts=0, checkpoint_every_steps=1, **places
         )
-        shutil.move(tmp_path / "train.jsonl", storage)
-        document["model"]["path"] = f"file://{storage}/model"
-        document["data"] = {"train": f"file://{storage}/train.jsonl"}
+        Storage(storage).upload(tmp_path / "train.jsonl", "rows/train.jsonl")
+        document["model"]["path"] = f"{storage}/model"
+        document["data"] = {"train": f"{storage}/rows/train.jsonl"}
         events, warnings = await trained(document, storage)
         assert events[-1].finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, events[-1].finished.message
         assert warnings == []
-        newest = storage / "runs" / "r" / "step_3"
-        files = read_manifest((newest / MANIFEST_NAME).read_text())
-        assert {name: digest_of(newest / name) for name in files} == files
+        files = read_manifest(stored.read(f"step_2/{MANIFEST_NAME}"))
+        listed = Storage(below(stored.address, "step_2")).list()
+        assert listed.keys() == {*files, MANIFEST_NAME}
+        assert all(listed[name].size_bytes == file.size_bytes for name, file in files.items())
         assert {"resume/shard-00001.safetensors", "resume/trainer.json", "model.safetensors"} <= files.keys()
-        assert len([*newest.parent.iterdir()]) <= 2
+        assert stored.names() == {"step_2"}
 
         # Another machine: nothing of the run is there.
         shutil.rmtree(tmp_path / "runs")
-        document["run"]["num_steps"] = 5
+        document["run"]["num_steps"] = 3
         again, _ = await trained(document, storage)
         assert "holds a run already; resume it" in again[-1].finished.message
         shutil.rmtree(tmp_path / "runs")
         resumed, _ = await trained(document, storage, resume=True)
         assert resumed[-1].finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, resumed[-1].finished.message
-        assert steps_of(resumed) == [4, 5]
-    assert sorted(broker.trained.values()) == sorted(2 * [1, 2, 3, 4, 5])
+        assert steps_of(resumed) == [3]
+    assert sorted(broker.trained.values()) == sorted(2 * [1, 2, 3])
     assert json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())["outcome"] == "completed"
-    assert (storage / "runs" / "r" / "step_5" / MANIFEST_NAME).exists()
+    assert CheckpointStorage(stored.address).newest() == 3
 
 
+@pytest.mark.parametrize("storage", ["file"], indirect=True)
 async def test_a_storage_that_refuses_stops_no_training_and_is_not_kept_quiet(
     tmp_path, model, storage, monkeypatch
 ) -> None:
@@ -93,7 +100,7 @@ async def test_a_storage_that_refuses_stops_no_training_and_is_not_kept_quiet(
 
     broker = ScriptedTrainingBroker()
     async with serving(broker.service()) as (_, target):
-        stated = {"checkpoint_storage": f"file://{storage}/runs", "checkpoint_every_steps": 1}
+        stated = {"checkpoint_storage": f"{storage}/runs", "checkpoint_every_steps": 1}
         document = run_document(tmp_path, model, target, num_steps=2, num_eval_prompts=0, **stated)
         document["data"]["eval"] = None
         with monkeypatch.context() as broken:
@@ -108,13 +115,13 @@ async def test_a_storage_that_refuses_stops_no_training_and_is_not_kept_quiet(
         events, _ = await trained(document, storage, resume=True)
         assert events[-1].finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, events[-1].finished.message
         assert steps_of(events) == []
-        assert (storage / "runs" / "r" / "step_2" / MANIFEST_NAME).exists()
+        assert CheckpointStorage(below(storage, "runs/r")).newest() == 2
 
 
-async def test_addresses_that_the_trainer_does_not_allow_are_refused_by_name(tmp_path, model, storage) -> None:
-    async with running_trainer(roots=Roots([Path("/")], [checked_address(f"file://{storage}")])) as trainer:
+async def test_addresses_that_the_trainer_does_not_allow_are_refused_by_name(tmp_path, model) -> None:
+    async with running_trainer(roots=Roots([Path("/")], [checked_address("s3://ours/runs")])) as trainer:
         for section, key in (("model", "path"), ("data", "train"), ("run", "checkpoint_storage")):
             document = run_document(tmp_path, model, "127.0.0.1:1")
             document[section][key] = "s3://others/secrets"
-            with pytest.raises(Exception, match=rf"{section}.{key}: s3://others/secrets is not below file://"):
+            with pytest.raises(Exception, match=rf"{section}.{key}: s3://others/secrets is not below s3://ours/runs"):
                 await trainer.start(document)
