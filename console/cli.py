@@ -52,8 +52,9 @@ def run(
         bool,
         typer.Option(
             "--resume-or-start",
-            help="Continue the run with this run.id if it was started before, otherwise start it; a completed run is "
-            "left as it is. For containers and service managers, which restart the command.",
+            help="Continue the run with this run.id if it was started before, by its folder or the checkpoints in "
+            "run.checkpoint_storage, otherwise start it; a completed run is left as it is. For containers and service "
+            "managers, which restart the command.",
         ),
     ] = False,
 ) -> int:

@@ -253,9 +253,11 @@ class Configurations:
             "role": self.role(name),
             "host": self.host(name),
             "has_certificates": self.has_certificates,
-            "readable": {key: str(path) for key, path in paths.items() if not looks_like_address(path)},
+            "readable": {key: str(path) for key, path in paths.items()},
             "writable": {"run.dir" if trains is not None else "dir": str(runs)},
         }
+        if trains is not None and (storage := config["run"].get("checkpoint_storage")) is not None:
+            document["writable"]["run.checkpoint_storage"] = str(storage)
         if self.is_emulated:
             return document
         gpus = kind.gpus if generates is not None or trains is None else trains.gpus

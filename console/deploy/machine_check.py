@@ -1,12 +1,13 @@
 """Checks a machine of a deployment before anything starts on it: `penstock doctor machine-NAME.yaml`.
 
 Certificates of this run and this machine, the files that its services read, folders that they can write to, and the
-GPUs of the inventory. Starts nothing, and asks no other machine.
+GPUs of the inventory. Starts nothing, and asks no other machine but the object storage that the run names.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from penstock.config import ConfigError, StrictModel, read_document, validate
 from penstock.security import Security
 from penstock.security.checks.inspection import LOOPBACK, inspect
 from penstock.security.roles import ANY, Caller, caller_of_pem, role_name
+from penstock.storage.addresses import Address, StoredPath
+from penstock.storage.storage import Storage
 
 _LEAST_MEMORY_SHARE = 0.9
 """Drivers report somewhat less memory than the type's name promises."""
@@ -37,9 +40,9 @@ class MachineConfig(StrictModel):
     """Name or address under which the other machines reach it."""
     has_certificates: bool = True
     """Whether services here speak TLS."""
-    readable: dict[str, Path] = Field(default_factory=dict)
+    readable: dict[str, StoredPath] = Field(default_factory=dict)
     """Files and folders to read, by the setting that names each."""
-    writable: dict[str, Path] = Field(default_factory=dict)
+    writable: dict[str, StoredPath] = Field(default_factory=dict)
     """Folders to write to; they are made when missing."""
     gpu: str = ""
     """Its GPU type in the problem; empty if no service computes on GPUs."""
@@ -99,11 +102,16 @@ def _role_problems(config: MachineConfig, caller: Caller, path: Path) -> Iterato
 
 def _file_problems(config: MachineConfig) -> Iterator[str]:
     for key, path in config.readable.items():
-        if not path.exists():
+        if not isinstance(path, Path):
+            yield from _storage_problems(key, path, is_written=False)
+        elif not path.exists():
             yield f"{key}: {path} is not there; put it there, or name another one in RUN.yaml and deploy again"
         elif not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
             yield f"{key}: {path} cannot be read by user {os.geteuid()}; change its owner or mode"
     for key, path in config.writable.items():
+        if not isinstance(path, Path):
+            yield from _storage_problems(key, path, is_written=True)
+            continue
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -111,6 +119,20 @@ def _file_problems(config: MachineConfig) -> Iterator[str]:
             continue
         if not os.access(path, os.W_OK | os.X_OK):
             yield f"{key}: {path} cannot be written to by user {os.geteuid()}; change its owner: chown {os.geteuid()}"
+
+
+def _storage_problems(key: str, address: Address, *, is_written: bool) -> Iterator[str]:
+    """Why this machine cannot read what lies there, or write below it."""
+    probe = f".penstock-doctor-{secrets.token_hex(8)}"
+    try:
+        storage = Storage(address)
+        if is_written:
+            storage.write(probe, b"")
+            storage.delete(probe)
+        else:
+            storage.list()
+    except (ConfigError, OSError) as error:
+        yield f"{key}: {error}"
 
 
 def _gpu_problems(config: MachineConfig) -> Iterator[str]:

@@ -73,8 +73,15 @@ class InterruptedByUserError(Exception):
     """Ctrl-C or SIGTERM."""
 
 
-async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int:
-    """Carry out a run from checks to report; returns the exit status. Raises ConfigError before anything is started."""
+async def execute_run(config: RunConfig, *, is_resume: bool, source: str, may_be_begun: bool = False) -> int:
+    """Carry out a run from checks to report; returns the exit status. Raises ConfigError before anything is started.
+
+    Args:
+        config: Of the run.
+        is_resume: Whether its folder is here.
+        source: Names the configuration in errors.
+        may_be_begun: Whether its trainer goes on with it if there are checkpoints of it.
+    """
     security = Security.from_environment(insecure=config.insecure)
     folder = RunFolder(config.run.dir / config.run.id)
     with contextlib.ExitStack() as held:
@@ -84,6 +91,7 @@ async def execute_run(config: RunConfig, *, is_resume: bool, source: str) -> int
             notes = [held.enter_context(locked(folder.path))]
         run = _Run(config, folder, security=security, source=source, devices=checked.devices)
         gpus = "" if checked.devices is None else summary_line(checked.devices)
+        run.trainer_resumes = is_resume or may_be_begun
         return await run.execute(filter(None, [*notes, *checked.notes, gpus]), is_resume=is_resume)
 
 
@@ -97,6 +105,8 @@ class _Run:
         self._folder = folder
         self._security = security
         self._source = source
+        self.trainer_resumes = False
+        """Whether the trainer goes on with the run if it knows it."""
         self._view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
         self._display = choose_display(self._view)
         self._signals = StopSignals(force=self._force)
@@ -179,7 +189,7 @@ class _Run:
             # It describes the previous end; a trainer with the same folder writes the next one in time.
             self._folder.summary.unlink(missing_ok=True)
         self._view.phase = "starting the run on the trainer"
-        await session.start(resume=is_resume)
+        await session.start(resume=self.trainer_resumes)
 
     async def _follow(self, session: RunSession, watcher: asyncio.Task[None]) -> trainer_pb2.RunFinished:
         following = asyncio.create_task(session.follow())

@@ -55,7 +55,9 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, res
     training_config(config, broker="127.0.0.1:1", source=source)
     if dry_run:
         return _dry_run(config, is_resume=resume is not None, source=source)
-    return asyncio.run(execute_run(config, is_resume=resume is not None, source=source))
+    is_resume = resume is not None
+    may_be_begun = resume_or_start and config.run.checkpoint_storage is not None
+    return asyncio.run(execute_run(config, is_resume=is_resume, source=source, may_be_begun=may_be_begun))
 
 
 def quickstart_command(overrides: list[str], *, seed: int, directory: Path, prepare_only: bool) -> int:

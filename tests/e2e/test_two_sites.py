@@ -1,7 +1,8 @@
 """Two sites on hosts of their own: a trainer on two machines here, generators there, a slow link that breaks between.
 
 Real processes with mutual TLS, started as docs/two_sites.md says. Nobody connects into the far site, its clocks are
-wrong, and no two hosts share a disk but the trainer's. PENSTOCK_LINK_CUT_S: for how long the link is cut, seconds.
+wrong, and no two hosts share a disk: model, data and checkpoints are on a server that speaks S3. PENSTOCK_LINK_CUT_S:
+for how long the link is cut, seconds.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ BEGUN_BYTES = 200_000
 RATE_BITS_PER_S, ONE_WAY_S = 200e6, 0.02
 NEAR, FAR = ("control", "train-0", "train-1"), ("gpu-0", "gpu-1")
 WEIGHTS_PORT, RELAY_PORT, METRICS_PORT = 7305, 7307, 9464
+BUCKET = "s3://team"
+S3_SETTINGS = {
+    "AWS_ENDPOINT_URL": "http://control:9000",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "train-0:29400", "--rdzv-id", RUN_ID, "--max-restarts", "3")
 SCRAPE = """
@@ -72,11 +80,9 @@ class Fleet:
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self._folder = folder
         self._resources = resources
-        self._task = task
-        for host in sites.hosts.values():
-            shutil.copytree(task.model_dir, host.own(self.local / "model"))
-        for path in (task.train_path, task.eval_path):
-            shutil.copy(path, self.path("train-0", path.name))
+        self.task = task
+        for name in FAR:
+            shutil.copytree(task.model_dir, self.path(name, "model"))
 
     def path(self, host: str, name: str) -> Path:
         """A file in what a host has for itself, seen from outside."""
@@ -143,6 +149,13 @@ class Fleet:
         connect = f"import socket; socket.create_connection(({target!r}, {port}), timeout=2)"
         return self._host(source).run(sys.executable, "-c", connect, env=self._env()).returncode == 0
 
+    def stored_files(self, prefix: str) -> set[str]:
+        """The files below a name in the bucket, as another machine lists them."""
+        listing = f"from penstock.storage.storage import Storage; print(*Storage('{BUCKET}/{prefix}').list())"
+        listed = self._host("train-1").run(sys.executable, "-c", listing, env=self._env())
+        assert listed.returncode == 0, listed.stderr
+        return set(listed.stdout.split())
+
     def logs(self) -> str:
         """The end of every log."""
         return "".join(f"\n--- {path.name}\n{path.read_text()[-3000:]}" for path in self._folder.glob("*.log"))
@@ -152,7 +165,8 @@ class Fleet:
 
     def _env(self) -> dict[str, str]:
         files = {"CA": "ca.pem", "CERT": "cert.pem", "KEY": "key.pem"}
-        return environment() | {f"PENSTOCK_TLS_{name}": str(self.local / "tls" / file) for name, file in files.items()}
+        tls = {f"PENSTOCK_TLS_{name}": str(self.local / "tls" / file) for name, file in files.items()}
+        return environment() | tls | S3_SETTINGS | {"XDG_CACHE_HOME": str(self.local / "cache")}
 
 
 @pytest.fixture(scope="session")
@@ -165,14 +179,13 @@ def possible() -> None:
 @pytest.fixture
 def fleet(possible: None, task: Prepared, tmp_path: Path) -> Iterator[Fleet]:
     """Two sites whose services run; no run yet."""
-    (tmp_path / "shared").mkdir()
     with ExitStack() as resources:
         shape = {"bits_per_second": RATE_BITS_PER_S, "delay_s": ONE_WAY_S}
         sites = two_sites(NEAR, FAR, folder=tmp_path, folders=[tmp_path / "local"], **shape)
         made = Fleet(task, tmp_path, resources.enter_context(sites), resources)
         assert penstock_in_process("certs", "init", "authority", cwd=tmp_path).exit_code == 0
         made.certify("control", "operator", name="control", run="*")
-        _start_near_site(made, tmp_path / "shared")
+        _start_near_site(made)
         for host in FAR:
             made.certify(host, "generator", "observer", name=host, site="b")
             set_offset(made.path(host, "clock"), CLOCK_OFF_S)
@@ -181,7 +194,8 @@ def fleet(possible: None, task: Prepared, tmp_path: Path) -> Iterator[Fleet]:
         yield made
 
 
-def _start_near_site(fleet: Fleet, shared: Path) -> None:
+def _start_near_site(fleet: Fleet) -> None:
+    _start_object_storage(fleet)
     redis = (find_redis_server(), "--bind", "127.0.0.1", "--port", "6379", "--save", "", "--dir", str(fleet.local))
     fleet.start("control", "redis", *redis)
     broker = {"listen": "0.0.0.0:7301", "advertise": "control:7301", "redis_url": "redis://127.0.0.1:6379/0"}
@@ -192,11 +206,24 @@ def _start_near_site(fleet: Fleet, shared: Path) -> None:
         "weights_url": f"train-0:{WEIGHTS_PORT}",
         "trusts_network": True,
         "state_dir": None,
-        "allowed_roots": [str(shared), str(fleet.local)],
+        "allowed_roots": [str(fleet.local)],
+        "allowed_storage": [BUCKET],
     }
     for host in ("train-0", "train-1"):
+        fleet.path(host, "runs").mkdir()
         fleet.certify(host, "trainer", name=host)
         fleet.serve(host, "trainer", trainer, by=(*TORCHRUN, *RENDEZVOUS, "-m", "console"))
+
+
+def _start_object_storage(fleet: Fleet) -> None:
+    """On `control`, with model and rows."""
+    for path in (fleet.task.model_dir, fleet.task.train_path, fleet.task.eval_path):
+        target = fleet.path("control", "stored") / path.name
+        target.parent.mkdir(exist_ok=True)
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, target)
+    served = (sys.executable, "-P", "-m", "tests.helpers.stores.object_storage")
+    fleet.start("control", "s3", *served, "0.0.0.0", "9000", BUCKET, str(fleet.local / "stored"))
+    fleet.wait_for_listeners("control:9000")
 
 
 def start_generator(fleet: Fleet, host: str) -> None:
@@ -223,16 +250,17 @@ def start_generator(fleet: Fleet, host: str) -> None:
 def running(fleet: Fleet, task: Prepared, folder: Path) -> Iterator[Run]:
     """`penstock run` on `control`, attached to what runs already."""
     document = small_run(
-        task, folder, run__num_steps=NUM_STEPS, run__dir=str(folder / "shared"),
-        model__path=str(fleet.local / "model"), data__train=str(fleet.local / "train.jsonl"),
-        data__eval=str(fleet.local / "eval.jsonl"), algorithm__max_staleness=BOUND, sampling__max_new_tokens=32,
+        task, folder, run__num_steps=NUM_STEPS, run__dir=str(fleet.local / "runs"),
+        run__checkpoint_storage=f"{BUCKET}/runs", run__checkpoint_every_steps=5,
+        model__path=f"{BUCKET}/{task.model_dir.name}", data__train=f"{BUCKET}/{task.train_path.name}",
+        data__eval=f"{BUCKET}/{task.eval_path.name}", algorithm__max_staleness=BOUND, sampling__max_new_tokens=32,
         endpoints__broker="control:7301", endpoints__trainer="train-0:7304", endpoints__generators=[],
         listen__scheduler="127.0.0.1:7306", trainer__processes=2,
     )  # fmt: skip
-    (folder / "shared" / "run.yaml").write_text(yaml.safe_dump(document))
-    process = fleet.launch("control", *COMMAND, "run", str(folder / "shared" / "run.yaml"), log=subprocess.PIPE)
+    fleet.path("control", "run.yaml").write_text(yaml.safe_dump(document))
+    process = fleet.launch("control", *COMMAND, "run", str(fleet.local / "run.yaml"), log=subprocess.PIPE)
     try:
-        yield Run(process, RunFolder(folder / "shared" / RUN_ID))
+        yield Run(process, RunFolder(fleet.path("train-0", "runs") / RUN_ID))
     finally:
         if process.poll() is None:
             process.kill()
@@ -290,6 +318,10 @@ def test_a_run_over_two_sites_survives_its_link_its_relay_and_a_wrong_clock(
 
     assert_balanced(run.summary(), num_samples=NUM_STEPS * 8 * 4)
     assert_within_bound(run, BOUND)
+    # The second machine's part of each checkpoint has gone from its own disk to the storage.
+    stored = fleet.stored_files(f"runs/{RUN_ID}/step_{NUM_STEPS}")
+    assert {"MANIFEST.json", "resume/shard-00001.safetensors", "resume/shard-00002.safetensors"} <= stored
+    assert [*fleet.path("train-0", "runs").glob("*/checkpoints/step_*")] == []
     audit = fleet.penstock("audit", RUN_ID, "--broker", "control:7301")
     assert audit.returncode == 0, audit.stdout + audit.stderr
     # Nobody tried to connect into the far site, where somebody listens; whoever does is refused.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,9 +45,30 @@ def s3_server() -> Iterator[Address]:
         server.stop()
 
 
+def serve(host: str, port: int, address: Address, folder: Path) -> None:
+    """A bucket with the folder's files, on a server that serves until its process is killed."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port + 1, verbose=False)
+    server.start()
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port + 1}")
+    client.create_bucket(Bucket=address.removeprefix("s3://"))
+    for path in folder.rglob("*"):
+        if path.is_file():
+            client.upload_file(str(path), address.removeprefix("s3://"), path.relative_to(folder).as_posix())
+    # Others reach it once everything is there; servers of one process have the same buckets.
+    ThreadedMotoServer(ip_address=host, port=port, verbose=False).start()
+    threading.Event().wait()
+
+
 def put_folder(folder: Path, address: Address) -> None:
     """Copy a folder to an address."""
     storage = Storage(address)
     for path in folder.rglob("*"):
         if path.is_file():
             storage.upload(path, path.relative_to(folder).as_posix())
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), checked_address(sys.argv[3]), Path(sys.argv[4]))

@@ -227,6 +227,16 @@ def test_a_trainer_may_use_what_the_run_names_and_nothing_else(model):
     assert here["r0/trainer.yaml"]["allowed_roots"] == ["runs", "/data/model", "/data/train.jsonl"]
 
 
+def test_addresses_in_object_storage_are_the_same_everywhere_and_the_trainer_s_alone(model):
+    run = {**PLAIN_RUN, "model": {"path": "s3://team/model"}, "run": {"checkpoint_storage": "s3://team/runs"}}
+    files = deployed(model, run=run)
+    assert files["r1/node-l4-0.yaml"]["generator"]["model_path"] == "s3://team/model"
+    assert files["r0/trainer.yaml"]["allowed_storage"] == ["s3://team/model", "s3://team/runs"]
+    assert files["r1/machine-l4-0.yaml"]["readable"] == {"model.path": "s3://team/model"}
+    assert files["r0/machine-a100-0.yaml"]["writable"]["run.checkpoint_storage"] == "s3://team/runs"
+    assert "run.checkpoint_storage" not in files["r1/machine-l4-0.yaml"]["writable"]
+
+
 def test_paths_mean_the_same_on_every_machine_or_are_refused(model):
     run = {**PLAIN_RUN, "model": {"path": "models/mine"}}
     files = deployed(model, run=run, folder=Path("/home/me/out"))

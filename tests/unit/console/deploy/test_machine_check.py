@@ -98,6 +98,19 @@ def test_each_thing_that_is_missing_is_one_line(machine: Path, monkeypatch: pyte
     )
 
 
+def test_object_storage_is_tried_and_nothing_stays_there(machine: Path) -> None:
+    folder = machine.parent
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "file").touch()
+    stored = {"model.path": f"file://{folder}/model"}
+    kept = {"run.checkpoint_storage": f"file://{folder}/checkpoints"}
+    assert check_machine(write(folder, readable=stored, writable=kept)) == []
+    assert [*(folder / "checkpoints").iterdir()] == []
+    refused = {"run.checkpoint_storage": f"file://{folder}/file/checkpoints"}
+    problems = check_machine(write(folder, readable={"model.path": f"file://{folder}/none"}, writable=refused))
+    assert [line.split(": ")[1] for line in problems] == ["model.path", "run.checkpoint_storage"]
+
+
 def test_smaller_gpus_than_planned_are_refused(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give_gpus(machine.parent, monkeypatch)
     problems = check_machine(write(machine.parent, gpu="L40S", gpu_memory_gb=48.0))
