@@ -25,7 +25,7 @@ _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 def model_problems(source: Path | Address) -> list[str]:
     """Problems of a model directory, or of what lies at an address, one line each; empty if it can be loaded."""
     try:
-        path = fetched("model.path", source)
+        path = fetched("model.path", source, "model")
     except (ConfigError, StorageError) as error:
         return [str(error)]
     if not path.exists():
@@ -62,7 +62,7 @@ def text_problem(config: RunConfig) -> str | None:
         return None
     path = config.model.path
     try:
-        if (fetched("model.path", path, has_weights=False) / TOKENIZER_FILE).is_file():
+        if (fetched("model.path", path, "tokenizer") / TOKENIZER_FILE).is_file():
             return None
     except (ConfigError, StorageError) as error:
         return str(error)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from penstock.config import ConfigError
 from penstock.storage.addresses import Address
 from penstock.storage.object_cache import ObjectCache
 from penstock.storage.storage import StorageError
 
+Part = Literal["all", "model", "tokenizer"]
+"""What is needed of a folder: everything, all but a checkpoint's `resume/`, or that without weights."""
+_RESUME = "resume/"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"))
 _fetching = threading.Lock()
 _cache: list[ObjectCache] = []
-_found: dict[tuple[Address, bool], Path] = {}
+_found: dict[tuple[Address, Part], Path] = {}
 
 
-def fetched(field: str, source: Path | Address, *, has_weights: bool = True) -> Path:
+def fetched(field: str, source: Path | Address, part: Part = "all") -> Path:
     """A path as it is; of an address the copy in this machine's cache, made if necessary. Blocks meanwhile.
 
     Between two calls of `forget_copies` a process gets the same copy at each call, even if the stored content changes.
@@ -24,7 +28,7 @@ def fetched(field: str, source: Path | Address, *, has_weights: bool = True) -> 
     Args:
         field: Of the configuration, named in errors.
         source: What it says.
-        has_weights: False leaves out files of weights.
+        part: What is needed of a folder.
 
     Raises:
         ConfigError: There is no such content, it cannot be read, or it does not fit on the disk.
@@ -33,12 +37,12 @@ def fetched(field: str, source: Path | Address, *, has_weights: bool = True) -> 
     if isinstance(source, Path):
         return source
     with _fetching:
-        key = (source, has_weights)
+        key = (source, part)
         if key not in _found:
             try:
                 if not _cache:
                     _cache.append(ObjectCache.of_user())
-                _found[key] = _cache[0].fetch(source, wanted=lambda name: has_weights or not _is_weights(name))
+                _found[key] = _cache[0].fetch(source, wanted=lambda name: _is_wanted(name, part))
             except ConfigError as error:
                 raise ConfigError(f"{field}: {error}") from error
             except OSError as error:
@@ -52,5 +56,6 @@ def forget_copies() -> None:
         _found.clear()
 
 
-def _is_weights(name: str) -> bool:
-    return PurePosixPath(name).suffix in _WEIGHT_SUFFIXES
+def _is_wanted(name: str, part: Part) -> bool:
+    is_weights = PurePosixPath(name).suffix in _WEIGHT_SUFFIXES
+    return part == "all" or not (name.startswith(_RESUME) or (part == "tokenizer" and is_weights))

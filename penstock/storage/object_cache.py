@@ -135,7 +135,8 @@ class ObjectCache:
         """Keep others from deleting the copy, of which there may be nothing yet."""
         if key in self._locks:
             return
-        self._root.mkdir(parents=True, exist_ok=True)
+        # Others must not be able to change what is read from here.
+        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = self._root / f"{key}.lock"
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -84,7 +84,7 @@ def _texts(config: RewardConfig) -> TokenTexts | None:
         _log.warning("text of generators is scored unchecked", setting="reward.trusts_generator_text")
         return None
     try:
-        return TokenTexts.of_model(fetched("tokenizer_path", config.tokenizer_path, has_weights=False))
+        return TokenTexts.of_model(fetched("tokenizer_path", config.tokenizer_path, "tokenizer"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"tokenizer_path: {error}; give the directory of the run's model with its tokenizer.json "

@@ -129,7 +129,7 @@ class ModelConfig(StrictModel):
     @property
     def folder(self) -> Path:
         """The directory on this machine, fetched at the first use if it has an address; raises as `fetched` does."""
-        return fetched("model.path", self.path)
+        return fetched("model.path", self.path, "model")
 
 
 class LoraSection(StrictModel):

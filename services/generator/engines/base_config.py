@@ -39,7 +39,7 @@ class ServedModel(StrictModel):
     @property
     def model_folder(self) -> Path:
         """The directory on this machine, fetched at the first use if it has an address; raises as `fetched` does."""
-        return fetched("model_path", self.model_path)
+        return fetched("model_path", self.model_path, "model")
 
 
 class BaseEngineConfig(StrictModel, ABC):

@@ -24,6 +24,7 @@ from services.trainer.checkpoints.checkpoint import COMPLETE_MARKER, STATE_FILE,
 
 _STEP = re.compile(r"step_(\d+)")
 _NUM_STREAMS = 4
+_PROBE = ".writable"
 
 
 class CheckpointStorage:
@@ -54,6 +55,11 @@ class CheckpointStorage:
         if found is None:
             raise CheckpointFormatError(f"{self.address(step)}: holds no {STATE_FILE}")
         return found.decode()
+
+    def check(self) -> None:
+        """Write something and delete it again; raises what refuses that."""
+        self._storage.write(_PROBE, b"")
+        self._storage.delete(_PROBE)
 
     def begin(self, step: int) -> None:
         """Let an earlier checkpoint of that step not count any more."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
@@ -37,6 +38,17 @@ SKIPPED = Counter("penstock_trainer_checkpoints_skipped", "Checkpoints left out,
 
 _FIELD = "run.checkpoint_storage"
 _log = structlog.get_logger()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Begins errors of the storage with the setting that names it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{_FIELD}: {error}") from error
+    except StorageError as error:
+        raise StorageError(f"{_FIELD}: {error}") from error
 
 
 class Checkpoints:
@@ -75,9 +87,20 @@ class Checkpoints:
         self._writing_step: int | None = None
         self._failed = asyncio.Event()
 
-    async def check_new(self) -> None:
-        """Raises ConfigError if the storage holds checkpoints, of another run of this name; StorageError."""
-        if self._storage is not None and await self._newest_stored() is not None:
+    async def check_storage(self, *, is_new: bool) -> None:
+        """Try the storage, if there is one, before anything is trained.
+
+        Args:
+            is_new: Whether the run begins: there must be no checkpoints of another run of this name.
+
+        Raises:
+            ConfigError, StorageError: It cannot be written to, or holds a run.
+        """
+        if self._storage is None:
+            return
+        with _named():
+            await asyncio.to_thread(self._storage.check)
+        if is_new and await self._newest_stored() is not None:
             raise ConfigError(
                 f"{_FIELD}: {self._storage.folder} holds a run already; resume it, or choose another run.id"
             )
@@ -101,12 +124,8 @@ class Checkpoints:
         return checkpoint.parse_state(text, source=address)
 
     async def _newest_stored(self) -> int | None:
-        try:
+        with _named():
             return None if self._storage is None else await asyncio.to_thread(self._storage.newest)
-        except ConfigError as error:
-            raise ConfigError(f"{_FIELD}: {error}") from error
-        except StorageError as error:
-            raise StorageError(f"{_FIELD}: {error}") from error
 
     async def begin(self, backend: Backend, state: ResumeState, *, may_skip: bool = False) -> None:
         """Copy the state and begin to write it, unless that step has a checkpoint or one is being written.

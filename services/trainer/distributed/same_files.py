@@ -74,7 +74,7 @@ def fingerprint_of(model: Path | Address) -> str | None:
     Of one in object storage all of it, which was digested when it was fetched. Raises ConfigError, StorageError.
     """
     if not isinstance(model, Path):
-        return content_digest(fetched("model.path", model))
+        return content_digest(fetched("model.path", model, "model"))
     if not (model / "config.json").is_file():
         return None
     files = sorted({path for pattern in _COMPARED for path in model.glob(pattern)})

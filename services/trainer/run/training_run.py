@@ -233,8 +233,7 @@ class TrainingRun:
 
     async def _restore(self, backend: Backend) -> None:
         """Continue from the newest complete checkpoint, if requested and there is one."""
-        if not self.spec.resume:
-            await self._checkpoints.check_new()
+        await self._checkpoints.check_storage(is_new=not self.spec.resume)
         known = await asyncio.to_thread(read_instance, self.spec.run_dir) if self.spec.resume else None
         state = await self._checkpoints.load_latest(backend) if self.spec.resume else None
         if state is not None:

@@ -118,6 +118,16 @@ async def test_a_storage_that_refuses_stops_no_training_and_is_not_kept_quiet(
         assert CheckpointStorage(below(storage, "runs/r")).newest() == 2
 
 
+async def test_a_storage_that_cannot_be_written_to_ends_a_run_before_it_trains(tmp_path, model) -> None:
+    (tmp_path / "file").touch()
+    storage = checked_address(f"file://{tmp_path}/file/stored")
+    async with serving(ScriptedTrainingBroker().service()) as (_, target):
+        document = run_document(tmp_path, model, target, checkpoint_storage=storage)
+        events, _ = await trained(document, storage)
+    assert events[-1].finished.message.startswith(f"run.checkpoint_storage: {storage}/r/.writable: ")
+    assert steps_of(events) == []
+
+
 async def test_addresses_that_the_trainer_does_not_allow_are_refused_by_name(tmp_path, model) -> None:
     async with running_trainer(roots=Roots([Path("/")], [checked_address("s3://ours/runs")])) as trainer:
         for section, key in (("model", "path"), ("data", "train"), ("run", "checkpoint_storage")):

@@ -47,6 +47,8 @@ def s3_server() -> Iterator[Address]:
 
 def serve(host: str, port: int, address: Address, folder: Path) -> None:
     """A bucket with the folder's files, on a server that serves until its process is killed."""
+    # The server's own name is not a bucket's; read when moto is imported.
+    os.environ["S3_IGNORE_SUBDOMAIN_BUCKETNAME"] = "true"
     import boto3
     from moto.server import ThreadedMotoServer
 

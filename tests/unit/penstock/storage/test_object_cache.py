@@ -141,8 +141,11 @@ def test_a_process_finds_the_same_copy_until_it_forgets(tmp_path, stored, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     forget_copies()
     assert fetched("model.path", folder) == folder
-    light = fetched("model.path", address, has_weights=False)
-    assert "model.safetensors" not in content(light)
+    (folder / "resume").mkdir()
+    (folder / "resume" / "shard.safetensors").write_bytes(b"moments")
+    light = fetched("model.path", address, "tokenizer")
+    assert content(light).keys() == {"config.json", "sub/tokenizer.json"}
+    assert content(fetched("model.path", address, "model")) == FILES
     whole = fetched("model.path", address)
     (folder / "config.json").write_bytes(b'{"changed": 1}')
     assert fetched("model.path", address) == whole
