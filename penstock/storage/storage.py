@@ -132,10 +132,11 @@ class Storage:
             except FileNotFoundError:
                 return None
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small file, whole or not at all where the storage can."""
+    def write(self, name: str, content: bytes) -> FileDigest:
+        """Write a small file, whole or not at all where the storage can; returns its digest."""
         with self._told(name):
             self._files.pipe_file(self._path(name), content)
+        return FileDigest(size_bytes=len(content), blake3=blake3(content).hexdigest())
 
     def download(self, name: str, target: Path, *, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Copy a file to `target`, whose folder exists.

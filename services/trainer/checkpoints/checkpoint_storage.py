@@ -2,6 +2,7 @@
 
     ADDRESS/RUN_ID/step_N/resume/shard-*.safetensors    each uploaded by the process that wrote it
     ADDRESS/RUN_ID/step_N/...                           the rest, by the first process
+    ADDRESS/RUN_ID/step_N/records/...                   the run's metrics until then
     ADDRESS/RUN_ID/step_N/MANIFEST.json                 names, sizes and digests of all of them; written last
 
 Invariants:
@@ -12,7 +13,8 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +27,7 @@ from services.trainer.checkpoints.checkpoint import COMPLETE_MARKER, STATE_FILE,
 _STEP = re.compile(r"step_(\d+)")
 _NUM_STREAMS = 4
 _PROBE = ".writable"
+_RECORDS = "records"
 
 
 class CheckpointStorage:
@@ -32,10 +35,12 @@ class CheckpointStorage:
 
     Args:
         folder: The run's own.
+        records: Files of the run's folder on this disk that grow line by line, and go with every checkpoint.
     """
 
-    def __init__(self, folder: Address) -> None:
+    def __init__(self, folder: Address, records: Sequence[Path] = ()) -> None:
         self.folder = folder
+        self._records = tuple(records)
 
     @cached_property
     def _storage(self) -> Storage:
@@ -79,8 +84,25 @@ class CheckpointStorage:
         with ThreadPoolExecutor(_NUM_STREAMS, thread_name_prefix="upload") as pool:
             digests = pool.map(lambda name: self._storage.upload(paths[name], f"step_{step}/{name}"), rest)
             files = {**uploaded, **dict(zip(rest, digests, strict=True))}
+        for path in filter(Path.is_file, self._records):
+            name = f"{_RECORDS}/{path.name}"
+            files[name] = self._storage.write(f"step_{step}/{name}", path.read_bytes())
         self._storage.write(f"step_{step}/{MANIFEST_NAME}", manifest_text(files).encode())
         self._prune(keep_last)
+
+    def restore_records(self, copy: Path) -> None:
+        """Give the run's folder the records that came with a checkpoint, unless it has more of them.
+
+        Args:
+            copy: The checkpoint, fetched.
+
+        Raises:
+            OSError: The disk refused.
+        """
+        for path in self._records:
+            stored = copy / _RECORDS / path.name
+            if stored.is_file() and not (path.is_file() and path.stat().st_size >= stored.stat().st_size):
+                shutil.copyfile(stored, path)
 
     def _prune(self, keep_last: int) -> None:
         kept = 0

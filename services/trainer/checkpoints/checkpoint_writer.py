@@ -26,6 +26,7 @@ from penstock.config import ConfigError
 from penstock.errors import FencedError, PenstockError
 from penstock.process.tasks import uninterrupted
 from penstock.storage.addresses import Address
+from penstock.storage.fetched import fetched
 from penstock.storage.storage import StorageError
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.checkpoint import CheckpointFormatError, ResumeState, Saving
@@ -120,6 +121,9 @@ class Checkpoints:
         address = self._storage.address(stored)
         text = await asyncio.to_thread(self._storage.state_text, stored)
         await self._compute.run(backend.load, address)
+        # By now it is there.
+        copy = await asyncio.to_thread(fetched, _FIELD, address)
+        await asyncio.to_thread(self._storage.restore_records, copy)
         _log.info("loaded a checkpoint from object storage", address=address)
         return checkpoint.parse_state(text, source=address)
 

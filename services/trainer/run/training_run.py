@@ -59,7 +59,15 @@ from services.trainer.run.replay_feed import replay_feed
 from services.trainer.run.run_errors import EXPECTED_ERRORS, is_broken, is_final
 from services.trainer.run.sources import fetch_sources, stored_sources
 
+_METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 _log = structlog.get_logger()
+
+
+def _storage_of(spec: RunSpec) -> CheckpointStorage | None:
+    """Where the run's checkpoints are copied to, if anywhere."""
+    if spec.checkpoint_folder is None:
+        return None
+    return CheckpointStorage(spec.checkpoint_folder, [spec.run_dir / _METRICS, spec.run_dir / _EVALUATIONS])
 
 
 class TrainingRun:
@@ -97,7 +105,7 @@ class TrainingRun:
             keep_last=spec.config.run.keep_checkpoints,
             compute=self._compute,
             on_written=lambda version, path: self.events.report_checkpoint(policy_version=version, path=str(path)),
-            storage=None if (folder := spec.checkpoint_folder) is None else CheckpointStorage(folder),
+            storage=_storage_of(spec),
             check_owner=lambda: self.broker.check_owner(self._progress),
         )
         self._publisher = WeightPublisher(
@@ -107,8 +115,8 @@ class TrainingRun:
             base_url=weights_url,
             clock=self._clock,
         )
-        self._metrics = JsonLines(spec.run_dir / "metrics.jsonl")
-        self._evaluations = JsonLines(spec.run_dir / "evaluations.jsonl", prefix="eval/")
+        self._metrics = JsonLines(spec.run_dir / _METRICS)
+        self._evaluations = JsonLines(spec.run_dir / _EVALUATIONS, prefix="eval/")
         self._opened: Backend | None = None
         """Closed when the run ends."""
         self._backend: Backend | None = None

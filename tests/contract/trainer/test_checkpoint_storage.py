@@ -88,6 +88,8 @@ async def test_a_run_whose_folder_is_lost_goes_on_from_storage_with_model_and_da
         assert steps_of(resumed) == [3]
     assert sorted(broker.trained.values()) == sorted(2 * [1, 2, 3])
     assert json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())["outcome"] == "completed"
+    lines = (tmp_path / "runs" / "r" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["policy_version"] for line in lines] == [1, 2, 3]
     assert CheckpointStorage(stored.address).newest() == 3
 
 
