@@ -30,6 +30,7 @@ from penstock.process.disk import free_bytes, full_message
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
+from penstock.storage.fetched import beside_loop
 from services.broker.storage.redis.authentication import RedisCredentials, protected_url
 from services.scheduler.problem.plan_document import node_classes, read_plan
 from services.scheduler.problem.problem import read_problem
@@ -58,16 +59,16 @@ async def check_run(
     problems = _folder_problems(folder, is_resume=is_resume) + _recording_problems(config, is_resume=is_resume)
     warnings: list[str] = []
     if config.endpoints.trainer is None:
-        found = await asyncio.to_thread(model_problems, config.model.path)
+        found = await beside_loop(model_problems, config.model.path)
         if not found:
             checks = (context_problem(config), text_problem(config), routing_problem(config))
             found = [problem for problem in checks if problem]
         problems += found
         # The tokenizer counts the tokens of rows.
         if not found or isinstance(config.model.path, Path):
-            data, warnings = await asyncio.to_thread(data_problems, config)
+            data, warnings = await beside_loop(data_problems, config)
             problems += data
-    elif (problem := await asyncio.to_thread(text_problem, config)) is not None:
+    elif (problem := await beside_loop(text_problem, config)) is not None:
         problems.append(problem)
     problems += _lengths_problems(config) + _plan_problems(config)
     problems += _package_problems(config)

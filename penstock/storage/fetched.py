@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from penstock.config import ConfigError
 from penstock.storage.addresses import Address
@@ -15,7 +17,10 @@ Part = Literal["all", "model", "tokenizer"]
 """What is needed of a folder: everything, all but a checkpoint's `resume/`, or that without weights."""
 _RESUME = "resume/"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"))
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 _fetching = threading.Lock()
+_given_up = threading.Event()
 _cache: list[ObjectCache] = []
 _found: dict[tuple[Address, Part], Path] = {}
 
@@ -42,7 +47,9 @@ def fetched(field: str, source: Path | Address, part: Part = "all") -> Path:
             try:
                 if not _cache:
                     _cache.append(ObjectCache.of_user())
-                _found[key] = _cache[0].fetch(source, wanted=lambda name: _is_wanted(name, part))
+                _found[key] = _cache[0].fetch(
+                    source, wanted=lambda name: _is_wanted(name, part), is_given_up=_given_up.is_set
+                )
             except ConfigError as error:
                 raise ConfigError(f"{field}: {error}") from error
             except OSError as error:
@@ -53,7 +60,19 @@ def fetched(field: str, source: Path | Address, part: Part = "all") -> Path:
 def forget_copies() -> None:
     """What is fetched from now on is what the storage has then."""
     with _fetching:
+        _given_up.clear()
         _found.clear()
+
+
+async def beside_loop(
+    function: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs
+) -> _Result:
+    """`function(*args)`, which fetches, in a thread; if its caller is cancelled, so is what it fetches."""
+    try:
+        return await asyncio.to_thread(function, *args, **kwargs)
+    except asyncio.CancelledError:
+        _given_up.set()
+        raise
 
 
 def _is_wanted(name: str, part: Part) -> bool:

@@ -74,12 +74,19 @@ class ObjectCache:
         while self._locks:
             os.close(self._locks.popitem()[1])
 
-    def fetch(self, address: Address, *, wanted: Callable[[str], bool] = lambda _: True) -> Path:
+    def fetch(
+        self,
+        address: Address,
+        *,
+        wanted: Callable[[str], bool] = lambda _: True,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> Path:
         """The copy of what lies at an address now.
 
         Args:
             address: A folder or one file.
             wanted: By its name below the address, whether a file is copied.
+            is_given_up: Asked now and then; ends a transfer with StorageError.
 
         Raises:
             ConfigError: There is nothing to copy, this process may not read it, or it does not fit.
@@ -92,13 +99,19 @@ class ObjectCache:
         key = _key(address, files)
         self._use(key)
         try:
-            return self._copied(storage, files, self._root / key)
+            return self._copied(storage, files, self._root / key, is_given_up)
         except OSError as error:
             if is_full(error):
                 raise ConfigError(f"{address}: the disk of {self._root} is full; free some space") from error
             raise
 
-    def _copied(self, storage: Storage, files: Mapping[str, StoredFile], folder: Path) -> Path:
+    def _copied(
+        self,
+        storage: Storage,
+        files: Mapping[str, StoredFile],
+        folder: Path,
+        is_given_up: Callable[[], bool],
+    ) -> Path:
         content = folder / "content" / last_name(storage.address)
         paths = {name: content / name for name in files}
         stated = _stated(storage, files)
@@ -110,7 +123,7 @@ class ObjectCache:
             # Meanwhile another process may have made it.
             missing = self._missing(folder, files, paths, stated)
             self._make_room(sum(files[name].size_bytes for name in missing), storage.address)
-            transfer = _Transfer(storage, files, folder / "incoming", stated)
+            transfer = _Transfer(storage, files, folder / "incoming", stated, is_given_up)
             digests = _known(folder) | transfer.run({name: paths[name] for name in missing})
             # Of what an interrupted transfer left: it was moved to its place whole.
             digests |= {name: digest_of(path) for name, path in paths.items() if name not in digests}
@@ -194,7 +207,9 @@ class _Transfer:
         files: Mapping[str, StoredFile],
         incoming: Path,
         stated: Mapping[str, FileDigest],
+        is_given_up: Callable[[], bool],
     ) -> None:
+        self._is_given_up = is_given_up
         self._storage = storage
         self._files = files
         self._incoming = incoming
@@ -216,6 +231,7 @@ class _Transfer:
             shutil.rmtree(self._incoming, ignore_errors=True)
 
     def _fetch(self, number: int, name: str, target: Path) -> FileDigest:
+        self._report(name, 0)
         temporary = self._incoming / str(number)
         self._storage.download(name, temporary, on_bytes=lambda so_far: self._report(name, so_far))
         digest, expected = digest_of(temporary), self._files[name].size_bytes
@@ -234,6 +250,8 @@ class _Transfer:
         return digest
 
     def _report(self, name: str, num_bytes: int) -> None:
+        if self._is_given_up():
+            raise StorageError(f"{self._storage.address}: given up while {name} was fetched")
         with self._reporting:
             self._arrived[name] = num_bytes
             now_s = time.monotonic()

@@ -31,6 +31,7 @@ from penstock.errors import FencedError, OtherInstanceError
 from penstock.process.disk import failure_message, full_message, is_full
 from penstock.process.tasks import run_beside, set_within, unless_set
 from penstock.security import Security
+from penstock.storage.fetched import beside_loop
 from penstock.storage.storage import StorageError
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.trainer.checkpoints.checkpoint_storage import CheckpointStorage
@@ -224,7 +225,7 @@ class TrainingRun:
         await self.broker.check_not_replaced()
         if addresses := stored_sources(config):
             self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"fetching {addresses}")
-            await asyncio.to_thread(fetch_sources, config)
+            await beside_loop(fetch_sources, config)
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"loading {config.model.path}")
         policy = await self._compute.run(self._load_policy, config)
         backend = self._opened = policy.backend

@@ -1,5 +1,6 @@
 """The cache of what lies in object storage: copied once, whole, checked, bounded."""
 
+import asyncio
 import threading
 from collections import Counter
 from pathlib import Path
@@ -8,10 +9,11 @@ import pytest
 
 from penstock.config import ConfigError
 from penstock.storage.addresses import checked_address
-from penstock.storage.fetched import fetched, forget_copies
+from penstock.storage.fetched import beside_loop, fetched, forget_copies
 from penstock.storage.manifest import MANIFEST_NAME, manifest_text
 from penstock.storage.object_cache import ObjectCache, content_digest
 from penstock.storage.storage import Storage, StorageError, digest_of
+from tests.helpers.waiting import until
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 40, "sub/tokenizer.json": b"[]"}
 
@@ -81,6 +83,33 @@ def test_an_interrupted_transfer_goes_on_with_the_files_that_are_missing(tmp_pat
     del downloads["fail model.safetensors"]
     assert content(ObjectCache(tmp_path / "cache").fetch(address)) == FILES
     assert downloads == Counter(FILES.keys())
+
+
+async def test_whoever_is_cancelled_ends_the_transfer_and_the_next_one_goes_on(stored, tmp_path, monkeypatch):
+    _, address = stored
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    forget_copies()
+    begun, ended = threading.Event(), threading.Event()
+    original = Storage.download
+
+    def slow(storage, name, target, *, on_bytes):
+        begun.set()
+        try:
+            while True:
+                on_bytes(1)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Storage, "download", slow)
+    fetching = asyncio.create_task(beside_loop(fetched, "model.path", address))
+    await until(begun.is_set)
+    fetching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    await until(ended.is_set)
+    monkeypatch.setattr(Storage, "download", original)
+    forget_copies()
+    assert content(await beside_loop(fetched, "model.path", address)) == FILES
 
 
 def test_several_at_once_make_one_copy(tmp_path, stored, downloads):
