@@ -148,8 +148,14 @@ class ObjectCache:
         """Keep others from deleting the copy, of which there may be nothing yet."""
         if key in self._locks:
             return
-        # Others must not be able to change what is read from here.
-        self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            # Others must not be able to change what is read from here.
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._root}: the cache cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder that this "
+                "process may write to"
+            ) from error
         path = self._root / f"{key}.lock"
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -1,13 +1,16 @@
 """The cache of what lies in object storage: copied once, whole, checked, bounded."""
 
 import asyncio
+import errno
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import structlog
 
 from penstock.config import ConfigError
+from penstock.storage import object_cache
 from penstock.storage.addresses import checked_address
 from penstock.storage.fetched import beside_loop, fetched, forget_copies
 from penstock.storage.manifest import MANIFEST_NAME, manifest_text
@@ -163,6 +166,34 @@ def test_links_and_nothing_are_refused(tmp_path, stored):
     (folder / "link").symlink_to("/etc/hostname")
     with pytest.raises(ConfigError, match="link is a link"):
         ObjectCache(tmp_path / "cache").fetch(address)
+
+
+def test_what_a_machine_lacks_is_said_with_the_fix(tmp_path, stored, monkeypatch):
+    _, address = stored
+
+    def is_full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "download", is_full)
+        with pytest.raises(ConfigError, match=r"model: the disk of .*cache is full; free some space"):
+            ObjectCache(tmp_path / "cache").fetch(address)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="the cache cannot be made: Not a directory; set XDG_CACHE_HOME"):
+        ObjectCache(tmp_path / "file" / "cache").fetch(address)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gcsfs" else object())
+    with pytest.raises(ConfigError, match=r"gs://b1/a: needs the package gcsfs, .*pip install 'penstock\[gs\]'"):
+        ObjectCache(tmp_path / "cache").fetch(checked_address("gs://b1/a"))
+
+
+def test_a_transfer_that_lasts_says_how_far_it_is(tmp_path, stored, monkeypatch):
+    _, address = stored
+    monkeypatch.setattr(object_cache, "_FIRST_REPORT_S", 0.0)
+    with structlog.testing.capture_logs() as lines:
+        ObjectCache(tmp_path / "cache").fetch(address)
+    told = [line for line in lines if line["event"] == "fetching"]
+    assert len(told) == 1
+    assert told[0]["address"] == address
 
 
 def test_a_process_finds_the_same_copy_until_it_forgets(tmp_path, stored, monkeypatch, downloads):
