@@ -94,7 +94,9 @@ def quickstart(
 
 @command(app)
 def serve(
-    kind: Annotated[str, typer.Argument(metavar="SERVICE", help="broker, generator, reward, trainer or scheduler.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="SERVICE", help="broker, generator, reward, trainer, scheduler or scorer.")
+    ],
     overrides: _Overrides = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="The service's own configuration, YAML; defaults if omitted.")
@@ -113,6 +115,7 @@ def serve(
       penstock serve trainer --listen 0.0.0.0:7304 weights_listen=0.0.0.0:7305 weights_url=trainer:7305
       penstock serve generator --config generator.yaml generator_id=gen-3
       penstock serve reward run_id=my-run broker=broker:7301 tokenizer_path=models/mine reward.model=exact_match
+      penstock serve scorer run_id=my-run broker=broker:7301 model_path=models/mine
     """
     from console.serve.serve import serve_command
 

@@ -47,7 +47,7 @@ RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
 
 _Section = TypeVar("_Section", bound=StrictModel)
-DevicesOf = Literal["trainer", "generators", "reward"]
+DevicesOf = Literal["trainer", "generators", "reward", "scorers"]
 Address = Annotated[str, AfterValidator(checked_address)]
 """One server, host:port."""
 
@@ -182,6 +182,9 @@ class RunConfig(RunSections, NetworkConfig):
     """The generators."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model; a plain string is its name."""
+    scorers: int = Field(default=1, ge=0, le=64)
+    """Scorers that are started here for algorithm.reference service, with the trainer's device, threads and packs; 0 if
+    all of them are elsewhere: they come by themselves."""
     broker: BrokerSection = BrokerSection()
     """The broker's store."""
     weights: WeightsSection = WeightsSection()
@@ -191,7 +194,7 @@ class RunConfig(RunSections, NetworkConfig):
     devices: dict[DevicesOf, Annotated[tuple[int | str, ...], Field(max_length=1024)]] = Field(default_factory=dict)
     """GPUs of processes started here: indices or UUIDs of nvidia-smi, GPU/INSTANCE for MIG. For the trainer one for
     each of trainer.processes, for generators tensor_parallel x pipeline_parallel each, in order; chosen if left out.
-    For reward none if left out. GPUs that are named for both are shared."""
+    For scorers one each. For reward none if left out. GPUs that are named for both are shared."""
     endpoints: EndpointsSection = EndpointsSection()
     """Services that run elsewhere."""
     listen: ListenSection = ListenSection()
@@ -222,6 +225,11 @@ class RunConfig(RunSections, NetworkConfig):
     def starts_generators(self) -> bool:
         """Whether this run starts generators itself, `generator.count` of them."""
         return self.endpoints.generators is None and self.scheduler.problem is None
+
+    @property
+    def num_scorers(self) -> int:
+        """Scorers that this run starts."""
+        return self.scorers if self.algorithm.has_scorer else 0
 
     @model_validator(mode="after")
     def _a_plan_is_followed_whole(self) -> Self:

@@ -16,6 +16,7 @@ from services.generator.engines.registry import ENGINES
 from services.reward.config import RewardConfig
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.trainer.config import TrainerConfig, TrainingConfig
+from services.trainer.scorer.config import ScorerConfig
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
 
@@ -44,6 +45,7 @@ class Addresses:
     reward: Endpoint
     trainer: Endpoint
     generators: tuple[Endpoint, ...]
+    scorers: tuple[Endpoint, ...]
     weights_listen: str | None
     """Listen address of the weights server of a trainer started here; None if the trainer runs elsewhere."""
     weights_url: str | None
@@ -90,6 +92,22 @@ def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
         broker=addresses.broker.target,
         tokenizer_path=config.model.path,
         reward=config.reward,
+    )
+
+
+def scorer_config(config: RunConfig, addresses: Addresses, index: int) -> ScorerConfig:
+    """The configuration of scorer `index`, counted from 0."""
+    return ScorerConfig(
+        insecure=config.insecure,
+        listen=addresses.scorers[index].listen or "",
+        run_id=config.run.id,
+        broker=addresses.broker.target,
+        worker_id=f"scorer-{index}",
+        model_path=config.algorithm.reference_path or config.model.path,
+        dtype=config.model.dtype,
+        device=config.trainer.device,
+        num_threads=config.trainer.num_threads,
+        tokens_per_pack=config.trainer.tokens_per_pack,
     )
 
 

@@ -140,6 +140,11 @@ class Configurations:
 
     def _run_inside(self) -> Document:
         """Configuration for the container that follows the run: all services are started beside it."""
+        if self.config.get("algorithm", {}).get("reference") == "service" and self.config.get("scorers") != 0:
+            raise ConfigError(
+                "algorithm.reference: service: --deploy writes no container for scorers; set scorers to 0 and start "
+                "them with `penstock serve scorer`, or set algorithm.reference to trainer"
+            )
         document = self._with_plan(IN_CONTAINERS.config)
         document["run"] = {**document["run"], "dir": str(IN_CONTAINERS.runs)}
         attached = {name: self.center[name] for name in ("broker", "scheduler", "reward", "trainer")}

@@ -102,6 +102,7 @@ def _needs(config: RunConfig) -> Iterator[DeviceNeed]:
             named=_named(config, "trainer"),
             setting="devices.trainer",
         )
+    yield from _scorer_needs(config)
     if config.starts_generators and config.generator.decodes_on_gpus():
         yield from _generator_needs(config, uses_nccl=uses_nccl)
     if named := _named(config, "reward"):
@@ -122,6 +123,23 @@ def _needs(config: RunConfig) -> Iterator[DeviceNeed]:
                 because=f"gpus: {node.gpus} in {path}",
                 fix="lower gpus there",
             )
+
+
+def _scorer_needs(config: RunConfig) -> Iterator[DeviceNeed]:
+    if not _trains_on_gpus(config):
+        return
+    named = _named(config, "scorers")
+    if named and len(named) != config.num_scorers:
+        raise ConfigError(f"devices.scorers: names {len(named)} GPUs; scorers is {config.num_scorers}")
+    for index in range(config.num_scorers):
+        yield DeviceNeed(
+            process=f"scorer-{index}",
+            count=1,
+            because="algorithm.reference: service",
+            fix="lower scorers, or set trainer.device: cpu",
+            named=named[index : index + 1],
+            setting="devices.scorers",
+        )
 
 
 def _generator_needs(config: RunConfig, *, uses_nccl: bool) -> Iterator[DeviceNeed]:

@@ -191,6 +191,8 @@ def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
         seconds = heartbeat_interval.asked_s(run.heartbeat_interval)
         yield f"the broker is busy: generators send heartbeats every {seconds:.1f} s, and report free slots later"
     yield f"reward workers: {', '.join(run.reward_worker_ids) or 'none connected'}"
+    if run.policy.needs_reference_logprobs:
+        yield f"scorers: {', '.join(run.scorer_ids) or 'none connected'}"
     yield from (f"warning of {worker_id}: {text}" for worker_id, text in sorted(run.reward_warnings.items()))
     for view in run.generators:
         if view.beat.warning:
@@ -257,6 +259,7 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "flush_interval_s": flush_interval.asked_s(run.flush_interval) or None,
         "heartbeat_interval_s": heartbeat_interval.asked_s(run.heartbeat_interval) or None,
         "reward_worker_ids": list(run.reward_worker_ids),
+        "scorer_ids": list(run.scorer_ids),
         "reward_warnings": dict(run.reward_warnings),
         "generators": [_generator_document(view) for view in run.generators],
         "waits": [

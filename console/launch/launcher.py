@@ -21,6 +21,7 @@ from console.config.derive import (
     local_endpoint,
     reward_config,
     scheduler_config,
+    scorer_config,
     trainer_config,
 )
 from console.config.run_folder import ProcessRecord, RunFolder
@@ -66,7 +67,7 @@ class Launcher:
     async def start(self) -> None:
         """Start everything, and wait for what StartRun needs: broker, scheduler, trainer. Raises ServiceFailedError.
 
-        Reward worker and generators load meanwhile; they find the run by themselves once it is open.
+        Reward worker, scorers and generators load meanwhile; they find the run by themselves once it is open.
         """
         addresses, config = self.addresses, self._config
         self._claim_gpus()
@@ -81,15 +82,21 @@ class Launcher:
             self._launch("trainer", trainer_config(config, addresses), addresses.trainer)
         if addresses.reward.is_local:
             self._launch("reward", reward_config(config, addresses), addresses.reward)
-        for index, endpoint in enumerate(addresses.generators):
-            if endpoint.is_local:
-                generator = generator_config(config, addresses, self._folder, index)
-                self._launch(f"generator-{index}", generator, endpoint)
+        self._launch_workers()
         for path in config.scheduler.nodes:
             self._launch_node(path)
         for name in ("broker", "scheduler", "trainer"):
             if name in self.services.names:
                 await self.services.wait_ready(name, timeout_s=MODEL_READY_S if name == "trainer" else SERVICE_READY_S)
+
+    def _launch_workers(self) -> None:
+        config, addresses = self._config, self.addresses
+        for index, endpoint in enumerate(addresses.scorers):
+            self._launch(f"scorer-{index}", scorer_config(config, addresses, index), endpoint)
+        for index, endpoint in enumerate(addresses.generators):
+            if endpoint.is_local:
+                generator = generator_config(config, addresses, self._folder, index)
+                self._launch(f"generator-{index}", generator, endpoint)
 
     def _claim_gpus(self) -> None:
         if self._devices is not None and (problem := self._devices.claim()):
@@ -103,7 +110,8 @@ class Launcher:
     async def stop(self) -> None:
         """Stop everything: consumers of the broker first, then the broker, then its Redis."""
         generators = [name for name in self.services.names if name.startswith(("generator-", "node-"))]
-        for group in (generators, ["reward"], ["trainer"], ["scheduler"], ["broker"], ["redis"]):
+        scorers = [name for name in self.services.names if name.startswith("scorer-")]
+        for group in (generators, ["reward", *scorers], ["trainer"], ["scheduler"], ["broker"], ["redis"]):
             await self.services.stop(group)
         if self._cores is not None:
             self._cores.release()
@@ -134,7 +142,11 @@ class Launcher:
 
     def _launch(self, name: str, settings: StrictModel, endpoint: Endpoint) -> None:
         kind = name.partition("-")[0]
-        threads = {"generator": self._config.generator.num_threads, "trainer": self._config.trainer.num_threads}
+        threads = {
+            "generator": self._config.generator.num_threads,
+            "scorer": self._config.trainer.num_threads,
+            "trainer": self._config.trainer.num_threads,
+        }
         num_threads = threads.get(kind, 1)
         self.services.launch_service(
             kind,
@@ -153,7 +165,7 @@ def choose_addresses(config: RunConfig) -> Addresses:
     """Addresses of every service of the run: as configured, else free loopback ports."""
     endpoints, listen = config.endpoints, config.listen
     num_local = config.generator.count if config.starts_generators else 0
-    free = iter(free_addresses(5 + num_local))
+    free = iter(free_addresses(5 + num_local + config.num_scorers))
 
     def endpoint(elsewhere: str | None, here: str | None) -> Endpoint:
         if elsewhere is not None:
@@ -168,6 +180,7 @@ def choose_addresses(config: RunConfig) -> Addresses:
         reward=endpoint(endpoints.reward, listen.reward),
         trainer=endpoint(endpoints.trainer, listen.trainer),
         generators=tuple(endpoint(target, None) for target in generators),
+        scorers=tuple(endpoint(None, None) for _ in range(config.num_scorers)),
         weights_listen=weights_listen,
         weights_url=_weights_address(weights_listen, listen.public_host),
     )

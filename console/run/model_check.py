@@ -22,26 +22,45 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length"
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 
-def model_problems(source: Path | Address) -> list[str]:
+def model_problems(source: Path | Address, *, setting: str = "model.path") -> list[str]:
     """Problems of a model directory, or of what lies at an address, one line each; empty if it can be loaded."""
     try:
-        path = fetched("model.path", source, "model")
+        path = fetched(setting, source, "model")
     except (ConfigError, StorageError) as error:
         return [str(error)]
     if not path.exists():
-        return [f"model.path: {path}: no such directory"]
+        return [f"{setting}: {path}: no such directory"]
     if not path.is_dir():
-        return [f"model.path: {path}: not a directory; give the Hugging Face directory that holds config.json"]
+        return [f"{setting}: {path}: not a directory; give the Hugging Face directory that holds config.json"]
     if _model_config(path) is None:
-        return [
-            f"model.path: {path}: no readable config.json; give a Hugging Face directory of a causal language model"
-        ]
+        return [f"{setting}: {path}: no readable config.json; give a Hugging Face directory of a causal language model"]
     problems = []
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        problems.append(f"model.path: {path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
+        problems.append(f"{setting}: {path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
     if not any(next(path.glob(pattern), None) for pattern in _WEIGHT_PATTERNS):
-        problems.append(f"model.path: {path}: no weights (none of {', '.join(_WEIGHT_PATTERNS)})")
+        problems.append(f"{setting}: {path}: no weights (none of {', '.join(_WEIGHT_PATTERNS)})")
     return problems
+
+
+def reference_problems(config: RunConfig) -> list[str]:
+    """Problems of the model of scorers started here: another vocabulary would make its log-probs meaningless."""
+    path = config.algorithm.reference_path
+    if path is None or not config.num_scorers:
+        return []
+    setting = "algorithm.reference_path"
+    own, others = _vocabulary(config.model.folder), _vocabulary(path)
+    problems = model_problems(path, setting=setting)
+    if not problems and own is not None and others is not None and own != others:
+        problems.append(f"{setting}: {path}: its {TOKENIZER_FILE} has another vocabulary than that of model.path")
+    return problems
+
+
+def _vocabulary(path: Path) -> Any:
+    """Token ids by token, of a tokenizer.json; None without."""
+    try:
+        return json.loads((path / TOKENIZER_FILE).read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def context_problem(config: RunConfig) -> str | None:

@@ -24,7 +24,14 @@ from console.launch.ports import listen_problem
 from console.launch.probes import redis_problem, service_problem
 from console.launch.supervisor import console_argv, service_environment
 from console.node.config import device_differences, read_node
-from console.run.model_check import context_problem, data_problems, model_problems, routing_problem, text_problem
+from console.run.model_check import (
+    context_problem,
+    data_problems,
+    model_problems,
+    reference_problems,
+    routing_problem,
+    text_problem,
+)
 from penstock.config import ConfigError
 from penstock.process.disk import free_bytes, full_message
 from penstock.rewards.wire import THIRD_PARTY
@@ -70,7 +77,7 @@ async def check_run(
             problems += data
     elif (problem := await beside_loop(text_problem, config)) is not None:
         problems.append(problem)
-    problems += _lengths_problems(config) + _plan_problems(config)
+    problems += _lengths_problems(config) + _plan_problems(config) + reference_problems(config)
     problems += _package_problems(config)
     problems += _port_problems(config) + listener_problems(config, security)
     warnings += listener_warnings(config, security)

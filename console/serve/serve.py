@@ -28,6 +28,12 @@ class ServiceKind(StrEnum):
     REWARD = "reward"
     TRAINER = "trainer"
     SCHEDULER = "scheduler"
+    SCORER = "scorer"
+
+    @property
+    def package(self) -> str:
+        """Where its configuration and its server are."""
+        return "services.trainer.scorer" if self == ServiceKind.SCORER else f"services.{self}"
 
 
 def serve_command(
@@ -79,10 +85,10 @@ def _choice(value: str, choices: Sequence[_Choice], what: str) -> _Choice:
 
 
 def _config_model(kind: ServiceKind) -> type[StrictModel]:
-    model: type[StrictModel] = resolve_name(f"services.{kind}.config:{kind.title()}Config")
+    model: type[StrictModel] = resolve_name(f"{kind.package}.config:{kind.title()}Config")
     return model
 
 
 def _entry(kind: ServiceKind) -> Callable[[Any], Coroutine[Any, Any, None]]:
-    serve: Callable[[Any], Coroutine[Any, Any, None]] = resolve_name(f"services.{kind}.server:serve")
+    serve: Callable[[Any], Coroutine[Any, Any, None]] = resolve_name(f"{kind.package}.server:serve")
     return serve

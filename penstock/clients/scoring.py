@@ -58,6 +58,7 @@ class ScoringSession:
         run_id: str,
         worker_id: str,
         max_leases: int,
+        task: broker_pb2.ScoringTask.ValueType = broker_pb2.SCORING_TASK_REWARD,
     ) -> None:
         """`max_leases` is how many leases are held at once, waiting ones included; at most MAX_LEASES count.
 
@@ -72,7 +73,7 @@ class ScoringSession:
         self.warning: Callable[[], str] = lambda: ""
         """Called at every renewal: the problems of samples so far; empty if there were none."""
         self._broker = broker
-        self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
+        self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id, task=task)
         self._max_leases = min(max_leases, MAX_LEASES)
         self._held: dict[str, _Held] = {}
         self._waiting: asyncio.Queue[str] = asyncio.Queue()  # bounded by the credits given

@@ -13,7 +13,7 @@ CHECKPOINT_S = 300.0
 ENGINE_STOP_S = 30.0
 """A generator's engine and what it started."""
 DRAIN_S = 5.0
-"""Calls of a reward model under way."""
+"""Calls of a reward model, or passes of a scorer, under way."""
 SERVER_STOP_S = 5.0
 """gRPC calls under way, in every service."""
 
@@ -22,6 +22,7 @@ LAST_ACT_S: Mapping[str, float] = {
     "generator": ENGINE_STOP_S + SERVER_STOP_S,
     "reward": DRAIN_S + SERVER_STOP_S,
     "scheduler": SERVER_STOP_S,
+    "scorer": DRAIN_S + SERVER_STOP_S,
     "trainer": CHECKPOINT_S + SERVER_STOP_S,
 }
 _MARGIN_S = 15.0

@@ -46,11 +46,11 @@ class _SampleStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SampleSta
     SAMPLE_STATE_LEASED: _SampleState.ValueType  # 2
     """A generator decodes it."""
     SAMPLE_STATE_FINISHED: _SampleState.ValueType  # 3
-    """Decoded; waits for a reward worker."""
+    """Decoded; waits for a reward worker or, with its reward, for a scorer."""
     SAMPLE_STATE_SCORING: _SampleState.ValueType  # 4
-    """A reward worker scores it."""
+    """A reward worker or a scorer scores it."""
     SAMPLE_STATE_SCORED: _SampleState.ValueType  # 5
-    """Scored; waits for its group or for the trainer."""
+    """It has all scores that the run asks for; waits for its group or for the trainer."""
     SAMPLE_STATE_DELIVERED: _SampleState.ValueType  # 6
     """In the trainer's hands, not yet acknowledged."""
     SAMPLE_STATE_TRAINED: _SampleState.ValueType  # 7
@@ -72,11 +72,11 @@ SAMPLE_STATE_QUEUED: SampleState.ValueType  # 1
 SAMPLE_STATE_LEASED: SampleState.ValueType  # 2
 """A generator decodes it."""
 SAMPLE_STATE_FINISHED: SampleState.ValueType  # 3
-"""Decoded; waits for a reward worker."""
+"""Decoded; waits for a reward worker or, with its reward, for a scorer."""
 SAMPLE_STATE_SCORING: SampleState.ValueType  # 4
-"""A reward worker scores it."""
+"""A reward worker or a scorer scores it."""
 SAMPLE_STATE_SCORED: SampleState.ValueType  # 5
-"""Scored; waits for its group or for the trainer."""
+"""It has all scores that the run asks for; waits for its group or for the trainer."""
 SAMPLE_STATE_DELIVERED: SampleState.ValueType  # 6
 """In the trainer's hands, not yet acknowledged."""
 SAMPLE_STATE_TRAINED: SampleState.ValueType  # 7
@@ -160,6 +160,34 @@ PARTIAL_GROUP_POLICY_DROP: PartialGroupPolicy.ValueType  # 2
 PARTIAL_GROUP_POLICY_SHRINK: PartialGroupPolicy.ValueType  # 3
 """The group is trained on without the lost samples while two are left (one in a group of one)."""
 Global___PartialGroupPolicy: _TypeAlias = PartialGroupPolicy  # noqa: Y015
+
+class _ScoringTask:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ScoringTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoringTask.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SCORING_TASK_UNSPECIFIED: _ScoringTask.ValueType  # 0
+    """Not set; means REWARD."""
+    SCORING_TASK_REWARD: _ScoringTask.ValueType  # 1
+    """Its reward."""
+    SCORING_TASK_REFERENCE_LOGPROBS: _ScoringTask.ValueType  # 2
+    """The log-probs of its completion under a frozen model: the reference of a KL term, or a teacher. Only in a run with
+    RunPolicy.needs_reference_logprobs, of training samples that have their reward.
+    """
+
+class ScoringTask(_ScoringTask, metaclass=_ScoringTaskEnumTypeWrapper):
+    """What is computed of a finished sample."""
+
+SCORING_TASK_UNSPECIFIED: ScoringTask.ValueType  # 0
+"""Not set; means REWARD."""
+SCORING_TASK_REWARD: ScoringTask.ValueType  # 1
+"""Its reward."""
+SCORING_TASK_REFERENCE_LOGPROBS: ScoringTask.ValueType  # 2
+"""The log-probs of its completion under a frozen model: the reference of a KL term, or a teacher. Only in a run with
+RunPolicy.needs_reference_logprobs, of training samples that have their reward.
+"""
+Global___ScoringTask: _TypeAlias = ScoringTask  # noqa: Y015
 
 @_typing.final
 class RunLimits(_message.Message):
@@ -248,6 +276,7 @@ class RunPolicy(_message.Message):
     DISPATCH_FIELD_NUMBER: _builtins.int
     MAX_RETAINED_BYTES_FIELD_NUMBER: _builtins.int
     TOKEN_SHARDS_FIELD_NUMBER: _builtins.int
+    NEEDS_REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
     stale: Global___StalePolicy.ValueType
     """Samples that would become too stale."""
     partial_groups: Global___PartialGroupPolicy.ValueType
@@ -275,6 +304,10 @@ class RunPolicy(_message.Message):
     """Shards over which the tokens of samples under way are spread, so that several brokers, and several nodes of a Redis
     Cluster, share the work of one run; at most 1,024. 0 and 1 keep them in the run's own record.
     """
+    needs_reference_logprobs: _builtins.bool
+    """Whether a training sample, once it has its reward, also needs a scorer's log-probs before its group is ready. Groups
+    that are put are refused then.
+    """
     def __init__(
         self,
         *,
@@ -286,10 +319,11 @@ class RunPolicy(_message.Message):
         dispatch: _builtins.str = ...,
         max_retained_bytes: _builtins.int = ...,
         token_shards: _builtins.int = ...,
+        needs_reference_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "max_retained_bytes", b"max_retained_bytes", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale", "token_shards", b"token_shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "max_retained_bytes", b"max_retained_bytes", "needs_reference_logprobs", b"needs_reference_logprobs", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale", "token_shards", b"token_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1364,19 +1398,23 @@ class RewardHello(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     worker_id: _builtins.str
     """Names the worker."""
+    task: Global___ScoringTask.ValueType
+    """What it computes."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         worker_id: _builtins.str = ...,
+        task: Global___ScoringTask.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "task", b"task", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1391,15 +1429,18 @@ class ScoreResult(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease."""
+    reference_logprobs: _builtins.bytes
+    """From a scorer: the log-prob of each completion token in nats, float32[num_completion_tokens], all finite."""
     @_builtins.property
     def key(self) -> _types_pb2.SampleKey:
         """Which sample."""
 
     @_builtins.property
     def score(self) -> _types_pb2.Score:
-        """What the reward model said."""
+        """What the reward model said; from a scorer only where it failed, with a status other than OK."""
 
     def __init__(
         self,
@@ -1407,12 +1448,15 @@ class ScoreResult(_message.Message):
         lease_id: _builtins.str = ...,
         key: _types_pb2.SampleKey | None = ...,
         score: _types_pb2.Score | None = ...,
+        reference_logprobs: _builtins.bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reference_logprobs", b"_reference_logprobs", "key", b"key", "reference_logprobs", b"reference_logprobs", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "lease_id", b"lease_id", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reference_logprobs", b"_reference_logprobs", "key", b"key", "lease_id", b"lease_id", "reference_logprobs", b"reference_logprobs", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reference_logprobs: _TypeAlias = _typing.Literal["reference_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__reference_logprobs: _TypeAlias = _typing.Literal["_reference_logprobs", b"_reference_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reference_logprobs) -> _WhichOneofReturnType__reference_logprobs | None: ...
 
 Global___ScoreResult: _TypeAlias = ScoreResult  # noqa: Y015
 
@@ -1479,10 +1523,16 @@ class ScoringLease(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     LEASE_DURATION_FIELD_NUMBER: _builtins.int
     GENERATOR_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names the lease."""
     generator_id: _builtins.str
     """The generator that ended the sample, for logs and status."""
+    prompt_token_ids: _builtins.bytes
+    """For a scorer, whose item has a key, a run_id and token_ids only: the prompt's token ids, int32[num_prompt_tokens]."""
+    temperature: _builtins.float
+    """For a scorer: the temperature at which the completion was sampled, > 0; log-probs are of logits divided by it."""
     @_builtins.property
     def item(self) -> _reward_pb2.ScoreItem:
         """Everything a reward model sees."""
@@ -1503,10 +1553,12 @@ class ScoringLease(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         lease_duration: _duration_pb2.Duration | None = ...,
         generator_id: _builtins.str = ...,
+        prompt_token_ids: _builtins.bytes = ...,
+        temperature: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_duration", b"lease_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "generator_id", b"generator_id", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "generator_id", b"generator_id", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "prompt_token_ids", b"prompt_token_ids", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2319,6 +2371,7 @@ class GetRunResponse(_message.Message):
     REWARD_WARNINGS_FIELD_NUMBER: _builtins.int
     FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
+    SCORER_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     policy_version: _builtins.int
@@ -2377,6 +2430,10 @@ class GetRunResponse(_message.Message):
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """The same of heartbeats; see LeaseIdle."""
 
+    @_builtins.property
+    def scorer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Scorers connected now, as reward_worker_ids."""
+
     def __init__(
         self,
         *,
@@ -2396,10 +2453,11 @@ class GetRunResponse(_message.Message):
         reward_warnings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         flush_interval: _duration_pb2.Duration | None = ...,
         heartbeat_interval: _duration_pb2.Duration | None = ...,
+        scorer_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "flush_interval", b"flush_interval", "heartbeat_interval", b"heartbeat_interval", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "flush_interval", b"flush_interval", "generators", b"generators", "heartbeat_interval", b"heartbeat_interval", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_warnings", b"reward_warnings", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "dispatch_state", b"dispatch_state", "flush_interval", b"flush_interval", "generators", b"generators", "heartbeat_interval", b"heartbeat_interval", "is_closed", b"is_closed", "limits", b"limits", "now_time", b"now_time", "owner", b"owner", "owner_time", b"owner_time", "policy", b"policy", "policy_version", b"policy_version", "reward_warnings", b"reward_warnings", "reward_worker_ids", b"reward_worker_ids", "run_id", b"run_id", "scorer_ids", b"scorer_ids", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

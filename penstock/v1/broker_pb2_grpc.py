@@ -197,7 +197,7 @@ class BrokerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamScoring(self, request_iterator, context):
-        """A reward worker's stream: hello, credits and results up; finished samples and receipts down.
+        """A reward worker's or scorer's stream: hello, credits and results up; finished samples and receipts down.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -86,7 +86,7 @@ class BrokerServiceStub:
     costs it twice. Answers of StreamTokens carry the same, where there is news.
     """
     StreamScoring: _grpc.StreamStreamMultiCallable[_broker_pb2.StreamScoringRequest, _broker_pb2.StreamScoringResponse]
-    """A reward worker's stream: hello, credits and results up; finished samples and receipts down."""
+    """A reward worker's or scorer's stream: hello, credits and results up; finished samples and receipts down."""
     PutTrajectories: _grpc.StreamStreamMultiCallable[_broker_pb2.PutTrajectoriesRequest, _broker_pb2.PutTrajectoriesResponse]
     """Finished, scored groups that were made elsewhere (an agent framework, a recording): many groups a request, carried
     through the broker unparsed. One response per request, after Redis stored it. Resending is safe: a request seen
@@ -181,7 +181,7 @@ class BrokerServiceAsyncStub(BrokerServiceStub):
     costs it twice. Answers of StreamTokens carry the same, where there is news.
     """
     StreamScoring: _aio.StreamStreamMultiCallable[_broker_pb2.StreamScoringRequest, _broker_pb2.StreamScoringResponse]  # type: ignore[assignment]
-    """A reward worker's stream: hello, credits and results up; finished samples and receipts down."""
+    """A reward worker's or scorer's stream: hello, credits and results up; finished samples and receipts down."""
     PutTrajectories: _aio.StreamStreamMultiCallable[_broker_pb2.PutTrajectoriesRequest, _broker_pb2.PutTrajectoriesResponse]  # type: ignore[assignment]
     """Finished, scored groups that were made elsewhere (an agent framework, a recording): many groups a request, carried
     through the broker unparsed. One response per request, after Redis stored it. Resending is safe: a request seen
@@ -315,7 +315,7 @@ class BrokerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_broker_pb2.StreamScoringRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_broker_pb2.StreamScoringResponse], _abc.AsyncIterator[_broker_pb2.StreamScoringResponse]]:
-        """A reward worker's stream: hello, credits and results up; finished samples and receipts down."""
+        """A reward worker's or scorer's stream: hello, credits and results up; finished samples and receipts down."""
 
     @_abc_1.abstractmethod
     def PutTrajectories(

@@ -529,6 +529,7 @@ class Trajectory(_message.Message):
     SCORE_TIME_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
+    REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
     num_leases: _builtins.int
     """How many leases the sample needed; 1 when no generator was lost."""
     token_ids: _builtins.bytes
@@ -551,6 +552,10 @@ class Trajectory(_message.Message):
     """The whole completion as text. Set where it is exported; left out of microbatches, since trainers do not read it."""
     routes: _builtins.bytes
     """Rows of the prompt's and the completion's positions but the last; see TokenChunk. Empty in a run without routing."""
+    reference_logprobs: _builtins.bytes
+    """Log-prob of each token under the run's frozen reference or teacher in nats, float32[num_completion_tokens]. Empty in
+    a run without RunPolicy.needs_reference_logprobs.
+    """
     @_builtins.property
     def key(self) -> Global___SampleKey:
         """Which sample."""
@@ -600,10 +605,11 @@ class Trajectory(_message.Message):
         score_time: _timestamp_pb2.Timestamp | None = ...,
         text: _builtins.str = ...,
         routes: _builtins.bytes = ...,
+        reference_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish_time", b"finish_time", "key", b"key", "lease_time", b"lease_time", "policy_versions", b"policy_versions", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "finish_reason", b"finish_reason", "finish_time", b"finish_time", "generator_id", b"generator_id", "key", b"key", "lease_time", b"lease_time", "loss_mask", b"loss_mask", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "num_leases", b"num_leases", "policy_versions", b"policy_versions", "routes", b"routes", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "behavior_logprobs", b"behavior_logprobs", "finish_reason", b"finish_reason", "finish_time", b"finish_time", "generator_id", b"generator_id", "key", b"key", "lease_time", b"lease_time", "loss_mask", b"loss_mask", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "num_leases", b"num_leases", "policy_versions", b"policy_versions", "reference_logprobs", b"reference_logprobs", "routes", b"routes", "score", b"score", "score_time", b"score_time", "submit_time", b"submit_time", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

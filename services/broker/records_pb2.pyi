@@ -76,13 +76,13 @@ class SampleRecord(_message.Message):
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why it ended."""
     num_scoring_leases: _builtins.int
-    """Leases granted to reward workers so far."""
+    """Leases granted to reward workers so far; once there is a score, to scorers."""
     scoring_lease_id: _builtins.str
-    """The current or last lease of a reward worker."""
+    """The current or last lease of a reward worker or scorer."""
     worker_id: _builtins.str
-    """The reward worker of that lease."""
+    """The reward worker or scorer of that lease."""
     scoring_expire_s: _builtins.float
-    """When the reward worker's lease ends."""
+    """When that lease ends."""
     first_lease_s: _builtins.float
     """When the first lease was granted."""
     finish_s: _builtins.float
@@ -105,7 +105,7 @@ class SampleRecord(_message.Message):
     """Bytes of its tokens in the store; 0 in records older than this field."""
     @_builtins.property
     def score(self) -> _types_pb2.Score:
-        """The score; set from SCORED on."""
+        """The score; set from SCORED on, and before that while log-probs of the reference are missing."""
 
     def __init__(
         self,
@@ -165,6 +165,7 @@ class WorkerView(_message.Message):
     HOLDING_REASON_FIELD_NUMBER: _builtins.int
     HOLDING_SINCE_S_FIELD_NUMBER: _builtins.int
     WARNING_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     seen_s: _builtins.float
     """When it last sent anything."""
     holding_reason: _builtins.str
@@ -173,6 +174,8 @@ class WorkerView(_message.Message):
     """Since when it has held them."""
     warning: _builtins.str
     """Problems with samples that it scored; empty if there were none."""
+    task: _broker_pb2.ScoringTask.ValueType
+    """What it computes; 0 in views older than this field, and for rewards."""
     def __init__(
         self,
         *,
@@ -180,10 +183,11 @@ class WorkerView(_message.Message):
         holding_reason: _builtins.str = ...,
         holding_since_s: _builtins.float = ...,
         warning: _builtins.str = ...,
+        task: _broker_pb2.ScoringTask.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holding_reason", b"holding_reason", "holding_since_s", b"holding_since_s", "seen_s", b"seen_s", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holding_reason", b"holding_reason", "holding_since_s", b"holding_since_s", "seen_s", b"seen_s", "task", b"task", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

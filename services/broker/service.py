@@ -208,7 +208,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         replica = self._replica(request.run_id)
         check_timestamp("busy_since", request.busy_since)
         busy_since_s = unix_s(request.busy_since) if request.HasField("busy_since") else None
-        generators, workers = await replica.peers.views(busy_since_s)
+        generators, _workers = await replica.peers.views(busy_since_s)
         present = replace(replica.peers.present(), generators=generators)
         asked_s = self._run_registry.flush_interval.asked_s
 
@@ -228,7 +228,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 audit=totals(state),
                 generators=generators,
                 waits=stall_report.waits(state, present, replica.clock.now_s()),
-                reward_worker_ids=workers,
+                reward_worker_ids=sorted(present.worker_ids),
+                scorer_ids=sorted(present.scorer_ids),
                 reward_warnings=replica.peers.reward_warnings(),
                 dispatch_state=replica.dispatcher.describe(state, self._run_registry.forecaster.state),
                 now_time=timestamp(replica.clock.now_s()),

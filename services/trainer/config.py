@@ -326,6 +326,24 @@ class RunSections(StrictModel):
     """How the trainer uses its machine."""
 
 
+def _check_reference(algorithm: AlgorithmConfig) -> None:
+    is_apart = algorithm.reference == "service"
+    if is_apart and algorithm.kl_coefficient == 0:
+        raise ValueError(
+            "algorithm.reference: service has no effect without algorithm.kl_coefficient; set that as well"
+        )
+    if is_apart and algorithm.reference_refresh_steps:
+        raise ValueError(
+            "algorithm.reference_refresh_steps: a scorer's model is frozen; set it to 0, or algorithm.reference to "
+            "trainer"
+        )
+    if not is_apart and algorithm.reference_path is not None:
+        raise ValueError(
+            f"algorithm.reference_path: {algorithm.reference_path}: the trainer's reference is model.path; set "
+            "algorithm.reference to service as well"
+        )
+
+
 class TrainingConfig(RunSections):
     """Everything a trainer needs for one run: the document of StartRun."""
 
@@ -356,6 +374,7 @@ class TrainingConfig(RunSections):
             raise ValueError(
                 "algorithm.reference_refresh_steps: with lora the reference is the model itself; leave it 0"
             )
+        _check_reference(algorithm)
         if algorithm.num_minibatches > algorithm.prompts_per_step:
             raise ValueError(
                 f"algorithm.num_minibatches: {algorithm.num_minibatches} is more than "

@@ -176,6 +176,7 @@ class Fleet:
             scheduler=nowhere,
             reward=nowhere,
             trainer=trainer,
+            scorers=(),
             generators=tuple(Endpoint(target=listen, listen=listen) for _ in range(NUM_GENERATORS)),
             weights_listen=weights_listen,
             weights_url=f"http://{self.links['weights-link'].address}",

@@ -70,6 +70,7 @@ def trajectory(group: GroupRecord, index: int, stored: StoredSample, *, has_text
         score_time=timestamp(sample.score_s),
         text=stored.text if has_text else "",
         routes=stored.routes,
+        reference_logprobs=stored.reference_logprobs,
     )
 
 

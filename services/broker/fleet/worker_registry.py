@@ -20,6 +20,7 @@ from services.broker.records.run_clock import RunClock
 from services.broker.records.store import Store
 from services.broker.records_pb2 import WorkerView
 from services.broker.stalls.causes import Present
+from services.broker.state.queue_entry import REFERENCE, REWARD, ScoringTask
 
 PEER_TIMEOUT_S = 60.0
 """A generator not seen for this long counts as gone."""
@@ -179,12 +180,17 @@ class Peers:
             raise
 
     async def see_worker(
-        self, worker_id: str, *, holding_reason: str | None = None, warning: str | None = None
+        self,
+        worker_id: str,
+        *,
+        task: ScoringTask = REWARD,
+        holding_reason: str | None = None,
+        warning: str | None = None,
     ) -> None:
-        """Record a sign of life of a reward worker, and any status it reports; written once a second."""
+        """Record a sign of life of a reward worker or scorer, and any status it reports; written once a second."""
         at_s, now_s = self._clock.monotonic_s(), self._clock.now_s()
         view = self._workers.setdefault(worker_id, WorkerView())
-        view.seen_s = now_s
+        view.seen_s, view.task = now_s, task
         if holding_reason is not None:
             view.holding_since_s = (view.holding_since_s or now_s) if holding_reason else 0.0
             view.holding_reason = holding_reason
@@ -255,7 +261,8 @@ class Peers:
         generators = [view for view in self._generators.values() if self._is_live(view)]
         workers = self._live_workers()
         holding = {worker_id: view for worker_id, view in workers.items() if view.holding_reason}
-        return Present(generators=generators, worker_ids=workers, holding=holding)
+        scorers = {worker_id for worker_id, view in workers.items() if view.task == REFERENCE}
+        return Present(generators=generators, worker_ids=workers.keys() - scorers, scorer_ids=scorers, holding=holding)
 
     def reward_warnings(self) -> dict[str, str]:
         """Problems with samples reported by recently seen reward workers."""

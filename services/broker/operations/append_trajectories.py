@@ -59,6 +59,12 @@ def put(state: RunState, request: Put, now_s: float) -> PutOutcome:
     Raises RunClosedError, and InvalidFieldError when the request has more groups than a step.
     """
     state.check_open()
+    if state.policy.needs_reference_logprobs:
+        raise InvalidFieldError(
+            "groups: the run asks for log-probs of a reference, which no scorer computes for groups that are put; "
+            "train with algorithm.reference: trainer",
+            field="groups",
+        )
     if len(request.groups) > state.limits.groups_per_step:
         raise InvalidFieldError(
             f"groups: {len(request.groups)} groups; at most groups_per_step, {state.limits.groups_per_step}",

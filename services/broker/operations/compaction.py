@@ -27,6 +27,8 @@ class CompactSample:
     """The attempt that was read."""
     payload: bytes
     """In place of its chunks."""
+    reference: bytes = b""
+    """The element of its reference's log-probs, which stays with the run; empty without."""
 
 
 def replace_chunks(state: RunState, samples: Sequence[CompactSample]) -> int:
@@ -46,14 +48,16 @@ def replace_chunks(state: RunState, samples: Sequence[CompactSample]) -> int:
         state.grow(group_id)
         record = state.groups.opened(group_id)
         kept = record.samples[index]
-        num_bytes = len(compact.payload) - batches.sample_bytes(kept)
-        state.index.grow(group_id, num_bytes)
-        record.is_compact, kept.stored_bytes = True, len(compact.payload)
+        num_bytes = len(compact.payload) + len(compact.reference)
+        state.index.grow(group_id, num_bytes - batches.sample_bytes(kept))
+        record.is_compact, kept.stored_bytes = True, num_bytes
         if record.HasField("trained_version"):
             record.stored_bytes = state.index.stored_bytes(group_id)
         if not group.token_shard:
             state.clear(compact.sample)
             state.append(compact.sample, compact.payload)
+            if compact.reference:
+                state.append(compact.sample, compact.reference)
         state.run.format = FORMAT
         num_replaced += 1
     return num_replaced

@@ -86,9 +86,10 @@ def _fault(state: RunState, group: GroupRecord) -> str:
     elif count < state.limits.group_size:
         is_drop = policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_DROP
         return GROUP_INCOMPLETE if is_drop else TOO_MANY_ATTEMPTS
-    if policy.drops_zero_variance and all(sample.state in _USABLE_STATES for sample in group.samples):
-        rewards = {sample.score.value for sample in group.samples if sample.state == _SCORED}
-        return ZERO_VARIANCE if len(rewards) == 1 else ""
+    kept = [sample for sample in group.samples if sample.state != _DROPPED]
+    # Known before the reference's log-probs, which are then not computed.
+    if policy.drops_zero_variance and all(sample.HasField("score") for sample in kept):
+        return ZERO_VARIANCE if len({sample.score.value for sample in kept}) == 1 else ""
     return ""
 
 

@@ -1,7 +1,10 @@
-"""Leases samples to reward workers and stores their scores. Pure operations on a RunState.
+"""Leases samples to reward workers and scorers, and stores what they computed. Pure operations on a RunState.
 
-Promise: an error never becomes a zero. A sample is SCORED only by a finite value with status OK; every other status
-drops it with its own reason.
+A finished sample waits for its reward; a training sample of a run that asks for log-probs of a reference then waits for
+those, finished once more, by the same leases.
+
+Promise: an error never becomes a zero. A sample is SCORED only by a finite value with status OK, and finite log-probs
+of all its tokens if the run asks for them; everything else drops it with its own reason.
 """
 
 from __future__ import annotations
@@ -9,13 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
 
 from penstock.errors import require
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.codec import float32_array
 from penstock.wire.score_rules import MAX_REWARD, is_reward
 from services.broker.operations import drops
 from services.broker.records.store import SampleId
+from services.broker.records.stored_sample import reference_element
 from services.broker.records_pb2 import GroupRecord, SampleRecord
+from services.broker.state.queue_entry import REFERENCE, REWARD, ScoringTask, next_task, waiting_for
 from services.broker.state.run_state import RunState
 
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
@@ -32,6 +41,8 @@ _DROP_REASONS: dict[int, str] = {
     types_pb2.SCORE_STATUS_FAILED: "reward_failed",
     types_pb2.SCORE_STATUS_INVALID: "reward_invalid",
 }
+REFERENCE_FAILED = "reference_failed"
+"""Why a sample is dropped of which a scorer has no log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +73,17 @@ class Receipts:
 
 
 def lease_scoring(
-    state: RunState, worker_id: str, *, max_leases: int, now_s: float, make_suffix: Callable[[], str]
+    state: RunState,
+    worker_id: str,
+    *,
+    max_leases: int,
+    now_s: float,
+    make_suffix: Callable[[], str],
+    task: ScoringTask = REWARD,
 ) -> list[ScoringGrant]:
-    """Lease up to `max_leases` finished samples, evaluation first, then in order of submission."""
+    """Lease up to `max_leases` samples that wait for a task, evaluation first, then in order of submission."""
     chosen: dict[str, list[int]] = {}
-    for _purpose, sequence, index in state.finished[:max_leases]:
+    for _task, _purpose, sequence, index in islice(waiting_for(state.finished, task), max_leases):
         group = state.groups.at(sequence)
         if group is not None and not state.run.is_closed:
             chosen.setdefault(group.group_id, []).append(index)
@@ -78,7 +95,7 @@ def lease_scoring(
                 sample = group.samples[index]
                 sample.state = _SCORING
                 sample.num_scoring_leases += 1
-                nth = f"{sample.attempt}_s{sample.num_scoring_leases}"
+                nth = f"{sample.attempt}_{'r' if task == REFERENCE else 's'}{sample.num_scoring_leases}"
                 sample.scoring_lease_id = f"{group.sequence}.{index}.{nth}.{make_suffix()}"
                 sample.worker_id, sample.scoring_expire_s = worker_id, expire_s
                 grants.append(
@@ -132,7 +149,11 @@ def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0
 def accept_results(
     state: RunState, worker_id: str, results: Sequence[broker_pb2.ScoreResult], now_s: float
 ) -> Receipts:
-    """Store a worker's scores; a repetition has no effect. A score is lost if its lease is gone or another worker's."""
+    """Store a worker's results; a repetition has no effect. One is lost if its lease is gone or another worker's.
+
+    Raises:
+        InvalidFieldError: A result is not of its lease's task, or has log-probs for another number of tokens.
+    """
     receipts = Receipts(accepted=[], lost=[])
     for result in results:
         group, index = state.groups.get(result.key.group_id), result.key.sample_index
@@ -141,7 +162,10 @@ def accept_results(
             receipts.lost.append(result.lease_id)
         elif sample.state == _SCORING:
             with state.edit(group.group_id):
-                _store(state, group, index, result.score, now_s)
+                if next_task(sample) == REFERENCE:
+                    _store_reference(state, group, index, result)
+                else:
+                    _store(state, group, index, result, now_s)
                 drops.close_group(state, group)
             receipts.accepted.append(result.lease_id)
         elif _is_known(sample, result):
@@ -159,22 +183,49 @@ def _is_held(sample: SampleRecord, worker_id: str, lease_id: str) -> bool:
 
 def _is_known(sample: SampleRecord, result: broker_pb2.ScoreResult) -> bool:
     if sample.state == broker_pb2.SAMPLE_STATE_DROPPED:
-        return result.score.status != types_pb2.SCORE_STATUS_OK
-    return sample.state in _LATER_STATES
+        return result.score.status in _DROP_REASONS
+    is_rewarded = sample.state == _FINISHED and next_task(sample) == REFERENCE
+    return sample.state in _LATER_STATES or (is_rewarded and result.score.status == types_pb2.SCORE_STATUS_OK)
 
 
-def _store(state: RunState, group: GroupRecord, index: int, score: types_pb2.Score, now_s: float) -> None:
+def _store(state: RunState, group: GroupRecord, index: int, result: broker_pb2.ScoreResult, now_s: float) -> None:
+    score, sample = result.score, group.samples[index]
+    has_logprobs = result.HasField("reference_logprobs")
+    require(not has_logprobs, "results.reference_logprobs", "log-probs", f"a score: lease {result.lease_id} is of one")
     if score.status != types_pb2.SCORE_STATUS_OK:
         drops.lose_sample(state, group, index, _DROP_REASONS[score.status])
         return
-    sample = group.samples[index]
-    sample.state, sample.score_s = _SCORED, now_s
+    needs_more = state.policy.needs_reference_logprobs and group.purpose == types_pb2.PURPOSE_TRAIN
+    sample.state, sample.score_s = _FINISHED if needs_more else _SCORED, now_s
+    if needs_more:
+        sample.num_scoring_leases = 0
     sample.score.CopyFrom(score)
+
+
+def _store_reference(state: RunState, group: GroupRecord, index: int, result: broker_pb2.ScoreResult) -> None:
+    sample, logprobs = group.samples[index], result.reference_logprobs
+    if not result.HasField("reference_logprobs"):
+        is_failed = result.score.status in _DROP_REASONS
+        require(is_failed, "results.score", "a score", f"log-probs: lease {result.lease_id} is of those")
+        drops.lose_sample(state, group, index, REFERENCE_FAILED)
+        return
+    expected = 4 * sample.num_tokens
+    require(len(logprobs) == expected, "results.reference_logprobs", f"{len(logprobs)} bytes", f"{expected} bytes")
+    element = reference_element(logprobs)
+    state.append((group.group_id, index), element)
+    state.index.grow(group.group_id, len(element))
+    sample.stored_bytes += len(element)
+    sample.state = _SCORED
 
 
 def check_result(result: broker_pb2.ScoreResult) -> None:
     """Raise InvalidFieldError if a result is malformed."""
     score = result.score
+    if result.HasField("reference_logprobs"):
+        require(not result.HasField("score"), "score", "a score", "unset where log-probs are")
+        logprobs = float32_array(result.reference_logprobs, "reference_logprobs")
+        require(bool(np.isfinite(logprobs).all()), "reference_logprobs", "NaN or infinity", "finite numbers")
+        return
     is_ok = score.status == types_pb2.SCORE_STATUS_OK
     require(is_ok or score.status in _DROP_REASONS, "score.status", score.status, "a known status")
     is_good = score.HasField("value") == is_ok and is_reward(score.value)

@@ -1,7 +1,9 @@
 """Encodes a sample for as long as it is kept: one compact element in place of its chunks. Pure.
 
-A sample under way is a list of serialized TokenChunks. Once it is delivered it never grows again, and its list is
-replaced by a single element: a zero byte, with which no message begins, and a CompactSample. `read_sample` reads both.
+A sample under way is a list of serialized TokenChunks. Once it is delivered it never grows again, and its chunks are
+replaced by a single element: a zero byte, with which no message begins, and a CompactSample. Log-probs of a reference
+are an element of their own, beside chunks or compact tokens: a byte of 1, with which no message begins either, and
+float32 numbers. `read_sample` reads all of these.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from penstock.v1 import types_pb2
 from penstock.wire.codec import int32_bytes, join_versions, merge_versions
 from services.broker.records_pb2 import CompactSample
 
-_MARK = b"\0"
+_MARK, _REFERENCE_MARK = b"\0", b"\1"
 _UINT16, _UINT32 = np.dtype("<u2"), np.dtype("<u4")
 _VERSION_BYTES = 8
 _TEXT_LEVEL = 1
@@ -37,11 +39,14 @@ class StoredSample:
     text: str
     routes: bytes
     """Rows of all positions but the last; empty in a run without routing."""
+    reference_logprobs: bytes = b""
+    """Empty in a run without a scorer."""
 
 
 def read_sample(parts: Sequence[bytes], *, has_text: bool = True) -> StoredSample:
     """A sample as the store has it, in chunks, compact or both; without its text unless that is asked for."""
-    chunks = [_expanded(part) if part[:1] == _MARK else types_pb2.TokenChunk.FromString(part) for part in parts]
+    tokens = [part for part in parts if part[:1] != _REFERENCE_MARK]
+    chunks = [_expanded(part) if part[:1] == _MARK else types_pb2.TokenChunk.FromString(part) for part in tokens]
     token_ids = b"".join([chunk.token_ids for chunk in chunks])
     return StoredSample(
         token_ids=token_ids,
@@ -50,7 +55,13 @@ def read_sample(parts: Sequence[bytes], *, has_text: bool = True) -> StoredSampl
         loss_mask=_joined_masks(chunks),
         text=chunks[-1].text if has_text and chunks else "",
         routes=b"".join([chunk.routes for chunk in chunks]),
+        reference_logprobs=next((part[1:] for part in parts if part[:1] == _REFERENCE_MARK), b""),
     )
+
+
+def reference_element(logprobs: bytes) -> bytes:
+    """What is kept of a reference's log-probs, float32[num_tokens]."""
+    return _REFERENCE_MARK + logprobs
 
 
 def compacted(sample: StoredSample) -> bytes:

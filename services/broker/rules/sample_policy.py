@@ -18,6 +18,8 @@ MAX_RETAINED_GROUPS = 262_144
 """Groups of trained steps whose records a broker loads when it starts; what was put together counts as one."""
 MIN_RETAINED_BYTES, MAX_RETAINED_BYTES = 1024**2, 2**50
 MAX_TOKEN_SHARDS = 1_024
+MAX_REFERENCE_TOKENS = 128 * 1024
+"""Completion tokens of a sample with a reference's log-probs: they come in one message, 512 KiB."""
 DEFAULT_DISPATCH = "auto"
 DISPATCH_NAMES = tuple(DISPATCH_POLICIES)
 
@@ -37,6 +39,7 @@ class Policy:
     dispatch: str
     token_shards: int
     """At least 2; 0 if tokens are with the run."""
+    needs_reference_logprobs: bool
 
     @property
     def max_trained_bytes(self) -> int:
@@ -87,6 +90,12 @@ class Policy:
         )
         shards = policy.token_shards
         require(shards <= MAX_TOKEN_SHARDS, "policy.token_shards", shards, f"at most {MAX_TOKEN_SHARDS}")
+        require(
+            limits.max_completion_tokens <= MAX_REFERENCE_TOKENS or not policy.needs_reference_logprobs,
+            "policy.needs_reference_logprobs",
+            policy.needs_reference_logprobs,
+            f"false with max_completion_tokens {limits.max_completion_tokens}, above {MAX_REFERENCE_TOKENS}",
+        )
         is_known = not dispatch or dispatch in DISPATCH_NAMES
         require(is_known, "policy.dispatch", dispatch[:80], f"one of {', '.join(DISPATCH_NAMES)}")
         return cls(
@@ -98,6 +107,7 @@ class Policy:
             max_retained_bytes=num_bytes or DEFAULT_RETAINED_BYTES,
             dispatch=dispatch or DEFAULT_DISPATCH,
             token_shards=shards if shards > 1 else 0,
+            needs_reference_logprobs=policy.needs_reference_logprobs,
         )
 
     def to_proto(self) -> broker_pb2.RunPolicy:
@@ -111,4 +121,5 @@ class Policy:
             max_retained_bytes=self.max_retained_bytes,
             dispatch=self.dispatch,
             token_shards=self.token_shards or 1,
+            needs_reference_logprobs=self.needs_reference_logprobs,
         )

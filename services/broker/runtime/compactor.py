@@ -21,7 +21,7 @@ from penstock.v1 import types_pb2
 from services.broker.operations import compaction
 from services.broker.operations.compaction import CompactSample
 from services.broker.records.store import Store
-from services.broker.records.stored_sample import StoredSample, compacted
+from services.broker.records.stored_sample import StoredSample, compacted, reference_element
 from services.broker.records_pb2 import GroupRecord
 from services.broker.shards import compacting
 from services.broker.state.run_state import RunState
@@ -136,7 +136,13 @@ async def _encoded(job: _Job) -> CompactSample:
         payload = compacted(job.stored)
         # Deliveries and chunks go first.
         await asyncio.sleep(0)
-    return CompactSample(sample=(job.group_id, job.index), attempt=job.attempt, payload=payload)
+    reference = job.stored.reference_logprobs
+    return CompactSample(
+        sample=(job.group_id, job.index),
+        attempt=job.attempt,
+        payload=payload,
+        reference=reference_element(reference) if reference else b"",
+    )
 
 
 def _size_bytes(stored: StoredSample) -> int:

@@ -33,6 +33,7 @@ from services.broker.shards.sealer import Sealer
 from services.broker.state.run_state import RunState
 
 _T = TypeVar("_T")
+LOGPROB_BYTES = 4
 Follower = Callable[[RunState], Callable[[RunState], Any] | None]
 """Returns an operation if it has something to do."""
 
@@ -132,8 +133,8 @@ class RunReplica(Replica[RunState]):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the routes that come with a token, according to the copy; 0 without."""
-        return 0 if self.copy is None else self.copy.limits.row_bytes
+        """Bytes of routes and a reference's log-prob that come with a token, according to the copy; 0 without."""
+        return 0 if self.copy is None else row_bytes(self.copy)
 
     def wake(self) -> None:
         """Set listeners' events, whatever they listen for."""
@@ -229,9 +230,11 @@ class RunReplica(Replica[RunState]):
         return await self.transact(lambda state: reading(state, self._books), must_verify=False, needs_books=True)
 
     async def chunks(self, samples: Sequence[SampleId], token_shards: Sequence[int]) -> list[list[bytes]]:
-        """The accepted chunks of each sample, from the token shard of its group."""
+        """What is stored of each sample: chunks from the token shard of its group, log-probs of a reference."""
         if not any(token_shards):
             return await self.store.chunks(self.run_id, samples)
+        has_reference = self.copy is not None and self.copy.policy.needs_reference_logprobs
+        with_run = await self.store.chunks(self.run_id, samples) if has_reference else [[] for _ in samples]
         by_shard: dict[int, list[int]] = {}
         for position, shard in enumerate(token_shards):
             by_shard.setdefault(shard, []).append(position)
@@ -239,7 +242,7 @@ class RunReplica(Replica[RunState]):
         for shard, positions in by_shard.items():
             found = await self.store.chunks(shard_id(self.run_id, shard), [samples[at] for at in positions])
             for position, chunks in zip(positions, found, strict=True):
-                parts[position] = chunks
+                parts[position] = chunks + with_run[position] if shard else chunks
         return parts
 
     def forget(self) -> None:
@@ -274,6 +277,11 @@ class RunReplica(Replica[RunState]):
 
     def _tell_time(self, reading: Reading) -> None:
         self.clock.take(reading)
+
+
+def row_bytes(state: RunState) -> int:
+    """Bytes of routes and a reference's log-prob that come with a token of a run; 0 without."""
+    return state.limits.row_bytes + (LOGPROB_BYTES if state.policy.needs_reference_logprobs else 0)
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

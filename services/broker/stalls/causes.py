@@ -8,12 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.timestamps import unix_s
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import SampleRecord, WorkerView
-from services.broker.state.queue_entry import FinishedKey, Leases
+from services.broker.state.queue_entry import (
+    REFERENCE,
+    REWARD,
+    Leases,
+    ScoringTask,
+    next_task,
+    num_waiting_for,
+    waiting_for,
+)
 from services.broker.state.run_state import RunState
 
 TRAIN, EVALUATE = types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVALUATE
@@ -24,7 +33,9 @@ MAX_LOOKED = 4_096
 """Leases among which the longest silent one is looked for, about 5 ms."""
 MAX_SILENT = 32
 """Silent generators that are reported one by one."""
-SUBMITTER, GENERATORS, REWARD_WORKERS, TRAINER = "submitter of prompts", "generators", "reward workers", "trainer"
+SUBMITTER, GENERATORS, TRAINER = "submitter of prompts", "generators", "trainer"
+WORKERS: Mapping[ScoringTask, str] = {REWARD: "reward worker", REFERENCE: "scorer"}
+"""Who does what a finished sample waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +46,10 @@ class Present:
     """Generators seen in the last minute."""
     worker_ids: Collection[str]
     """Reward workers seen in the last seconds."""
+    scorer_ids: Collection[str] = ()
+    """Scorers seen in the last seconds."""
     holding: Mapping[str, WorkerView] = field(default_factory=dict)
-    """The reward workers that hold leases without scoring."""
+    """The reward workers and scorers that hold leases without scoring."""
 
     def speaking(self, now_s: float) -> list[broker_pb2.GeneratorView]:
         """The generators that are not silent."""
@@ -119,10 +132,12 @@ def _first_submit_s(state: RunState) -> float:
 
 
 def _no_worker(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
-    if state.finished and not present.worker_ids:
-        since_s = _first_finish_s(state)
-        text = f"no reward worker is connected; {counted(len(state.finished), 'finished sample', 'waits', 'wait')}"
-        yield Cause(waiter="samples", owner=REWARD_WORKERS, text=f"{text} {_for(since_s, now_s)}", since_s=since_s)
+    for task, ids in ((REWARD, present.worker_ids), (REFERENCE, present.scorer_ids)):
+        count = num_waiting_for(state.finished, task)
+        if count and not ids:
+            since_s, worker = _first_finish_s(state, task), WORKERS[task]
+            text = f"no {worker} is connected; {counted(count, 'finished sample', 'waits', 'wait')}"
+            yield Cause(waiter="samples", owner=f"{worker}s", text=f"{text} {_for(since_s, now_s)}", since_s=since_s)
 
 
 def _silent_generators(state: RunState, present: Present, now_s: float) -> list[Cause]:
@@ -150,7 +165,7 @@ def _silent_generators(state: RunState, present: Present, now_s: float) -> list[
 
 def _lost_workers(state: RunState, present: Present, now_s: float) -> Iterator[Cause]:
     for worker_id, held in state.scoring_leases.items():
-        if worker_id in present.worker_ids:
+        if worker_id in present.worker_ids or worker_id in present.scorer_ids:
             continue
         samples = [(key, state.groups[key[0]].samples[key[1]]) for key in held.values()]
         key, sample = min(samples, key=lambda item: item[1].scoring_expire_s)
@@ -158,7 +173,7 @@ def _lost_workers(state: RunState, present: Present, now_s: float) -> Iterator[C
             f"{name_of(key)} is scored by {worker_id}, which is gone, "
             f"lease ends {_due(sample.scoring_expire_s, now_s)}, then another scores it"
         )
-        waiter, owner = counted(len(held), "sample"), f"reward worker {worker_id}"
+        waiter, owner = counted(len(held), "sample"), f"{WORKERS[next_task(sample)]} {worker_id}"
         yield Cause(waiter=waiter, owner=owner, text=text, since_s=sample.finish_s, deadline_s=sample.scoring_expire_s)
 
 
@@ -167,7 +182,7 @@ def _holding_workers(state: RunState, present: Present) -> Iterator[Cause]:
         held = state.scoring_leases.get(worker_id, {})
         if held:
             text = f"{worker_id} holds {counted(len(held), 'finished sample')}: {view.holding_reason}"
-            waiter, owner = counted(len(held), "sample"), f"reward worker {worker_id}"
+            waiter, owner = counted(len(held), "sample"), f"{WORKERS[view.task or REWARD]} {worker_id}"
             yield Cause(waiter=waiter, owner=owner, text=text, since_s=view.holding_since_s)
 
 
@@ -236,7 +251,7 @@ def _scoring(state: RunState, purpose: int, now_s: float) -> Cause | None:
         f"{name_of(key)} is scored by {sample.worker_id}, finished {now_s - sample.finish_s:.0f} s ago, "
         f"lease ends {_due(sample.scoring_expire_s, now_s)} unless renewed"
     )
-    owner, waiter = f"reward worker {sample.worker_id}", counted(held.count, "sample")
+    owner, waiter = f"{WORKERS[next_task(sample)]} {sample.worker_id}", counted(held.count, "sample")
     return Cause(
         waiter=waiter,
         owner=owner,
@@ -247,12 +262,14 @@ def _scoring(state: RunState, purpose: int, now_s: float) -> Cause | None:
 
 
 def _unscored(state: RunState, purpose: int) -> Cause | None:
-    num_evaluation = state.finished.bisect_left((1, 0, 0))
-    count = num_evaluation if purpose == EVALUATE else len(state.finished) - num_evaluation
-    if not count:
-        return None
-    text = f"{counted(count, 'finished sample', 'waits', 'wait')} for a free reward worker"
-    return Cause(waiter="samples", owner=REWARD_WORKERS, text=text, since_s=_first_finish_s(state))
+    for task in (REFERENCE, REWARD):
+        begin = state.finished.bisect_left((task, int(purpose == TRAIN), 0, 0))
+        count = state.finished.bisect_left((task, 1 + int(purpose == TRAIN), 0, 0)) - begin
+        if count:
+            text = f"{counted(count, 'finished sample', 'waits', 'wait')} for a free {WORKERS[task]}"
+            since_s = _first_finish_s(state, task)
+            return Cause(waiter="samples", owner=f"{WORKERS[task]}s", text=text, since_s=since_s)
+    return None
 
 
 def _queued(state: RunState, purpose: int) -> Cause | None:
@@ -312,9 +329,8 @@ def _heard_s(sample: SampleRecord) -> float:
     return max(sample.last_chunk_s, sample.lease_s)
 
 
-def _first_finish_s(state: RunState) -> float:
-    first: list[FinishedKey] = state.finished[:1]
-    for _purpose_flag, sequence, index in first:
+def _first_finish_s(state: RunState, task: ScoringTask) -> float:
+    for _task, _purpose_flag, sequence, index in islice(waiting_for(state.finished, task), 1):
         group = state.groups.at(sequence)
         if group is not None:
             return group.samples[index].finish_s

@@ -32,7 +32,14 @@ from services.broker.state.group_records import GroupRecords
 from services.broker.state.lease_ends import LeaseEnds
 from services.broker.state.news import News
 from services.broker.state.other_records import OtherRecords, is_group, renewal_name, tally_name
-from services.broker.state.queue_entry import FinishedKey, Leases, QueueEntry, predicted_tokens, remove_leases
+from services.broker.state.queue_entry import (
+    FinishedKey,
+    Leases,
+    QueueEntry,
+    next_task,
+    predicted_tokens,
+    remove_leases,
+)
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
@@ -465,7 +472,7 @@ class RunState:
             self.sealing.add(key)
             entry.sealing.append(key)
         elif sample.state == _FINISHED:
-            finished = (int(group.purpose == types_pb2.PURPOSE_TRAIN), group.sequence, index)
+            finished = (next_task(sample), int(group.purpose == types_pb2.PURPOSE_TRAIN), group.sequence, index)
             self.finished.add(finished)
             entry.finished.append(finished)
             self._news.has_finished = True

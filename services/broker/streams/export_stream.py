@@ -30,7 +30,7 @@ from services.broker.assembly.messages import kept_indices
 from services.broker.assembly.microbatch_reader import ENVELOPE_BYTES, too_large
 from services.broker.records_pb2 import GroupRecord
 from services.broker.runtime.run_registry import RunRegistry
-from services.broker.runtime.run_replica import RunReplica
+from services.broker.runtime.run_replica import RunReplica, row_bytes
 from services.broker.state import tallies
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import wait_for_event
@@ -164,7 +164,7 @@ def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]
     if state.run.history != planned.history or _names(state, planned.version) != planned.names:
         return []
     records = (state.groups[name] for name in planned.names[start : start + MAX_BATCH_RECORDS])
-    weight = partial(_num_tokens, row_bytes=state.limits.row_bytes)
+    weight = partial(_num_tokens, row_bytes=row_bytes(state))
     return [deepcopy(record) for record in next(batched(records, weight, MAX_BATCH_TOKENS), [])]
 
 

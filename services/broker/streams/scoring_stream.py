@@ -1,18 +1,19 @@
-"""Serves one reward worker's scoring stream."""
+"""Serves one scoring stream, of a reward worker or a scorer."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, require
 from penstock.names import check_run_id
 from penstock.process.time_limits import Wake
-from penstock.v1 import broker_pb2
+from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from penstock.wire.pieces import batched
+from penstock.wire.sampling_rules import temperature_of
 from penstock.wire.timestamps import timestamp
-from services.broker.assembly.messages import MAX_FRAME_BYTES, sample_key, score_item
+from services.broker.assembly.messages import MAX_FRAME_BYTES, prefix_token_ids, sample_key, score_item
 from services.broker.ingest.validation import (
     MAX_RESULTS,
     check_bytes,
@@ -27,6 +28,7 @@ from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.heartbeats import WorkerNote
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.stream_listeners import Topic
+from services.broker.state.queue_entry import REFERENCE, REWARD, num_waiting_for
 from services.broker.state.run_state import RunState
 from services.broker.streams.request_reader import Intake, signs_during, wait_for_event
 
@@ -48,6 +50,8 @@ class ScoringStream:
             raise InvalidFieldError("hello: must be set in the first message", field="hello")
         check_run_id(first.hello.run_id)
         check_id("hello.worker_id", first.hello.worker_id)
+        self._task = first.hello.task or REWARD
+        require(self._task in (REWARD, REFERENCE), "hello.task", self._task, "a known ScoringTask")
         self._run_registry = run_registry
         self._first = first
         self._worker_id = first.hello.worker_id
@@ -85,13 +89,22 @@ class ScoringStream:
                     idle_s = min(idle_s, max(0.0, spoke_s + MAX_SILENCE_S - loop.time()))
                     if not await wait_for_event(wake, idle_s) or loop.time() - spoke_s >= MAX_SILENCE_S:
                         spoke_s = loop.time()
-                        await self._replica.peers.see_worker(self._worker_id)
+                        await self._replica.peers.see_worker(self._worker_id, task=self._task)
                         yield _Response()
                 intake.check()
 
     async def _open(self) -> None:
-        await self._replica.transact(RunState.check_open)
+        await self._replica.transact(self._check_run)
         await self._take(self._first)
+
+    def _check_run(self, state: RunState) -> None:
+        state.check_open()
+        require(
+            self._task != REFERENCE or state.policy.needs_reference_logprobs,
+            "hello.task",
+            broker_pb2.ScoringTask.Name(self._task),
+            "SCORING_TASK_REWARD: the run asks for no log-probs of a reference (algorithm.reference: service)",
+        )
 
     async def _on_request(self, request: broker_pb2.StreamScoringRequest) -> None:
         if request.HasField("hello"):
@@ -114,7 +127,7 @@ class ScoringStream:
         held = request.holding_reason if request.active_lease_ids else None
         # A new stream may belong to a new process, which has no warnings yet.
         warning = request.warning if request.warning or request.HasField("hello") else None
-        await self._replica.peers.see_worker(self._worker_id, holding_reason=held, warning=warning)
+        await self._replica.peers.see_worker(self._worker_id, task=self._task, holding_reason=held, warning=warning)
         if not request.results:
             return
 
@@ -140,7 +153,7 @@ class ScoringStream:
     async def _leases(self) -> list[_Response]:
         credit = min(self._credit_total - self._num_sent, MAX_LEASES_PER_FRAME)
         state = self._replica.copy
-        if credit <= 0 or (state is not None and not state.finished):
+        if credit <= 0 or (state is not None and not num_waiting_for(state.finished, self._task)):
             return []
 
         def operation(state: RunState) -> list[ScoringGrant]:
@@ -150,11 +163,12 @@ class ScoringStream:
                 max_leases=credit,
                 now_s=self._replica.clock.now_s(),
                 make_suffix=lambda: secrets.token_hex(LEASE_SECRET_BYTES),
+                task=self._task,
             )
 
         grants = await self._replica.transact(operation, must_verify=False)
         self._num_sent += len(grants)
-        self._run_registry.metrics.leases.labels("scoring").inc(len(grants))
+        self._run_registry.metrics.leases.labels("reference" if self._task == REFERENCE else "scoring").inc(len(grants))
         return await self._encode(grants)
 
     async def _encode(self, grants: list[ScoringGrant]) -> list[_Response]:
@@ -165,14 +179,23 @@ class ScoringStream:
         leases: list[broker_pb2.ScoringLease] = []
         for grant, parts in zip(grants, stored, strict=True):
             if (prompt := prompts.get(grant.sample[0])) is not None:
-                key = sample_key(grant.sample, grant.attempt)
                 lease = broker_pb2.ScoringLease(
                     lease_id=grant.lease_id,
-                    item=score_item(self._replica.run_id, prompt, key, grant.finish_reason, parts),
                     expire_time=timestamp(grant.expire_s),
                     lease_duration=duration(grant.life_s),
                     generator_id=grant.generator_id,
                 )
+                self._add_sample(lease, grant, prompt, parts)
                 leases.append(lease)
         frames = batched(leases, broker_pb2.ScoringLease.ByteSize, MAX_FRAME_BYTES)
         return [_Response(leases=members) for members in frames]
+
+    def _add_sample(
+        self, lease: broker_pb2.ScoringLease, grant: ScoringGrant, prompt: types_pb2.Prompt, parts: Sequence[bytes]
+    ) -> None:
+        run_id, key = self._replica.run_id, sample_key(grant.sample, grant.attempt)
+        if self._task == REWARD:
+            lease.item.CopyFrom(score_item(run_id, prompt, key, grant.finish_reason, parts))
+            return
+        lease.item.CopyFrom(reward_pb2.ScoreItem(key=key, run_id=run_id, token_ids=prefix_token_ids(parts)))
+        lease.prompt_token_ids, lease.temperature = prompt.token_ids, temperature_of(prompt.sampling)

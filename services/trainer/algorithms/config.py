@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config import StrictModel
+from penstock.config import LocalPath, StrictModel
 from services.trainer.algorithms.base import Algorithm, Normalization
 from services.trainer.algorithms.registry import ALGORITHMS
 
@@ -44,6 +44,12 @@ class AlgorithmConfig(StrictModel):
     """How that KL is estimated from sampled tokens (Schulman)."""
     reference_refresh_steps: int = Field(default=0, ge=0)
     """Interval in steps at which the current weights become the reference of the KL; 0 keeps the initial model."""
+    reference: Literal["trainer", "service"] = "trainer"
+    """Where the KL's reference computes: in the trainer, or in scorers (`penstock serve scorer`), which lease finished
+    samples from the broker and may be anywhere."""
+    reference_path: LocalPath | None = None
+    """For reference service: the Hugging Face directory of the scorers' model, which has the vocabulary of model.path;
+    model.path when unset."""
     num_replayed_groups: int = Field(default=0, ge=0, le=100_000)
     """For tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, from the steps
     that policy.num_retained_steps keeps."""
@@ -66,6 +72,16 @@ class AlgorithmConfig(StrictModel):
     layers x num_experts_per_tok bytes a token, twice that beyond 256 experts."""
     allow_uncorrected: bool = False
     """Allow correction none with max_staleness > 0: for comparisons."""
+
+    @property
+    def has_trainer_reference(self) -> bool:
+        """Whether the trainer computes log-probs of the reference."""
+        return self.kl_coefficient > 0 and self.reference == "trainer"
+
+    @property
+    def has_scorer(self) -> bool:
+        """Whether samples come with log-probs of the reference."""
+        return self.kl_coefficient > 0 and self.reference == "service"
 
     @property
     def definition(self) -> Algorithm:

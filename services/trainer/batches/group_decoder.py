@@ -53,6 +53,11 @@ def _sample(
         loss_mask=_loss_mask(trajectory.loss_mask, num_tokens=int(tokens.size)),
         temperature=temperature,
         advantages=(float32_array(trajectory.advantages, "trajectory.advantages") if trajectory.advantages else None),
+        reference_logprobs=(
+            float32_array(trajectory.reference_logprobs, "trajectory.reference_logprobs")
+            if trajectory.reference_logprobs
+            else None
+        ),
         routes=(
             None if routing is None else routing.array(trajectory.routes, num_rows=num_rows, field="trajectory.routes")
         ),

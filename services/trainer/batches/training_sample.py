@@ -35,6 +35,8 @@ class TrainingSample:
     """bool[C], true for trained tokens; None for all."""
     advantages: npt.NDArray[np.float32] | None = None
     """float32[C], if the sender of the sample computed them; None computes them from the group's rewards."""
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    """float32[C], nats, under the reference, if a scorer computed them."""
     routes: Routes | None = None
     """[P + C - 1, layers, experts_per_token], the experts of each position but the last; None if none are replayed."""
 
@@ -46,7 +48,8 @@ def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:
     """
     shape = sample.completion_token_ids.shape
     aligned: list[npt.NDArray[Any]] = [sample.behavior_logprobs, sample.policy_versions]
-    aligned += [array for array in (sample.loss_mask, sample.advantages) if array is not None]
+    optional = (sample.loss_mask, sample.advantages, sample.reference_logprobs)
+    aligned += [array for array in optional if array is not None]
     if len(shape) != 1 or shape[0] == 0 or sample.prompt_token_ids.ndim != 1 or sample.prompt_token_ids.size == 0:
         return False
     if any(array.shape != shape for array in aligned):
@@ -54,8 +57,8 @@ def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:
     ids = (sample.prompt_token_ids, sample.completion_token_ids)
     if any(int(array.min()) < 0 or int(array.max()) >= vocab_size for array in ids):
         return False
-    numbers = [sample.behavior_logprobs] + ([sample.advantages] if sample.advantages is not None else [])
-    is_finite = all(bool(np.isfinite(array).all()) for array in numbers)
+    numbers = (sample.behavior_logprobs, sample.advantages, sample.reference_logprobs)
+    is_finite = all(bool(np.isfinite(array).all()) for array in numbers if array is not None)
     return is_finite and (sample.reward is None or bool(np.isfinite(sample.reward)))
 
 
@@ -64,7 +67,7 @@ def trajectory_of(sample: TrainingSample, advantage: float) -> Trajectory:
     num_prompt, num_completion = sample.prompt_token_ids.size, sample.completion_token_ids.size
     nothing = np.zeros(num_prompt, dtype=np.float32)
     mask = np.ones(num_completion, dtype=np.bool_) if sample.loss_mask is None else sample.loss_mask
-    advantages = sample.advantages
+    advantages, reference = sample.advantages, sample.reference_logprobs
     if advantages is None:
         advantages = np.full(num_completion, advantage, dtype=np.float32)
     return Trajectory(
@@ -72,6 +75,7 @@ def trajectory_of(sample: TrainingSample, advantage: float) -> Trajectory:
         loss_mask=np.concatenate([nothing.astype(np.bool_), mask.astype(np.bool_)]),
         behavior_logprobs=np.concatenate([nothing, sample.behavior_logprobs]),
         advantages=np.concatenate([nothing, advantages]),
+        reference_logprobs=None if reference is None else np.concatenate([nothing, reference]),
         temperature=sample.temperature,
         group_id=sample.group_id,
         # Nothing is predicted from the last position, so that any experts do there.

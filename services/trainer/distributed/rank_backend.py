@@ -34,7 +34,7 @@ from penstock.storage.fetched import fetched
 from penstock.storage.storage import FileDigest
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
-from services.trainer.batches.packing import Pack, Trajectory, join
+from services.trainer.batches.packing import Pack
 from services.trainer.config import OptimizerConfig
 from services.trainer.data.tokenizer_files import copy_tokenizer
 from services.trainer.distributed.memory_share import memory_share
@@ -50,6 +50,7 @@ from services.trainer.model.backend import (
     UnsupportedModelError,
 )
 from services.trainer.model.critic import Critic
+from services.trainer.model.idle_pack import idle_pack
 from services.trainer.model.learner import Learner
 from services.trainer.model.model_loading import ModelSettings, load_trained
 from services.trainer.model.precision import compute_dtype, computing_in
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
 MIN_DECAY = 0.1
 COPIES_SHARE = 0.5
 """Of the memory that is left, what a checkpoint's copies may take: the next step needs some as well."""
-IDLE_TOKENS = 8
 _FORMER_FOLDER = "companions"
 """Where checkpoints once kept a critic and a refreshed reference."""
 
@@ -111,7 +111,7 @@ class RankBackend:
             torch.manual_seed(seed + self._ranks.rank)
         self._model = self._trained.network
         self._replay = _replay_of(model, self._model)
-        self._idle_pack = join([_idle_trajectory(self.vocab_size)], [0])
+        self._idle_pack = idle_pack(self.vocab_size)
         with computing_in(self._dtype, self._device):
             self._token_logprobs = TokenLogprobs(*self._trained.networks, inputs=self._inputs(self._idle_pack))
         self._learner = Learner(self._trained.parameters(), optimizer, ranks=self._ranks)
@@ -439,20 +439,6 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
         for name, tensor in tensors.items()
     }
-
-
-def _idle_trajectory(vocab_size: int) -> Trajectory:
-    """The input that a process without work of its own passes through all models, including a critic."""
-    nothing = np.zeros(IDLE_TOKENS, dtype=np.float32)
-    return Trajectory(
-        token_ids=(np.arange(IDLE_TOKENS, dtype=np.int32) * 7 + 3) % np.int32(vocab_size),
-        loss_mask=np.arange(IDLE_TOKENS) > 0,
-        behavior_logprobs=nothing,
-        advantages=nothing,
-        values=nothing,
-        returns=nothing,
-        reference_logprobs=nothing,
-    )
 
 
 def totals_of(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:

@@ -72,6 +72,13 @@ def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) ->
     return TrainedModel(model, reference=reference, published_dtype=own)
 
 
+def load_frozen(path: Path, *, computing: torch.dtype, device: torch.device, ranks: Ranks) -> PreTrainedModel:
+    """A model that does not learn, alone on its device; raises as `load_trained`."""
+    model = load_weights(path, dtype=computing, computing=computing, device=device, ranks=ranks)
+    check_packing(model, path, ranks, computing=computing)
+    return model.requires_grad_(False)
+
+
 def _load_adapted(settings: ModelSettings, device: torch.device, ranks: Ranks, *, dtype: torch.dtype) -> TrainedModel:
     # Imported here: importing PEFT takes a second, and most runs have no adapter.
     from services.trainer.model.adapters.injection import Injection

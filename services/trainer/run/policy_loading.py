@@ -76,8 +76,12 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
             dtype=config.model.dtype,
             device=config.trainer.device,
             num_threads=config.trainer.num_threads,
-            keep_reference=config.algorithm.kl_coefficient > 0,
-            loss_reads_reference=not algorithm.is_kl_in_reward and not is_reference_early(config.algorithm),
+            keep_reference=config.algorithm.has_trainer_reference,
+            loss_reads_reference=(
+                not config.algorithm.has_scorer
+                and not algorithm.is_kl_in_reward
+                and not is_reference_early(config.algorithm)
+            ),
             layers_per_stage=config.trainer.parallel.layers_per_stage,
             critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
             gradient_checkpointing=fit.recomputes,

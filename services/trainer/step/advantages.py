@@ -59,7 +59,7 @@ class AdvantageEstimator:
         self._prior = prior
         self._quantities: list[Quantity] = ["values"] if settings.algorithm.has_critic else []
         if settings.reward_kl_coefficient > 0.0:
-            self._quantities += ["logprobs", "reference_logprobs"]
+            self._quantities += ["logprobs"] if settings.brings_reference else ["logprobs", "reference_logprobs"]
         self._arrived: list[_Scored] = []
         """Samples whose prior log-probs wait for a full pack."""
         self._held: list[_Scored] = []
@@ -127,9 +127,13 @@ class AdvantageEstimator:
         ]
 
     def _token_kl(self, blank: Trajectory, found: Scores) -> Floats:
-        if "reference_logprobs" not in found:
+        if self._settings.reward_kl_coefficient == 0.0:
             return _zeros(blank)
-        log_ratios = found["logprobs"] - found["reference_logprobs"]
+        reference = found.get("reference_logprobs")
+        if reference is None:
+            assert blank.reference_logprobs is not None
+            reference = blank.reference_logprobs[blank.loss_mask]
+        log_ratios = found["logprobs"] - reference
         return self._settings.reward_kl_coefficient * log_ratios.astype(np.float64)
 
     def _by_critic(self, held: Sequence[_Scored]) -> list[TrainableSample]:

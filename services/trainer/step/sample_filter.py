@@ -69,7 +69,8 @@ class SampleFilter:
     ) -> SkipReason | None:
         if sample.reward is None:
             return SkipReason.UNSCORED
-        if sample.group_id != group_id or not is_well_formed(sample, self._backend.vocab_size):
+        is_incomplete = self._settings.brings_reference and sample.reference_logprobs is None
+        if is_incomplete or sample.group_id != group_id or not is_well_formed(sample, self._backend.vocab_size):
             return SkipReason.MALFORMED
         if any(sample.sample_index == sibling.sample_index for sibling in siblings):
             return SkipReason.DUPLICATE

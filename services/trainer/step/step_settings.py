@@ -33,6 +33,8 @@ class StepSettings:
     """Whether these steps need the log-probs from before the first one, for a correction."""
     needs_reference: bool = False
     """Whether the loss' reference log-probs are computed as samples arrive, because gradients come later."""
+    brings_reference: bool = False
+    """Whether samples come with log-probs of the reference, from a scorer."""
     skip_zero_advantages: bool = True
     """Must be False if the loss has a term without advantages: a KL to a reference, a critic's loss."""
     reward_kl_coefficient: float = 0.0
@@ -60,7 +62,8 @@ def step_settings(config: TrainingConfig, *, policy_version: int) -> StepSetting
         overlong_buffer_tokens=settings.overlong_buffer_tokens,
         num_minibatches=settings.num_minibatches,
         needs_proximal=settings.num_minibatches > 1 and settings.correction != "none" and not algorithm.is_off_policy,
-        needs_reference=settings.kl_coefficient > 0 and is_reference_early(settings),
+        needs_reference=settings.has_trainer_reference and is_reference_early(settings),
+        brings_reference=settings.has_scorer,
         skip_zero_advantages=not algorithm.has_critic and (algorithm.is_kl_in_reward or settings.kl_coefficient == 0),
         reward_kl_coefficient=settings.kl_coefficient if algorithm.is_kl_in_reward else 0.0,
         gae_lambda=settings.gae_lambda,

@@ -1,0 +1,120 @@
+"""Turns leases into log-probs: packs as the trainer's, one after the other.
+
+Invariants:
+- Every lease taken is answered with exactly one result, or was lost to another scorer meanwhile.
+- A sample that cannot be computed gets a failed result that says why, and costs its neighbours nothing: a pack whose
+  pass fails is computed again sample by sample.
+- One pass is under way at a time; further leases wait with the source, which bounds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from penstock.errors import InvalidFieldError
+from penstock.v1 import broker_pb2
+from services.trainer.batches.packing import Pack, Trajectory, join, pack_trajectories
+from services.trainer.scorer.leased_samples import failed_result, result_of, trajectory_of
+from services.trainer.scorer.metrics import BATCH_SECONDS, HELD_SAMPLES, SAMPLES, TOKENS
+
+_Lease = broker_pb2.ScoringLease
+_log = structlog.get_logger()
+
+
+class LeaseSource(Protocol):
+    """Where leases come from and results go; bounded by its own credits."""
+
+    @property
+    def num_held(self) -> int:
+        """Leases not answered yet."""
+        ...
+
+    async def take(self, *, max_items: int) -> list[_Lease]:
+        """At least one lease, each handed out once; waits while there is none."""
+        ...
+
+    def is_held(self, lease_id: str) -> bool:
+        """Whether the lease still counts."""
+        ...
+
+    def answer(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
+        """Take results; those of lost leases are ignored."""
+        ...
+
+
+class Model(Protocol):
+    """See `FrozenModel`."""
+
+    vocab_size: int
+    max_sequence_length: int
+
+    def logprobs(self, pack: Pack) -> npt.NDArray[np.float32]:
+        """Log-probs of the pack's loss tokens, float32[N]."""
+        ...
+
+
+class LogprobPool:
+    """Answers what a source hands out, with one model."""
+
+    def __init__(self, source: LeaseSource, model: Model, *, tokens_per_pack: int, max_batch_size: int) -> None:
+        self._source = source
+        self._model = model
+        self._tokens_per_pack = tokens_per_pack
+        self._max_batch_size = max_batch_size
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            leases = await self._source.take(max_items=self._max_batch_size)
+            begun_s = time.monotonic()
+            await self._answer(leases)
+            BATCH_SECONDS.observe(time.monotonic() - begun_s)
+
+    async def _answer(self, leases: Sequence[_Lease]) -> None:
+        HELD_SAMPLES.set(self._source.num_held)
+        readable: list[tuple[_Lease, Trajectory]] = []
+        for lease in leases:
+            try:
+                readable.append((lease, self._read(lease)))
+            except InvalidFieldError as error:
+                self._send([failed_result(lease, error)])
+        trajectories = [trajectory for _lease, trajectory in readable]
+        for pack in pack_trajectories(trajectories, max_pack_tokens=self._tokens_per_pack):
+            members = {member: readable[member][0] for member in pack.members}
+            # A pass for samples that all went to another scorer would be wasted.
+            if any(self._source.is_held(lease.lease_id) for lease in members.values()):
+                self._send(await asyncio.to_thread(self._results, pack, members, trajectories))
+        HELD_SAMPLES.set(self._source.num_held)
+
+    def _read(self, lease: _Lease) -> Trajectory:
+        return trajectory_of(lease, vocab_size=self._model.vocab_size, max_tokens=self._model.max_sequence_length)
+
+    def _results(
+        self, pack: Pack, leases: Mapping[int, _Lease], trajectories: Sequence[Trajectory]
+    ) -> list[broker_pb2.ScoreResult]:
+        """The results of a pack's samples, by its members."""
+        try:
+            found = pack.by_member(self._model.logprobs(pack))
+        except RuntimeError as error:  # PyTorch's, memory that does not suffice among them
+            _log.warning("a pack's pass failed", num_samples=len(leases), num_tokens=pack.num_tokens, error=str(error))
+            if len(leases) == 1:
+                return [failed_result(lease, error) for lease in leases.values()]
+            return [
+                result
+                for member, lease in leases.items()
+                for result in self._results(join(trajectories, [member]), {member: lease}, trajectories)
+            ]
+        TOKENS.inc(pack.num_tokens)
+        return [result_of(leases[member], logprobs) for member, logprobs in found]
+
+    def _send(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
+        for result in results:
+            SAMPLES.labels("ok" if result.HasField("reference_logprobs") else "failed").inc()
+        self._source.answer(results)
