@@ -337,6 +337,11 @@ def _check_reference(algorithm: AlgorithmConfig) -> None:
             "algorithm.reference_refresh_steps: a scorer's model is frozen; set it to 0, or algorithm.reference to "
             "trainer"
         )
+    if algorithm.definition.needs_teacher and algorithm.reference_path is None:
+        raise ValueError(
+            f"algorithm.reference_path: {algorithm.name} learns from a teacher; name its Hugging Face directory, and "
+            "set algorithm.reference to service"
+        )
     if not is_apart and algorithm.reference_path is not None:
         raise ValueError(
             f"algorithm.reference_path: {algorithm.reference_path}: the trainer's reference is model.path; set "
@@ -366,7 +371,8 @@ class TrainingConfig(RunSections):
             )
         if algorithm.definition.needs_kl and algorithm.kl_coefficient == 0:
             raise ValueError(
-                f"algorithm.kl_coefficient: {algorithm.name} balances reward and KL; set it, for example to 0.01"
+                f"algorithm.kl_coefficient: {algorithm.name} needs a KL; set it, for example to "
+                f"{1.0 if algorithm.definition.needs_teacher else 0.01}"
             )
         if algorithm.reference_refresh_steps and algorithm.kl_coefficient == 0:
             raise ValueError("algorithm.reference_refresh_steps: without kl_coefficient there is no reference")
@@ -447,11 +453,15 @@ class TrainingConfig(RunSections):
                 f"algorithm.overlong_buffer_tokens: {algorithm.overlong_buffer_tokens} is more than "
                 f"sampling.max_new_tokens ({self.sampling.max_new_tokens}); lower it"
             )
-        has_critic = algorithm.definition.has_critic
-        if algorithm.group_size == 1 and (not has_critic or self.policy.drops_zero_variance):
+        if algorithm.group_size == 1 and (algorithm.definition.needs_siblings or self.policy.drops_zero_variance):
             raise ValueError(
                 f"algorithm.group_size: 1 leaves {algorithm.name} nothing to compare a sample with; set 2 or "
                 "more, or algorithm.name to ppo without policy.drops_zero_variance"
+            )
+        if algorithm.definition.needs_teacher and self.policy.drops_zero_variance:
+            raise ValueError(
+                f"policy.drops_zero_variance: {algorithm.name} also learns from groups of equal rewards; set it to "
+                "false"
             )
         num_samples = algorithm.group_size + self.policy.num_extra_samples
         if num_samples > MAX_SAMPLES_PER_GROUP:

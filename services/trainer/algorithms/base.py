@@ -95,10 +95,17 @@ class Algorithm:
     is_kl_in_reward: bool = False
     """The KL to the reference is subtracted from the rewards, per token if there is a critic, instead of being a term
     of the loss."""
+    is_kl_in_advantage: bool = False
+    """Each token's log-ratio to the reference, under the weights being trained, is subtracted from its advantage,
+    instead of being a term of the loss: the policy gradient of the per-token KL."""
+    needs_siblings: bool = True
+    """A sample's advantage compares it with others: a group of one teaches nothing."""
     is_off_policy: bool = False
     """Valid for samples of any policy: no importance weights, and samples may be trained on again."""
     needs_kl: bool = False
     """Balances rewards against the KL to the reference: a run must set `kl_coefficient`."""
+    needs_teacher: bool = False
+    """Learns from a reference that is another model: a run must name it."""
 
     def __post_init__(self) -> None:
         """Exactly one estimator.

@@ -26,7 +26,7 @@ class AlgorithmConfig(StrictModel):
     """Averaging of the loss: tokens of the step, a sample's tokens and then samples, samples (sequences), or
     max_tokens and samples; the algorithm's own when unset."""
     group_size: int = Field(default=8, ge=1, le=1024)
-    """Samples of one prompt that are trained on; 1 only with ppo, whose critic needs no siblings."""
+    """Samples of one prompt that are trained on; 1 only with ppo and distill, which need no siblings."""
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts (groups) in one step: the batch that makes one policy version."""
     num_minibatches: int = Field(default=1, ge=1, le=1024)
@@ -39,7 +39,7 @@ class AlgorithmConfig(StrictModel):
     clip_high: float | None = Field(default=None, gt=0, le=10)
     """Upper clip of the probability ratio: 1 + clip_high; the algorithm's own when unset."""
     kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL term against the initial model; 0 keeps no reference model."""
+    """Weight of the KL to the reference, the initial model or a teacher; 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How that KL is estimated from sampled tokens (Schulman)."""
     reference_refresh_steps: int = Field(default=0, ge=0)

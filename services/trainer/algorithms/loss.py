@@ -72,7 +72,7 @@ LossFunction = Callable[[LossInputs], LossOutputs]
 
 
 def policy_loss(inputs: LossInputs, *, algorithm: Algorithm, settings: LossSettings) -> LossOutputs:
-    """`sum over tokens of scale * (w * surrogate + kl_coefficient * KL)`.
+    """`sum over tokens of scale * (w * surrogate + kl_coefficient * KL)`, or with the KL in the advantages.
 
     The anchor of the surrogate's ratios is the behaviour policy for correction `none` (then w = 1), else the proximal
     one, with w the importance weight of `correction.py`. `scale` and the step's divisor make the normalisation.
@@ -95,18 +95,18 @@ def policy_loss(inputs: LossInputs, *, algorithm: Algorithm, settings: LossSetti
         level=settings.correction_level,
         max_weight=settings.max_importance_weight,
     )
-    terms = TokenTerms(
-        logprobs=trainer, log_ratios=trainer - anchor, advantages=inputs.advantages, segments=inputs.segments
-    )
+    kl = None if settings.kl_coefficient == 0.0 else _reference_kl(inputs, algorithm, settings)
+    advantages = inputs.advantages
+    if kl is not None and algorithm.is_kl_in_advantage:
+        advantages = advantages - settings.kl_coefficient * kl
+    terms = TokenTerms(logprobs=trainer, log_ratios=trainer - anchor, advantages=advantages, segments=inputs.segments)
     surrogate = algorithm.surrogate(terms, settings.clip)
     losses = weights * surrogate.losses
     ratios = bounded_exp(trainer.detach() - behavior)
     sums: dict[str, Tensor] = {}
-    if settings.kl_coefficient > 0.0:
-        if inputs.reference_logprobs is None:
-            raise ValueError("kl_coefficient > 0 needs reference_logprobs")
-        kl = estimated_kl(trainer, inputs.reference_logprobs, settings.kl_estimator)
-        losses = losses + settings.kl_coefficient * kl
+    if kl is not None:
+        if not algorithm.is_kl_in_advantage:
+            losses = losses + settings.kl_coefficient * kl
         sums["reference_kl"] = kl.detach().sum()
     is_clipped = surrogate.is_clipped
     sums |= {
@@ -119,6 +119,15 @@ def policy_loss(inputs: LossInputs, *, algorithm: Algorithm, settings: LossSetti
     }
     maxima = {"ratio_max": ratios.max()} if ratios.numel() else {}
     return LossOutputs(loss=_scaled(losses, inputs.segments, settings).sum(), sums=sums, maxima=maxima)
+
+
+def _reference_kl(inputs: LossInputs, algorithm: Algorithm, settings: LossSettings) -> Tensor:
+    """Per token, [N]; with gradient where it is a term of the loss."""
+    if inputs.reference_logprobs is None:
+        raise ValueError("kl_coefficient > 0 needs reference_logprobs")
+    if algorithm.is_kl_in_advantage:
+        return estimated_kl(inputs.trainer_logprobs.detach(), inputs.reference_logprobs, KlEstimator.K1)
+    return estimated_kl(inputs.trainer_logprobs, inputs.reference_logprobs, settings.kl_estimator)
 
 
 def _scaled(losses: Tensor, segments: Tensor, settings: LossSettings) -> Tensor:

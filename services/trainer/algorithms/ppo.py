@@ -36,6 +36,7 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: f
 PPO = Algorithm(
     name="ppo",
     has_critic=True,
+    needs_siblings=False,
     is_kl_in_reward=True,
     surrogate=clipped,
     clip=Clip(low=0.2, high=0.2),

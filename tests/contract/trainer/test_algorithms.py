@@ -9,12 +9,21 @@ from pathlib import Path
 import pytest
 
 from penstock.v1 import trainer_pb2, types_pb2
+from penstock.wire.codec import float32_bytes
 from services.trainer.algorithms.registry import ALGORITHMS
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker, scored_group
 from tests.helpers.serving import serving
 from tests.helpers.trainers.training import run_document, running_trainer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
+
+
+def taught_group(prompt: types_pb2.Prompt, *, policy_version: int) -> types_pb2.TrajectoryGroup:
+    """A group with log-probs of a teacher."""
+    group = scored_group(prompt, policy_version=policy_version)
+    for trajectory in group.trajectories:
+        trajectory.reference_logprobs = float32_bytes([-2.0] * 5)
+    return group
 
 
 @pytest.mark.parametrize(
@@ -35,7 +44,11 @@ async def test_a_step_of_every_algorithm_changes_the_weights(
         "kl_estimator": "k2",
         "overlong_buffer_tokens": 4,
     }
-    async with serving(ScriptedTrainingBroker().service()) as (_, target), running_trainer() as trainer:
+    broker = ScriptedTrainingBroker()
+    if ALGORITHMS[name].needs_teacher:
+        document["algorithm"] |= {"reference": "service", "reference_path": str(model)}
+        broker.make_group = taught_group
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
         run_dir = Path(await trainer.start(document | {"broker": target}))
         finished = (await trainer.events())[-1].finished
     assert finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, finished.message

@@ -40,6 +40,8 @@ PRINTED = {
     "rloo": without_oneself,
     "reinforce_plus_plus": normalized,
     "tba": centered,
+    "distill": lambda rewards: [0.0] * len(rewards),
+    "distill_with_reward": normalized,
 }
 
 
