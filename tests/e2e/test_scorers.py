@@ -1,0 +1,58 @@
+"""PPO with its reference in services of its own: real processes, one of them killed, and the losses of all in one."""
+
+import json
+
+import pytest
+
+from console.recording.reader import read_groups
+from quickstart.prepare import Prepared
+from tests.e2e.runs import assert_balanced, running, small_run
+from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
+from tests.helpers.models.tiny_model import make_tiny_model
+from tests.helpers.serving import serving
+from tests.helpers.trainers.training import run_alone
+
+pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
+NUM_STEPS = 3
+
+
+@pytest.fixture
+def task(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(64)))
+    (tmp_path / "brevity.py").write_text("def brevity(completion: str) -> float:\n    return -len(completion) / 100\n")
+    return Prepared(model_dir=make_tiny_model(tmp_path / "model"), train_path=path, eval_path=path)
+
+
+async def test_a_killed_scorer_costs_no_sample_and_the_losses_are_those_of_all_in_one(task, tmp_path):
+    document = small_run(
+        task, tmp_path, run__num_steps=NUM_STEPS, run__num_eval_prompts=0, reward__model="brevity:brevity",
+        algorithm__name="ppo", algorithm__kl_coefficient=0.05, algorithm__reference="service",
+        algorithm__max_staleness=0, optimizer__learning_rate=1e-3, policy__token_shards=3,
+    )  # fmt: skip
+    document |= {"scorers": 2, "record": True}
+    with running(document, tmp_path) as run:
+        run.wait_for_step(1)
+        run.kill("scorer-0")
+        assert run.end() == 0, run.text
+        apart = run.metrics()
+    assert_balanced(run.summary(), num_samples=NUM_STEPS * 8 * 4)
+    assert run.summary()["restarts"]["scorer-0"] == 1
+    assert not {"reference_failed", "too_many_leases"} & run.summary()["audit"]["dropped"].keys()
+
+    recorded = {each.group.prompt.group_id: each.group for each in read_groups(run.folder.path / "trajectories.jsonl")}
+    broker = ScriptedTrainingBroker()
+    broker.make_group = lambda prompt, *, policy_version: recorded[prompt.group_id]
+    sections = ("run", "model", "data", "sampling", "algorithm", "optimizer")
+    alone_document = {name: dict(document[name]) for name in sections}
+    alone_document["run"]["dir"] = str(tmp_path / "alone")
+    alone_document["algorithm"]["reference"] = "trainer"
+    async with serving(broker.service()) as (_, target):
+        folder = await run_alone(alone_document | {"broker": target})
+    alone = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(alone) == len(apart) == NUM_STEPS
+    for one, other in zip(alone, apart, strict=True):
+        names = {name for name in one if name.startswith("loss/")} | {"optimizer/grad_norm"}
+        assert {"loss/loss", "loss/value_loss"} <= names
+        expected = {name: other[name] for name in names}
+        assert {name: one[name] for name in names} == pytest.approx(expected, rel=1e-5, abs=1e-5)
