@@ -29,7 +29,7 @@ from tests.helpers.broker_model.world import MAX_TRIES, RUN, Setting, World, set
 from tests.helpers.brokers.broker import duration
 from tests.helpers.virtual_time import VirtualLoop
 
-NUM_GENERATORS, NUM_WORKERS = 2, 2
+NUM_GENERATORS, NUM_WORKERS = 2, 3
 SLOTS = 6
 CLEAN_UP_S = 5.0
 STOP, ABORTED = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_ABORTED
@@ -65,6 +65,7 @@ def settings_of(group_size: int) -> st.SearchStrategy[Setting]:
         num_retained_steps=st.sampled_from([0, 2]),
         dispatch=st.sampled_from(DISPATCH_NAMES),
         token_shards=st.sampled_from([0, 0, 2, 3]),
+        needs_reference_logprobs=st.booleans(),
     )
     return st.builds(Setting, limits=limits, policy=policy)
 
@@ -104,7 +105,12 @@ class BrokerMachine(RuleBasedStateMachine):
         world = World(self._make_backing(), self.loop, setting)
         self.trainer = ModelTrainer(world)
         self.generators = [ModelGenerator(world, number) for number in range(NUM_GENERATORS)]
-        self.workers = [ModelWorker(world, number) for number in range(NUM_WORKERS)]
+        has_scorer = setting.policy.needs_reference_logprobs
+        # The last one works on what the others have done.
+        self.workers = [
+            ModelWorker(world, number, is_scorer=has_scorer and number == NUM_WORKERS - 1)
+            for number in range(NUM_WORKERS)
+        ]
         self.producer = ModelProducer(world)
         self.world = world
         await self.trainer.take_over()
@@ -353,6 +359,8 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(num_groups=st.integers(1, 2), lag=st.integers(0, 1), is_equal=st.booleans())
     def put(self, num_groups: int, lag: int, is_equal: bool) -> None:
+        if self.world.setting.policy.needs_reference_logprobs:
+            return
         num_groups = min(num_groups, self.world.limits.groups_per_step)
         version = max(0, self.trainer.memory.version - lag)
         self.run(self.producer.put(self.producer.make(num_groups, version, is_equal=is_equal)))
@@ -378,6 +386,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 4), is_saved=st.booleans())
     def put_steps_and_crash(self, num_steps: int, is_saved: bool) -> None:
         """A run of agents is killed, perhaps further from its checkpoint than the broker retains, and resumed."""
+        if self.world.setting.policy.needs_reference_logprobs:
+            return
         if is_saved:
             self.trainer.save()
         self.run(self._put_steps_and_crash(num_steps))
@@ -521,8 +531,7 @@ class BrokerMachine(RuleBasedStateMachine):
             await generator.put(*[generator.decode(lease_id, 2, STOP) for lease_id in list(generator.held)])
         for worker in self.workers:
             worker.ask(4 * SLOTS)
-        await settle()
-        for worker in self.workers:
+            await settle()
             results = [
                 worker.judge(lease_id, status if place == 0 else STATUSES[0])
                 for place, lease_id in enumerate(list(worker.held))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from penstock.errors import LeaseLostError, PenstockError, UnknownSampleError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import index_mask, int32_bytes
-from tests.helpers.broker_model.truth import attempt_of, tokens_trained_on
+from tests.helpers.broker_model.truth import attempt_of, reference_of, tokens_trained_on
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, Link, World, settle
 
 CONSUMER = "rank-0"
@@ -233,6 +233,8 @@ class ModelTrainer:
             assert trajectory.finish_reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH)
             assert trajectory.score.status == types_pb2.SCORE_STATUS_OK
             assert trajectory.score.value in self.world.truth.scores[sample]
+            if self.world.setting.policy.needs_reference_logprobs and group.prompt.purpose == types_pb2.PURPOSE_TRAIN:
+                assert trajectory.reference_logprobs == reference_of(token.serial for token in tokens)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ contents are possible until the broker shows one.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.v1 import types_pb2
@@ -45,6 +46,11 @@ def arrays_of(tokens: Content) -> tuple[bytes, bytes, types_pb2.VersionRuns]:
         float32_bytes([token.logprob for token in tokens]),
         encode_versions([token.version for token in tokens]),
     )
+
+
+def reference_of(serials: Iterable[int]) -> bytes:
+    """A scorer's log-probs of tokens, which no neighbour has."""
+    return float32_bytes([-(serial % 2048) / 32 for serial in serials])
 
 
 def chunk_of(

@@ -1,19 +1,20 @@
-"""A reward worker of the model."""
+"""A reward worker of the model, or a scorer."""
 
 from __future__ import annotations
 
 from penstock.v1 import broker_pb2, types_pb2
-from tests.helpers.broker_model.truth import attempt_of
+from tests.helpers.broker_model.truth import attempt_of, reference_of
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, Link, World, settle
 
 _OK = types_pb2.SCORE_STATUS_OK
 
 
 class ModelWorker:
-    """Leases finished samples and scores each with a number of its own."""
+    """Leases finished samples and scores each with a number of its own; a scorer gives each token its log-prob."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: World, number: int, *, is_scorer: bool = False) -> None:
         self.world, self.number = world, number
+        self._task = broker_pb2.SCORING_TASK_REFERENCE_LOGPROBS if is_scorer else broker_pb2.SCORING_TASK_REWARD
         self.held: dict[str, broker_pb2.ScoringLease] = {}
         self.sent: list[broker_pb2.ScoreResult] = []
         self._life = 0
@@ -31,7 +32,8 @@ class ModelWorker:
     def _connect(self) -> None:
         if not self._link.is_open:
             self._credit = self._num_leases = 0
-            hello = broker_pb2.RewardHello(run_id=RUN, worker_id=f"worker-{self.number}-{self._life}")
+            worker_id = f"worker-{self.number}-{self._life}"
+            hello = broker_pb2.RewardHello(run_id=RUN, worker_id=worker_id, task=self._task)
             self._link.open(broker_pb2.StreamScoringRequest(hello=hello))
 
     def _on_response(self, response: broker_pb2.StreamScoringResponse) -> None:
@@ -49,6 +51,12 @@ class ModelWorker:
     ) -> broker_pb2.ScoreResult:
         """A verdict on a lease held: a value of its own, or the same for all."""
         lease = self.held.pop(lease_id)
+        if self._task == broker_pb2.SCORING_TASK_REFERENCE_LOGPROBS and status == _OK:
+            return broker_pb2.ScoreResult(
+                lease_id=lease_id,
+                key=lease.item.key,
+                reference_logprobs=reference_of(memoryview(lease.item.token_ids).cast("i").tolist()),
+            )
         value = (1.0 if is_equal else float(self.world.serials.next())) if status == _OK else None
         score = types_pb2.Score(status=status, value=value)
         result = broker_pb2.ScoreResult(lease_id=lease_id, key=lease.item.key, score=score)
