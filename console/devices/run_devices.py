@@ -81,7 +81,8 @@ def survey(config: RunConfig) -> RunDevices | None:
         raise ConfigError(str(error)) from error
     if not given:
         # PyTorch falls back to the CPU where it may.
-        needs = [need for need in needs if need.process != "trainer" or config.trainer.device == "cuda"]
+        is_fixed = config.trainer.device == "cuda"
+        needs = [need for need in needs if is_fixed or not need.process.startswith(("trainer", "scorer-"))]
     claims = GpuClaims(f"run {config.run.id} (process {os.getpid()})")
     in_use = {device.uuid: device.use for device in given if device.use}
     claimed = claims.others(device.uuid for device in given)

@@ -60,6 +60,18 @@ def test_each_process_is_shown_its_own_gpus_and_the_others_none(machine):
     assert summary_line(run) == "GPUs: generator-0 4, 5; generator-1 6, 7; trainer 0, 1, 2, 3"
 
 
+def test_scorers_have_gpus_of_their_own(machine):
+    machine(*[Card()] * 4)
+    apart = {"algorithm": {"kl_coefficient": 0.1, "reference": "service"}, "scorers": 2}
+    run = survey(config(**apart))
+    assert run.allocation.problems == []
+    owners = ("generator-0", "trainer", "scorer-0", "scorer-1")
+    assert len({shown(run, process) for process in owners}) == 4
+    assert shown(survey(config(**apart, devices={"scorers": [3, 0]})), "scorer-0") == uuid_of(3)
+    with pytest.raises(ConfigError, match=r"devices\.scorers: names 1 GPUs; scorers is 2"):
+        survey(config(**apart, devices={"scorers": [3]}))
+
+
 def test_pipeline_stages_have_gpus_of_their_own(machine):
     machine(*[Card()] * 8)
     run = survey(config(generator={"engine": "vllm", "tensor_parallel": 2, "pipeline_parallel": 3}))

@@ -10,6 +10,8 @@ from services.trainer.config import TrainingConfig
 from services.trainer.run.policy_loading import critic_rate, loss_settings
 from services.trainer.step.step_settings import step_settings
 
+TEACHER = {"reference": "service", "reference_path": "t"}
+
 
 def config(algorithm, **sections):
     document = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "algorithm": algorithm}
@@ -25,11 +27,30 @@ def config(algorithm, **sections):
         ({"group_size": 1}, "algorithm.group_size: 1 leaves grpo nothing to compare"),
         ({"prompts_per_step": 3, "num_minibatches": 4}, "algorithm.num_minibatches: 4 is more than"),
         ({"reference_refresh_steps": 5}, "algorithm.reference_refresh_steps: without kl_coefficient"),
+        ({"reference": "service"}, "algorithm.reference: service has no effect without algorithm.kl_coefficient"),
+        (
+            {"reference": "service", "kl_coefficient": 0.1, "reference_refresh_steps": 5},
+            "algorithm.reference_refresh_steps: a scorer's model is frozen",
+        ),
+        ({"reference_path": "t", "kl_coefficient": 0.1}, "algorithm.reference_path: .*t: the trainer's reference is"),
+        ({"name": "distill"}, "algorithm.kl_coefficient: distill needs a KL; set it, for example to 1.0"),
+        ({"name": "distill", "kl_coefficient": 1.0}, "algorithm.reference_path: distill learns from a teacher"),
+        (
+            {"name": "distill_with_reward", "kl_coefficient": 1.0, "group_size": 1, **TEACHER},
+            "algorithm.group_size: 1 leaves distill_with_reward nothing to compare",
+        ),
     ],
 )
 def test_contradictions_are_refused(algorithm, message):
     with pytest.raises(ValidationError, match=message):
         config(algorithm)
+
+
+def test_distillation_trains_on_groups_of_one_and_of_equal_rewards():
+    settings = {"name": "distill", "kl_coefficient": 1.0, "group_size": 1, **TEACHER}
+    assert config(settings).algorithm.has_scorer
+    with pytest.raises(ValidationError, match=r"policy.drops_zero_variance: distill also learns from groups of equal"):
+        config(settings | {"group_size": 2}, policy={"drops_zero_variance": True})
 
 
 @pytest.mark.parametrize(

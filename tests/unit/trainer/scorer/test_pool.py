@@ -1,0 +1,128 @@
+"""What a scorer answers: log-probs of what it can compute, and why not of what it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from penstock.v1 import broker_pb2, reward_pb2, types_pb2
+from penstock.wire.codec import float32_array, int32_bytes
+from services.trainer.scorer.frozen_model import FrozenModel
+from services.trainer.scorer.pool import LogprobPool
+from tests.unit.trainer.builders import VOCAB_SIZE, save_tiny_qwen2
+
+POISON = 13
+
+
+class Model:
+    """The log-prob of a token is minus a tenth of it; POISON fails a pass, and token 0 has none."""
+
+    vocab_size = VOCAB_SIZE
+    max_sequence_length = 16
+
+    def __init__(self):
+        self.packs = []
+
+    def logprobs(self, pack):
+        self.packs.append(pack)
+        if POISON in pack.token_ids:
+            raise RuntimeError("out of memory")
+        tokens = pack.target_ids.astype(np.float32)
+        return np.where(tokens == 0, -np.inf, -tokens / 10).astype(np.float32)
+
+
+class Source:
+    """Hands out what it is given, then waits; `lost` leases count no more."""
+
+    def __init__(self, leases, lost=()):
+        self._leases, self._lost = list(leases), set(lost)
+        self.results = {}
+        self._is_done = asyncio.Event()
+
+    @property
+    def num_held(self):
+        return len(self._leases)
+
+    async def take(self, *, max_items):
+        if not self._leases:
+            self._is_done.set()
+            await asyncio.Event().wait()
+        taken, self._leases = self._leases[:max_items], self._leases[max_items:]
+        return taken
+
+    def is_held(self, lease_id):
+        return lease_id not in self._lost
+
+    def answer(self, results):
+        self.results |= {result.lease_id: result for result in results}
+
+    async def answered(self, model):
+        pool = asyncio.create_task(LogprobPool(self, model, tokens_per_pack=16, max_batch_size=8).run())
+        try:
+            async with asyncio.timeout(20):
+                await self._is_done.wait()
+        finally:
+            pool.cancel()
+        return self.results
+
+
+def lease_of(name, completion, *, prompt=(1, 2), temperature=1.0):
+    return broker_pb2.ScoringLease(
+        lease_id=name,
+        item=reward_pb2.ScoreItem(key=types_pb2.SampleKey(group_id=name), token_ids=int32_bytes(completion)),
+        prompt_token_ids=int32_bytes(prompt),
+        temperature=temperature,
+    )
+
+
+def logprobs_of(result):
+    return float32_array(result.reference_logprobs, "reference_logprobs").tolist()
+
+
+async def test_each_sample_gets_the_log_probs_of_its_own_tokens():
+    model = Model()
+    source = Source([lease_of("a", [5, 6]), lease_of("b", [7]), lease_of("c", [8, 9, 10])])
+    results = await source.answered(model)
+    assert {name: logprobs_of(result) for name, result in results.items()} == {
+        "a": pytest.approx([-0.5, -0.6]),
+        "b": pytest.approx([-0.7]),
+        "c": pytest.approx([-0.8, -0.9, -1.0]),
+    }
+    assert len(model.packs) == 1
+
+
+async def test_what_cannot_be_computed_costs_its_neighbours_nothing():
+    leases = {
+        "good": lease_of("good", [5]),
+        "poison": lease_of("poison", [POISON]),
+        "infinite": lease_of("infinite", [0]),
+        "long": lease_of("long", [5] * 15),
+        "unknown": lease_of("unknown", [VOCAB_SIZE]),
+        "empty": lease_of("empty", []),
+    }
+    results = await Source(leases.values()).answered(Model())
+    failed = {name: result.score.message for name, result in results.items() if result.HasField("score")}
+    assert logprobs_of(results["good"]) == pytest.approx([-0.5])
+    assert failed.keys() == leases.keys() - {"good"}
+    assert all(results[name].score.status == types_pb2.SCORE_STATUS_FAILED for name in failed)
+    assert "out of memory" in failed["poison"]
+    assert "at most 16" in failed["long"]
+    assert f"below {VOCAB_SIZE}" in failed["unknown"]
+
+
+async def test_a_pack_of_which_nothing_counts_any_more_is_not_computed():
+    model = Model()
+    assert await Source([lease_of("a", [5]), lease_of("b", [6])], lost=["a", "b"]).answered(model) == {}
+    assert model.packs == []
+
+
+async def test_log_probs_are_those_at_the_temperature_of_sampling(tmp_path):
+    """And do not depend on what shares the pack."""
+    model = FrozenModel(save_tiny_qwen2(tmp_path), device="cpu")
+    warm = lease_of("warm", [5, 6, 7], temperature=2.0)
+    alone = await Source([warm]).answered(model)
+    together = await Source([lease_of("cold", [5, 6, 7]), warm]).answered(model)
+    assert logprobs_of(together["warm"]) == pytest.approx(logprobs_of(alone["warm"]), abs=1e-6)
+    assert logprobs_of(together["cold"]) != pytest.approx(logprobs_of(alone["warm"]), abs=1e-2)
