@@ -271,6 +271,15 @@ class RunConfig(RunSections, NetworkConfig):
         return self
 
     @model_validator(mode="after")
+    def _agents_need_no_scorer(self) -> Self:
+        if self.algorithm.has_scorer and self.generator.openai_listen is not None:
+            raise ValueError(
+                "generator.openai_listen: scorers do not work for groups that agents put; leave it out, or set "
+                "algorithm.reference to trainer"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_data(self) -> Self:
         if self.run.eval_every_steps > 0 and self.data.eval is None:
             raise ValueError(
@@ -322,6 +331,8 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
     if config.endpoints.trainer is None:
         sections["run"] = _absolute(sections["run"], "dir")
         sections |= {"model": _absolute(config.model, "path"), "data": _absolute(config.data, "train", "eval")}
+    # Scorers are started here, wherever the trainer is.
+    sections["algorithm"] = _absolute(config.algorithm, "reference_path")
     return _absolute(config, "record").model_copy(update=sections)
 
 

@@ -153,7 +153,8 @@ def _train_tasks(run: RunConfig | None) -> list[Document]:
     tasks: list[Document] = [{"name": "actor_train", "kind": "train"}]
     if run is None:
         return tasks
-    if run.algorithm.kl_coefficient > 0:
+    # Scorers are beside the plan, which places generators and trainers.
+    if run.algorithm.has_trainer_reference:
         tasks.append({"name": "reference", "kind": "infer"})
     if run.algorithm.definition.has_critic:
         tasks += [

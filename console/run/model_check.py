@@ -45,8 +45,10 @@ def model_problems(source: Path | Address, *, setting: str = "model.path") -> li
 def reference_problems(config: RunConfig) -> list[str]:
     """Problems of the model of scorers started here: another vocabulary would make its log-probs meaningless."""
     path = config.algorithm.reference_path
-    if path is None or not config.num_scorers:
+    if not config.num_scorers:
         return []
+    if path is None:
+        return model_problems(config.model.path) if config.endpoints.trainer is not None else []
     setting = "algorithm.reference_path"
     own, others = _vocabulary(config.model.folder), _vocabulary(path)
     problems = model_problems(path, setting=setting)

@@ -458,6 +458,11 @@ class TrainingConfig(RunSections):
                 f"algorithm.group_size: 1 leaves {algorithm.name} nothing to compare a sample with; set 2 or "
                 "more, or algorithm.name to ppo without policy.drops_zero_variance"
             )
+        if algorithm.has_scorer and self.data.train is None:
+            raise ValueError(
+                "data.train: null is a run of groups that others put, for which no scorer works; name rows, or set "
+                "algorithm.reference to trainer"
+            )
         if algorithm.definition.needs_teacher and self.policy.drops_zero_variance:
             raise ValueError(
                 f"policy.drops_zero_variance: {algorithm.name} also learns from groups of equal rewards; set it to "

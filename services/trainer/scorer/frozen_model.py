@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from services.trainer.batches.packing import Pack
 from services.trainer.model.attention import packed_inputs, register_packed_attention
@@ -35,6 +36,8 @@ class FrozenModel:
             UnsupportedModelError: Packed rows would not compute the model's own function.
             OSError: The directory does not hold a model.
         """
+        # Progress bars that redraw themselves garble a service's log.
+        disable_progress_bar()
         torch.set_num_threads(num_threads)
         register_packed_attention()
         ranks = Ranks()

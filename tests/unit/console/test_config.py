@@ -16,6 +16,7 @@ from console.config.derive import (
     generator_config,
     local_endpoint,
     reward_config,
+    scorer_config,
     trainer_config,
     trainer_roots,
     trainer_storage,
@@ -169,6 +170,25 @@ def test_service_configurations_agree_on_addresses(tmp_path: Path) -> None:
     # The reward worker decodes with the tokenizer that generators decode with.
     assert {reward.tokenizer_path} == {one.model_path for one in generators}
     assert addresses.weights_url == addresses.weights_listen
+
+
+def test_a_scorer_computes_as_the_trainer_does_with_the_model_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    apart = {"kl_coefficient": 0.1, "reference": "service"}
+    resolved = resolve(config(algorithm=apart, scorers=2, trainer={"tokens_per_pack": 77}), now_s=0.0)
+    addresses = choose_addresses(resolved)
+    found = [scorer_config(resolved, addresses, index) for index in range(2)]
+    assert [(each.worker_id, each.tokens_per_pack, each.model_path) for each in found] == [
+        ("scorer-0", 77, tmp_path / "m"),
+        ("scorer-1", 77, tmp_path / "m"),
+    ]
+    assert found[0].listen != found[1].listen
+    taught = resolve(config(algorithm=apart | {"name": "distill", "reference_path": "t"}), now_s=0.0)
+    assert scorer_config(taught, choose_addresses(taught), 0).model_path == tmp_path / "t"
+    assert choose_addresses(resolve(config(algorithm={"kl_coefficient": 0.1}), now_s=0.0)).scorers == ()
+    assert "generator.openai_listen" in problem(algorithm=apart, generator={"openai_listen": "127.0.0.1:8000"})
 
 
 def test_agents_are_sampled_as_the_run_trains_and_each_generator_has_a_port_of_its_own(tmp_path: Path) -> None:

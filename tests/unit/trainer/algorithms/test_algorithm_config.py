@@ -51,6 +51,8 @@ def test_distillation_trains_on_groups_of_one_and_of_equal_rewards():
     assert config(settings).algorithm.has_scorer
     with pytest.raises(ValidationError, match=r"policy.drops_zero_variance: distill also learns from groups of equal"):
         config(settings | {"group_size": 2}, policy={"drops_zero_variance": True})
+    with pytest.raises(ValidationError, match=r"data.train: null is a run of groups that others put"):
+        config(settings, data={"train": None})
 
 
 @pytest.mark.parametrize(

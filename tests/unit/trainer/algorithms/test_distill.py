@@ -117,7 +117,7 @@ def test_a_student_approaches_its_teacher(tmp_path):
     config = TrainingConfig.model_validate(
         {
             "model": {"path": save_tiny_qwen2(tmp_path / "student", seed=0)},
-            "data": {"train": None},
+            "data": {"train": "rows.jsonl"},
             "trainer": {"device": "cpu"},
             "algorithm": {
                 "name": "distill",
