@@ -23,6 +23,7 @@ LONG_FILES = (
     "e2e/test_broker_faults.py",
     "e2e/test_faults.py",
     "e2e/test_lora.py",
+    "e2e/test_scorers.py",
     "e2e/test_full_disk.py",
     "e2e/test_followed_plan.py",
     "e2e/test_mutual_tls.py",

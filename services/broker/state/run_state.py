@@ -45,9 +45,9 @@ _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASE
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
 _SEALING = broker_pb2.SAMPLE_STATE_SEALING
 
-FORMAT = 4
+FORMAT = 5
 """Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`. 3: see
-`CompactSample`. 4: see `RenewalRecord`."""
+`CompactSample`. 4: see `RenewalRecord`. 5: see `reference_element`."""
 SLICE_BYTES = 128 * 1024
 """Records applied at once while a run is loaded: about 10 ms if all are live."""
 

@@ -73,6 +73,8 @@ def _pool(config: ScorerConfig, session: ScoringSession) -> LogprobPool:
     from services.trainer.model.backend import BackendError
     from services.trainer.scorer.frozen_model import FrozenModel
 
+    if not (config.model_path / "config.json").is_file():
+        raise ConfigError(f"model_path: {config.model_path}: no config.json; give a Hugging Face directory")
     try:
         model = FrozenModel(config.model_path, dtype=config.dtype, device=config.device, num_threads=config.num_threads)
     except (OSError, BackendError) as error:
