@@ -32,3 +32,5 @@ class ScorerConfig(MeasuredConfig):
     """Token budget of one packed forward pass; a longer sample gets a pack of its own."""
     max_leases: int = Field(default=64, ge=2, le=2048)
     """Most samples held at once: half of them are computed while the others wait."""
+    max_pass_s: float = Field(default=600.0, gt=0, le=3600)
+    """A forward pass that takes longer counts as hung: the process ends, and its leases go to another scorer."""

@@ -5,6 +5,7 @@ Invariants:
 - A sample that cannot be computed gets a failed result that says why, and costs its neighbours nothing: a pack whose
   pass fails is computed again sample by sample.
 - One pass is under way at a time; further leases wait with the source, which bounds them.
+- No endless wait: a pass that hangs ends `run`, so that its leases are no longer renewed.
 """
 
 from __future__ import annotations
@@ -60,17 +61,24 @@ class Model(Protocol):
         ...
 
 
+class HungPassError(Exception):
+    """A pass did not end in time; nothing can end it but the end of the process."""
+
+
 class LogprobPool:
     """Answers what a source hands out, with one model."""
 
-    def __init__(self, source: LeaseSource, model: Model, *, tokens_per_pack: int, max_batch_size: int) -> None:
+    def __init__(
+        self, source: LeaseSource, model: Model, *, tokens_per_pack: int, max_batch_size: int, max_pass_s: float
+    ) -> None:
         self._source = source
+        self._max_pass_s = max_pass_s
         self._model = model
         self._tokens_per_pack = tokens_per_pack
         self._max_batch_size = max_batch_size
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Work until cancelled. Raises HungPassError."""
         while True:
             leases = await self._source.take(max_items=self._max_batch_size)
             begun_s = time.monotonic()
@@ -90,8 +98,19 @@ class LogprobPool:
             members = {member: readable[member][0] for member in pack.members}
             # A pass for samples that all went to another scorer would be wasted.
             if any(self._source.is_held(lease.lease_id) for lease in members.values()):
-                self._send(await asyncio.to_thread(self._results, pack, members, trajectories))
+                self._send(await self._computed(pack, members, trajectories))
         HELD_SAMPLES.set(self._source.num_held)
+
+    async def _computed(
+        self, pack: Pack, leases: Mapping[int, _Lease], trajectories: Sequence[Trajectory]
+    ) -> list[broker_pb2.ScoreResult]:
+        try:
+            async with asyncio.timeout(self._max_pass_s):
+                return await asyncio.to_thread(self._results, pack, leases, trajectories)
+        except TimeoutError:
+            raise HungPassError(
+                f"a pass over {pack.num_tokens} tokens took longer than {self._max_pass_s:g} s"
+            ) from None
 
     def _read(self, lease: _Lease) -> Trajectory:
         return trajectory_of(lease, vocab_size=self._model.vocab_size, max_tokens=self._model.max_sequence_length)

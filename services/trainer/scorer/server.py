@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from penstock.process.grace_periods import DRAIN_S
 from penstock.security import Security
 from penstock.v1 import broker_pb2
 from services.trainer.scorer.config import ScorerConfig
-from services.trainer.scorer.pool import LogprobPool
+from services.trainer.scorer.pool import HungPassError, LogprobPool
 
 _log = structlog.get_logger()
 
@@ -65,7 +66,12 @@ async def serve(config: ScorerConfig) -> None:
         pool.run,
         partial(follow_outage, server.set_serving, lambda: session.outage),
     ]
-    await run_until_stopped(server, loops=loops, on_started=announce, before_stop=drain)
+    try:
+        await run_until_stopped(server, loops=loops, on_started=announce, before_stop=drain)
+    except HungPassError as error:
+        _log.error("the process ends, and its leases go to another scorer", error=str(error))
+        # A normal end would wait for the thread of that pass.
+        os._exit(1)
 
 
 def _pool(config: ScorerConfig, session: ScoringSession) -> LogprobPool:
@@ -79,4 +85,10 @@ def _pool(config: ScorerConfig, session: ScoringSession) -> LogprobPool:
         model = FrozenModel(config.model_path, dtype=config.dtype, device=config.device, num_threads=config.num_threads)
     except (OSError, BackendError) as error:
         raise ConfigError(f"model_path: {config.model_path}: no usable model: {error}") from error
-    return LogprobPool(session, model, tokens_per_pack=config.tokens_per_pack, max_batch_size=config.max_leases // 2)
+    return LogprobPool(
+        session,
+        model,
+        tokens_per_pack=config.tokens_per_pack,
+        max_batch_size=config.max_leases // 2,
+        max_pass_s=config.max_pass_s,
+    )

@@ -111,7 +111,9 @@ async def trained(
                 if loses_a_scorer:
                     await lose_a_scorer(target)
                 session = scorer(target, "scorer-1")
-                pool = LogprobPool(session, FrozenModel(model, device="cpu"), tokens_per_pack=64, max_batch_size=2)
+                pool = LogprobPool(
+                    session, FrozenModel(model, device="cpu"), tokens_per_pack=64, max_batch_size=2, max_pass_s=60
+                )
                 async with working(session.run(), pool.run()):
                     run_dir = await training
                 assert session.num_leased >= NUM_STEPS * SAMPLES_PER_STEP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from penstock.wire.codec import float32_array, int32_bytes
 from services.trainer.scorer.frozen_model import FrozenModel
-from services.trainer.scorer.pool import LogprobPool
+from services.trainer.scorer.pool import HungPassError, LogprobPool
 from tests.unit.trainer.builders import VOCAB_SIZE, save_tiny_qwen2
 
 POISON = 13
@@ -59,13 +60,17 @@ class Source:
         self.results |= {result.lease_id: result for result in results}
 
     async def answered(self, model):
-        pool = asyncio.create_task(LogprobPool(self, model, tokens_per_pack=16, max_batch_size=8).run())
+        pool = asyncio.create_task(pool_of(self, model).run())
         try:
             async with asyncio.timeout(20):
                 await self._is_done.wait()
         finally:
             pool.cancel()
         return self.results
+
+
+def pool_of(source, model, *, max_pass_s=60.0):
+    return LogprobPool(source, model, tokens_per_pack=16, max_batch_size=8, max_pass_s=max_pass_s)
 
 
 def lease_of(name, completion, *, prompt=(1, 2), temperature=1.0):
@@ -116,6 +121,21 @@ async def test_a_pack_of_which_nothing_counts_any_more_is_not_computed():
     model = Model()
     assert await Source([lease_of("a", [5]), lease_of("b", [6])], lost=["a", "b"]).answered(model) == {}
     assert model.packs == []
+
+
+async def test_a_hung_pass_ends_the_pool_without_an_answer():
+    released = threading.Event()
+
+    class Hung(Model):
+        def logprobs(self, pack):
+            released.wait(20)
+            return super().logprobs(pack)
+
+    source = Source([lease_of("a", [5])])
+    with pytest.raises(HungPassError, match=r"3 tokens took longer than 0\.05 s"):
+        await pool_of(source, Hung(), max_pass_s=0.05).run()
+    released.set()
+    assert source.results == {}
 
 
 async def test_log_probs_are_those_at_the_temperature_of_sampling(tmp_path):
