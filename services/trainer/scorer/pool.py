@@ -134,6 +134,9 @@ class LogprobPool:
         return [result_of(leases[member], logprobs) for member, logprobs in found]
 
     def _send(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
-        for result in results:
-            SAMPLES.labels("ok" if result.HasField("reference_logprobs") else "failed").inc()
+        failed = [result for result in results if not result.HasField("reference_logprobs")]
+        SAMPLES.labels("ok").inc(len(results) - len(failed))
+        SAMPLES.labels("failed").inc(len(failed))
+        if failed:
+            _log.warning("samples without log-probs", num_samples=len(failed), latest=failed[-1].score.message)
         self._source.answer(results)

@@ -257,3 +257,10 @@ def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, 
     assert (read.heartbeat_interval_s, read.cost_model) == (2.0, "calibrated")
     assert (read.lengths.model_path, read.lengths.pairs_file) == (Path("/models/lengths"), None)
     assert read.lengths.state_dir.is_relative_to("/runs")
+
+
+def test_scorers_are_not_put_into_containers(model):
+    run = {**PLAIN_RUN, "algorithm": {"kl_coefficient": 0.1, "reference": "service"}}
+    with pytest.raises(ConfigError, match=r"^algorithm.reference: service: --deploy writes no container for scorers"):
+        deployed(model, run=run)
+    assert deployed(model, run={**run, "scorers": 0})
