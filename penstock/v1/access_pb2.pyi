@@ -36,7 +36,7 @@ class _AccessRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AccessRole
     ACCESS_ROLE_GENERATOR: _AccessRole.ValueType  # 3
     """A generator, or the agent of a machine that offers to generate."""
     ACCESS_ROLE_REWARD: _AccessRole.ValueType  # 4
-    """A reward worker."""
+    """A reward worker, or a scorer."""
     ACCESS_ROLE_ENVIRONMENT: _AccessRole.ValueType  # 5
     """An agent framework that puts finished, scored trajectories."""
     ACCESS_ROLE_OBSERVER: _AccessRole.ValueType  # 6
@@ -56,7 +56,7 @@ ACCESS_ROLE_TRAINER: AccessRole.ValueType  # 2
 ACCESS_ROLE_GENERATOR: AccessRole.ValueType  # 3
 """A generator, or the agent of a machine that offers to generate."""
 ACCESS_ROLE_REWARD: AccessRole.ValueType  # 4
-"""A reward worker."""
+"""A reward worker, or a scorer."""
 ACCESS_ROLE_ENVIRONMENT: AccessRole.ValueType  # 5
 """An agent framework that puts finished, scored trajectories."""
 ACCESS_ROLE_OBSERVER: AccessRole.ValueType  # 6

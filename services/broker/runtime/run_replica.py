@@ -233,8 +233,8 @@ class RunReplica(Replica[RunState]):
         """What is stored of each sample: chunks from the token shard of its group, log-probs of a reference."""
         if not any(token_shards):
             return await self.store.chunks(self.run_id, samples)
-        has_reference = self.copy is not None and self.copy.policy.needs_reference_logprobs
-        with_run = await self.store.chunks(self.run_id, samples) if has_reference else [[] for _ in samples]
+        may_have_more = self.copy is None or self.copy.policy.needs_reference_logprobs
+        with_run = await self.store.chunks(self.run_id, samples) if may_have_more else [[] for _ in samples]
         by_shard: dict[int, list[int]] = {}
         for position, shard in enumerate(token_shards):
             by_shard.setdefault(shard, []).append(position)
@@ -242,7 +242,8 @@ class RunReplica(Replica[RunState]):
         for shard, positions in by_shard.items():
             found = await self.store.chunks(shard_id(self.run_id, shard), [samples[at] for at in positions])
             for position, chunks in zip(positions, found, strict=True):
-                parts[position] = chunks + with_run[position] if shard else chunks
+                # Log-probs without tokens would be no sample.
+                parts[position] = chunks + with_run[position] if shard and chunks else chunks
         return parts
 
     def forget(self) -> None:
