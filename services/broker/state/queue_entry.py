@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from sortedcontainers import SortedList
 
-from penstock.v1 import broker_pb2
+from penstock.v1 import broker_pb2, types_pb2
 from services.broker.dispatch.situation import Order, Rank
 from services.broker.records.store import SampleId
 from services.broker.records_pb2 import GroupRecord, SampleRecord
@@ -39,6 +39,12 @@ class QueueEntry:
 def next_task(sample: SampleRecord) -> ScoringTask:
     """What a finished sample waits for: its reward or, once it has that, the reference's log-probs."""
     return REFERENCE if sample.HasField("score") else REWARD
+
+
+def finished_key(group: GroupRecord, index: int) -> FinishedKey:
+    """Where a finished sample stands in the queue."""
+    is_training = int(group.purpose == types_pb2.PURPOSE_TRAIN)
+    return next_task(group.samples[index]), is_training, group.sequence, index
 
 
 def waiting_for(finished: SortedList[FinishedKey], task: ScoringTask) -> Iterator[FinishedKey]:

@@ -26,20 +26,14 @@ from services.broker.records_pb2 import GroupRecord, RenewalRecord, RunRecord, S
 from services.broker.rules.admission import AdmissionRule
 from services.broker.rules.limits import Limits
 from services.broker.rules.sample_policy import Policy
+from services.broker.state import queue_entry
 from services.broker.state.batch_index import BatchIndex
 from services.broker.state.batches import cut_at, cuts_between, head_of, ids, num_groups, read_record
 from services.broker.state.group_records import GroupRecords
 from services.broker.state.lease_ends import LeaseEnds
 from services.broker.state.news import News
 from services.broker.state.other_records import OtherRecords, is_group, renewal_name, tally_name
-from services.broker.state.queue_entry import (
-    FinishedKey,
-    Leases,
-    QueueEntry,
-    next_task,
-    predicted_tokens,
-    remove_leases,
-)
+from services.broker.state.queue_entry import FinishedKey, Leases, QueueEntry, predicted_tokens, remove_leases
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
@@ -472,7 +466,7 @@ class RunState:
             self.sealing.add(key)
             entry.sealing.append(key)
         elif sample.state == _FINISHED:
-            finished = (next_task(sample), int(group.purpose == types_pb2.PURPOSE_TRAIN), group.sequence, index)
+            finished = queue_entry.finished_key(group, index)
             self.finished.add(finished)
             entry.finished.append(finished)
             self._news.has_finished = True
