@@ -19,6 +19,7 @@ import pytest
 from penstock.clients.broker import BrokerClient
 from penstock.network.rpc import open_channel
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2
+from services.broker.state.run_state import FORMAT
 from tests.helpers.faults import workload
 from tests.helpers.faults.schedule import Fault, make_schedule
 from tests.helpers.faults.stage import Stage
@@ -82,7 +83,7 @@ async def test_a_run_goes_on_while_its_brokers_are_upgraded_one_by_one(tmp_path:
             while not (said := await _refusal(stage.direct_brokers[0])):  # noqa: ASYNC110 -- a stored record is no event
                 await asyncio.sleep(0.05)
         assert said.startswith("UNAVAILABLE")
-        assert "written by a newer Penstock (format 5, this broker reads 4)" in said
+        assert f"written by a newer Penstock (format {FORMAT + 1}, this broker reads {FORMAT})" in said
         await _reaches(stage, tmp_path, Checkpoint.read(tmp_path / "checkpoint.json").version + NUM_LAST_STEPS)
         await stage.upgrade_broker(0)
         await _reaches(stage, tmp_path, Checkpoint.read(tmp_path / "checkpoint.json").version + NUM_LAST_STEPS)
