@@ -12,7 +12,16 @@ from typing import Annotated
 import typer
 
 from console.subcommands import cli_bench, cli_certs, cli_planning, cli_recording, cli_runs
-from console.subcommands.cli_common import Broker, Json, RunArgument, RunDir, RunsDir, command
+from console.subcommands.cli_common import (
+    Broker,
+    Json,
+    NoticeFile,
+    NoticeUrl,
+    RunArgument,
+    RunDir,
+    RunsDir,
+    command,
+)
 
 app = typer.Typer(
     name="penstock",
@@ -93,7 +102,7 @@ def quickstart(
 
 
 @command(app)
-def serve(
+def serve(  # noqa: PLR0913, PLR0917 - one argument for each option
     kind: Annotated[
         str, typer.Argument(metavar="SERVICE", help="broker, generator, reward, trainer, scheduler or scorer.")
     ],
@@ -105,6 +114,8 @@ def serve(
     name: Annotated[str | None, typer.Option("--name", help="Name in its log lines.")] = None,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",
+    notice_file: NoticeFile = None,
+    notice_url: NoticeUrl = None,
 ) -> None:
     """Run one service in this process until SIGTERM or Ctrl-C.
 
@@ -118,8 +129,18 @@ def serve(
       penstock serve scorer run_id=my-run broker=broker:7301 model_path=models/mine
     """
     from console.serve.serve import serve_command
+    from penstock.notices.watch import NoticeSources
 
-    serve_command(kind, config, overrides or [], listen=listen, name=name, level=log_level, log_format=log_format)
+    serve_command(
+        kind,
+        config,
+        overrides or [],
+        listen=listen,
+        name=name,
+        level=log_level,
+        log_format=log_format,
+        notices=NoticeSources(file=notice_file, url=notice_url),
+    )
 
 
 @command(reward_app, "serve")

@@ -147,10 +147,10 @@ class ServiceProcesses:
         if self._failure is not None:
             raise self._failure
 
-    async def stop(self, names: Iterable[str]) -> None:
-        """Stop the running processes of these names, concurrently, and forget them."""
+    async def stop(self, names: Iterable[str], *, within_s: float | None = None) -> None:
+        """Stop the running processes of these names, concurrently, and forget them; `within_s` as of one process."""
         stopped = [name for name in names if name in self._processes]
-        await asyncio.gather(*(self._processes[name].stop() for name in stopped))
+        await asyncio.gather(*(self._processes[name].stop(within_s=within_s) for name in stopped))
         tasks = [self._tasks.pop(name) for name in stopped]
         for name in stopped:
             del self._processes[name]

@@ -141,14 +141,14 @@ class SupervisedProcess:
             if not verdict.is_pause:
                 await set_within(self._stopping, verdict.delay_s)
 
-    async def stop(self) -> None:
-        """Ask it to end, wait `stop_grace_s`, then kill its group. Idempotent."""
+    async def stop(self, *, within_s: float | None = None) -> None:
+        """Ask it to end, wait `within_s` (`stop_grace_s` unless given), then kill its group. Idempotent."""
         self._stopping.set()
         process = self._process
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(self.spec.stop_grace_s):
+                async with asyncio.timeout(self.spec.stop_grace_s if within_s is None else within_s):
                     await process.wait()
             except TimeoutError:
                 self.kill()

@@ -2,7 +2,7 @@
 
     registers, reports its speed --> the plan names it: its generators start --> a revision: they stop, others start
                                                       |
-                   SIGTERM, or a generator is given up: it reports that it leaves, and generators give back their leases
+       SIGTERM, a notice, or a generator is given up: it reports that it leaves, and generators give back their leases
 
 Invariants:
 - While the scheduler is away, or has forgotten the plan, running generators continue.
@@ -37,6 +37,8 @@ from penstock.clients.inventory import report_node, say_leaving, this_machine
 from penstock.clients.plans import watch_plan
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, NotOfferedError
+from penstock.notices.watch import NoticeSources, heed
+from penstock.process.grace_periods import LEAVE_S
 from penstock.process.log_setup import configure_logging
 from penstock.process.signals import StopSignals
 from penstock.process.tasks import race
@@ -50,16 +52,17 @@ SAY_EVERY_S = 60.0
 _log = structlog.get_logger()
 
 
-def node_command(path: Path, overrides: list[str]) -> int:
-    """Run `penstock node`; returns the exit status. Raises ConfigError."""
+def node_command(path: Path, overrides: list[str], *, notices: NoticeSources) -> int:
+    """Run `penstock node` until SIGTERM, Ctrl-C or a notice; returns the exit status. Raises ConfigError."""
     config = read_node(path, overrides)
     configure_logging(config.node_id, level=config.log.level, log_format=config.log.format)
     watch_launcher()
-    return asyncio.run(_run(config, Security.from_environment(insecure=config.insecure)))
+    return asyncio.run(_run(config, Security.from_environment(insecure=config.insecure), notices))
 
 
-async def _run(config: NodeConfig, security: Security) -> int:
+async def _run(config: NodeConfig, security: Security, notices: NoticeSources) -> int:
     with StopSignals() as signals:
+        heed(notices)
         node = NodeAgent(config, security=security)
         try:
             await race(node.run(), signals.requested.wait())
@@ -116,8 +119,10 @@ class NodeAgent:
 
     async def leave(self) -> None:
         """Report that this machine leaves, so that the plan continues without it at once, and end its processes."""
-        await say_leaving(self._config.scheduler, self._config.node_id, security=self._security)
-        await self._services.stop(self._services.names)
+        await asyncio.gather(
+            say_leaving(self._config.scheduler, self._config.node_id, security=self._security),
+            self._services.stop(self._services.names, within_s=LEAVE_S),
+        )
 
     async def _follow(self) -> None:
         plans = watch_plan(self._config.scheduler, self._config.generator.run_id, security=self._security)

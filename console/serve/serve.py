@@ -14,6 +14,7 @@ import uvloop
 from console.launch.supervisor import watch_launcher
 from penstock.config import ConfigError, StrictModel, apply_overrides, read_document, validate
 from penstock.network.rpc import PortUnavailableError
+from penstock.notices.watch import NoticeSources, heed
 from penstock.process.log_setup import LogFormat, configure_logging
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -45,8 +46,9 @@ def serve_command(
     name: str | None,
     level: str,
     log_format: str,
+    notices: NoticeSources,
 ) -> None:
-    """Load the configuration and serve until SIGTERM or SIGINT. Raises ConfigError."""
+    """Load the configuration and serve until SIGTERM, SIGINT or a notice. Raises ConfigError."""
     service = _choice(kind, tuple(ServiceKind), "service")
     config = load_service_config(service, path, overrides, listen=listen)
     configure_logging(
@@ -58,6 +60,7 @@ def serve_command(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     watch_launcher()
     serve = _entry(service)
+    heed(notices)
     try:
         uvloop.run(serve(config))
     except PortUnavailableError as error:

@@ -28,6 +28,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Recording = Annotated[Path, typer.Argument(metavar="FILE", help="A recording: .jsonl or .parquet.")]
 NewRecording = Annotated[Path, typer.Option("--out", metavar="FILE", help="Recording to write: .jsonl or .parquet.")]
 Problem = Annotated[Path, typer.Argument(metavar="PROBLEM", help="Cluster, model and workload: .yaml or .json.")]
+NoticeFile = Annotated[
+    Path | None, typer.Option("--notice-file", metavar="PATH", help="Drain and end, as on SIGTERM, once it exists.")
+]
+NoticeUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--notice-url",
+        metavar="URL|aws|gcp|azure",
+        help="The same once it answers with status 200, or that cloud's metadata server announces this machine's end.",
+    ),
+]
 CostModel = Annotated[
     str, typer.Option("--cost-model", help="rm1 (reference) or calibrated (fitted to published runs).")
 ]

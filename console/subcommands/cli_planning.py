@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands.cli_common import CostModel, Json, PlanJson, Problem, command, end_by_sigterm
+from console.subcommands.cli_common import (
+    CostModel,
+    Json,
+    NoticeFile,
+    NoticeUrl,
+    PlanJson,
+    Problem,
+    command,
+    end_by_sigterm,
+)
 from services.scheduler.solvers.registry import AUTO, SOLVERS
 
 app = typer.Typer()
@@ -236,6 +245,8 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
 def node(
     config: Annotated[Path, typer.Argument(metavar="NODE.yaml", help="The machine; `plan --deploy` writes it.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.SUBKEY=VALUE]...", help="Settings.")] = None,
+    notice_file: NoticeFile = None,
+    notice_url: NoticeUrl = None,
 ) -> int:
     """Offer this machine to a run: start and stop the generators that its plan assigns to it, until SIGTERM or Ctrl-C.
 
@@ -245,7 +256,10 @@ def node(
     Examples:
       penstock node out/r0/node-h20-0.yaml
       penstock node out/r0/node-h20-0.yaml node_id=h20-new
+      penstock node out/r0/node-h20-0.yaml --notice-url aws
     """
     from console.node.node import node_command
+    from penstock.notices.watch import NoticeSources
 
-    return node_command(config, overrides or [])
+    notices = NoticeSources(file=notice_file, url=notice_url)
+    return node_command(config, overrides or [], notices=notices)

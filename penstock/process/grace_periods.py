@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+LEAVE_S = 20.0
+"""The generators of a machine that leaves, which may be switched off 30 s after it was announced: tokens and leases are
+back within seconds, so an engine that takes longer to stop is killed."""
 CHECKPOINT_S = 300.0
 """A trainer's last checkpoint, of a large model to a slow disk."""
 ENGINE_STOP_S = 30.0

@@ -1,1 +1,1 @@
-"""Models that the scheduler runs in child processes."""
+"""Models that the scheduler runs in child processes, and machines that follow its plans."""
