@@ -35,13 +35,14 @@ from penstock.config import (
     validate,
 )
 from penstock.security.addresses import checked_trusted_hosts
-from penstock.targets import checked_address, checked_addresses
+from penstock.targets import checked_address, checked_addresses, split_targets
 from services.broker.storage.redis.address import parse_redis_url
 from services.generator.engines.base_config import BaseEngineConfig
 from services.generator.engines.registry import check_recorder, engine_keys, split_engine
 from services.reward.config import RewardModelConfig
 from services.scheduler.config import CostModelName
 from services.trainer.config import RunSections
+from services.trainer.parallel_config import ParallelConfig
 
 RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
@@ -137,8 +138,10 @@ class EndpointsSection(StrictModel):
     """A scheduler."""
     reward: Address | None = None
     """A reward worker started for this run's id (a reward model's address belongs in reward.model)."""
-    trainer: Address | None = None
-    """A trainer; the paths in model and data are then on its machine."""
+    trainer: Annotated[Targets, AfterValidator(checked_addresses)] | None = None
+    """A trainer; the paths in model and data are then on its machine. Several with scheduler.problem: the plan says at
+    which of them `penstock node` starts the trainer, with a process for each GPU that trains, and revisions move it;
+    all of them need the run folder, model and data at the same paths."""
     generators: list[str] | None = None
     """Generators started for this run's id, which have to answer before it starts; [] if all of them are where nobody
     connects to from here: they come by themselves."""
@@ -243,6 +246,27 @@ class RunConfig(RunSections, NetworkConfig):
             raise ValueError("run.id: required with scheduler.problem: machines serve one run by its id")
         return self
 
+    @property
+    def moves_trainer(self) -> bool:
+        """Whether the plan places the trainer, at one of several addresses, and revisions move it."""
+        return self.endpoints.trainer is not None and len(split_targets(self.endpoints.trainer)) > 1
+
+    @model_validator(mode="after")
+    def _the_trainer_can_move(self) -> Self:
+        if not self.moves_trainer:
+            return self
+        if self.scheduler.problem is None:
+            raise ValueError(
+                f"endpoints.trainer: {self.endpoints.trainer} are several addresses, between which only a plan can "
+                "move the trainer; name one, or set scheduler.problem"
+            )
+        if self.trainer.parallel != ParallelConfig():
+            raise ValueError(
+                "trainer.parallel: the plan sets how many processes train where endpoints.trainer names several "
+                "machines, and all of them shard one copy; leave it out"
+            )
+        return self
+
     @model_validator(mode="after")
     def _step_is_not_absurd(self) -> Self:
         num_samples = self.algorithm.prompts_per_step * self.algorithm.group_size
@@ -328,7 +352,7 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
         "run": config.run.model_copy(update={"id": run_id}),
         "scheduler": scheduler.model_copy(update={"nodes": nodes}),
     }
-    if config.endpoints.trainer is None:
+    if config.endpoints.trainer is None or config.moves_trainer:
         sections["run"] = _absolute(sections["run"], "dir")
         sections |= {"model": _absolute(config.model, "path"), "data": _absolute(config.data, "train", "eval")}
     # Scorers are started here, wherever the trainer is.

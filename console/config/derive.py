@@ -177,10 +177,14 @@ def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
     )
 
 
-def training_config(config: RunConfig, *, broker: str, source: str) -> TrainingConfig:
-    """The document of StartRun. Raises ConfigError if the trainer would refuse it."""
+def training_config(
+    config: RunConfig, *, broker: str, source: str, processes: int | tuple[float, ...] | None = None
+) -> TrainingConfig:
+    """The document of StartRun, with these `processes` if given. Raises ConfigError if the trainer would refuse it."""
     names = ("run", "model", "data", "sampling", "algorithm", "policy", "optimizer", "trainer")
     document = {name: getattr(config, name).model_dump() for name in names}
+    if processes is not None:
+        document["trainer"]["processes"] = processes
     document["lora"] = None if config.lora is None else config.lora.model_dump()
     return validate(TrainingConfig, {**document, "broker": broker}, source=source)
 

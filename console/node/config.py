@@ -10,6 +10,7 @@ from pydantic import Field
 from console.config.config import LogSection
 from penstock.config import NetworkConfig, Targets, apply_overrides, read_document, validate
 from services.generator.config import GeneratorConfig
+from services.trainer.config import TrainerConfig
 
 
 class NodeConfig(NetworkConfig):
@@ -30,12 +31,15 @@ class NodeConfig(NetworkConfig):
     address: str = "127.0.0.1"
     """Name or address under which other machines reach this one."""
     dir: Path
-    """Folder for the logs and configurations of its generators."""
+    """Folder for the logs and configurations of its processes."""
     generator: GeneratorConfig
     """Configuration of its generators. The plan sets their number, their GPUs and how many samples each decodes at
     once; the one that begins at GPU i listens at the port of `listen` + 2 i, or on a free one if that port is 0."""
+    trainer: TrainerConfig | None = None
+    """Configuration of the trainer, at an address that the run's `endpoints.trainer` names; without it the plan may
+    train elsewhere only. `state_dir` is ignored: the run's console resumes the run."""
     log: LogSection = LogSection()
-    """Logs of its generators."""
+    """Logs of its processes."""
 
 
 def read_node(path: Path, overrides: Iterable[str] = ()) -> NodeConfig:

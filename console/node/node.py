@@ -1,13 +1,14 @@
-"""Runs `penstock node`: offers a machine to a scheduler and runs the generators that the run's plan assigns to it.
+"""Runs `penstock node`: offers a machine to a scheduler and runs what the run's plan assigns to it.
 
     registers, reports its speed --> the plan names it: its generators start --> a revision: they stop, others start
+                                     and the trainer, where it has one             (the trainer after a checkpoint)
                                                       |
        SIGTERM, a notice, or a generator is given up: it reports that it leaves, and generators give back their leases
 
 Invariants:
 - While the scheduler is away, or has forgotten the plan, running generators continue.
-- A GPU is given to another generator only after the previous one has ended.
-- Generators end with this process, however it ends.
+- A GPU is given to another process only after the previous one has ended.
+- Generators and trainer end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from console.launch.supervisor import ServiceFailedError, watch_launcher
 from console.node.assignment import Placement, change, generator_config, misfits, placements
 from console.node.config import NodeConfig, read_node
 from console.node.rates import Meter, Replica, keep_measuring
+from console.node.training import TRAINER, TrainingPlace, obstacle, trainer_config, training_place
 from penstock.clients.inventory import report_node, say_leaving, this_machine
 from penstock.clients.plans import watch_plan
 from penstock.config import ConfigError
@@ -87,6 +89,7 @@ class NodeAgent:
         self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
         self._gpus = own_gpus(config)
         self._running: dict[str, Placement] = {}
+        self._training: TrainingPlace | None = None
         self._say_at_s = 0.0
         """When to log again, in the loop's time, that there is no plan."""
         self._replicas: dict[str, list[Replica]] = {}
@@ -121,7 +124,9 @@ class NodeAgent:
         """Report that this machine leaves, so that the plan continues without it at once, and end its processes."""
         await asyncio.gather(
             say_leaving(self._config.scheduler, self._config.node_id, security=self._security),
-            self._services.stop(self._services.names, within_s=LEAVE_S),
+            self._services.stop(list(self._running), within_s=LEAVE_S),
+            # Its checkpoint is worth as long as it takes; whoever takes the machine away has the last word.
+            self._services.stop([TRAINER]),
         )
 
     async def _follow(self) -> None:
@@ -148,20 +153,40 @@ class NodeAgent:
 
     async def _carry_out(self, plan: pb.Plan) -> None:
         wanted = placements(plan, self._config)
-        for misfit in misfits(plan, self._config):
+        for misfit in (*misfits(plan, self._config), *filter(None, [obstacle(plan, self._config)])):
             _log.warning("the plan does not fit this machine", revision=plan.revision, wanted=misfit)
         todo = change(self._running, wanted)
         if todo.stops or todo.starts:
             started = [f"{one.name} (GPUs {', '.join(map(str, one.gpus))})" for one in todo.starts]
             _log.info("the plan is carried out", revision=plan.revision, stops=todo.stops, starts=started)
         asked_s = asyncio.get_running_loop().time()
-        await self._services.stop(todo.stops)
+        place = training_place(plan, self._config)
+        is_trainer_moved = place != self._training
+        await asyncio.gather(
+            self._services.stop(todo.stops), self._services.stop([TRAINER] if is_trainer_moved else [])
+        )
         for name in todo.stops:
             del self._running[name], self._replicas[name]
+        if is_trainer_moved:
+            self._train(place)
         for one in todo.starts:
             self._start(one)
             for replica in self._replicas[one.name]:
                 self._meter.begin(replica, asked_s)
+
+    def _train(self, place: TrainingPlace | None) -> None:
+        self._training = place
+        if place is None:
+            return
+        settings = trainer_config(self._config)
+        _log.info("the trainer starts here", gpus=place.gpus, listen=settings.listen)
+        self._services.launch_service(
+            "trainer",
+            settings,
+            name=TRAINER,
+            target=local_endpoint(settings.listen).target,
+            environment=visible(place.gpus, self._gpus) if self._gpus else {},
+        )
 
     def _start(self, placement: Placement) -> None:
         config = self._config
@@ -175,7 +200,7 @@ class NodeAgent:
             name=placement.name,
             target=target,
             num_threads=settings.engine.num_threads,
-            environment=visible(placement, self._gpus) if not settings.engine.is_emulated else {},
+            environment=visible(placement.gpus, self._gpus) if not settings.engine.is_emulated else {},
         )
         self._running[placement.name] = placement
         host = target.rpartition(":")[0]
@@ -186,7 +211,8 @@ class NodeAgent:
 
 def machine(config: NodeConfig) -> pb.Node:
     """The machine's description for the scheduler."""
-    node = this_machine(node_id=config.node_id, site=config.site, roles=[pb.ROLE_GENERATOR])
+    roles = [pb.ROLE_GENERATOR] if config.trainer is None else [pb.ROLE_GENERATOR, pb.ROLE_TRAINER]
+    node = this_machine(node_id=config.node_id, site=config.site, roles=roles)
     del node.accelerators[:]
     node.accelerators.add(kind=config.gpu, count=config.gpus)
     if config.price_per_hour is not None:
@@ -220,8 +246,8 @@ def own_gpus(config: NodeConfig) -> tuple[GpuDevice, ...]:
     return given[: config.gpus]
 
 
-def visible(placement: Placement, gpus: Sequence[GpuDevice]) -> Mapping[str, str]:
-    """The variables that show a process its GPUs."""
+def visible(indices: Sequence[int], gpus: Sequence[GpuDevice]) -> Mapping[str, str]:
+    """The variables that show a process its GPUs, by their indices in the plan."""
     if not gpus:
-        return {VARIABLE: ",".join(map(str, placement.gpus))}
-    return visible_devices(gpus[index] for index in placement.gpus)
+        return {VARIABLE: ",".join(map(str, indices))}
+    return visible_devices(gpus[index] for index in indices)

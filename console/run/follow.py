@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from console.view.formats import duration
@@ -40,13 +41,23 @@ class TrainerLostError(Exception):
 
 
 class RunSession:
-    """One run on the trainer at `trainer`."""
+    """One run on the trainer at `trainer`, or at that one of several addresses where it is now.
+
+    `make_config` is called for each start: a plan may have moved the trainer to another number of processes.
+    """
 
     def __init__(
-        self, config: TrainingConfig, *, trainer: str, security: Security, view: RunView, display: Display
+        self,
+        make_config: Callable[[], TrainingConfig],
+        *,
+        trainer: str,
+        security: Security,
+        view: RunView,
+        display: Display,
     ) -> None:
+        config = make_config()
         self._run_id = config.run.id
-        self._config_json = json.dumps(config.model_dump(mode="json"))
+        self._make_config = make_config
         self._trainer_peer = f"trainer {trainer}"
         self._trainer_channel = open_channel(trainer, security)
         self._trainer = trainer_pb2_grpc.TrainerServiceStub(self._trainer_channel)
@@ -66,7 +77,8 @@ class RunSession:
 
     async def start(self, *, resume: bool) -> None:
         """Start the run on the trainer. Raises ConfigError if it refuses the configuration."""
-        request = trainer_pb2.StartRunRequest(run_id=self._run_id, config_json=self._config_json, resume=resume)
+        config_json = json.dumps(self._make_config().model_dump(mode="json"))
+        request = trainer_pb2.StartRunRequest(run_id=self._run_id, config_json=config_json, resume=resume)
         self._incarnation, self._sequence, self._ended = "", 0, None
         try:
             await call_with_retry(

@@ -59,6 +59,7 @@ from penstock.process.signals import FORCE_AFTER_S, StopSignals
 from penstock.process.tasks import end, race
 from penstock.security import Security
 from penstock.v1 import trainer_pb2
+from services.trainer.config import TrainingConfig
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 # The step under way ends and a checkpoint is written: seconds for a small model, longer for a large one.
@@ -264,9 +265,15 @@ class _Run:
 
     def _make_session(self) -> RunSession:
         addresses = self._launcher.addresses
-        document = training_config(self._config, broker=addresses.broker.target, source=self._source)
+
+        def make_config() -> TrainingConfig:
+            processes = None if self._plan is None else self._plan.processes
+            return training_config(
+                self._config, broker=addresses.broker.target, source=self._source, processes=processes
+            )
+
         return RunSession(
-            document,
+            make_config,
             trainer=addresses.trainer.target,
             security=self._security,
             view=self._view,

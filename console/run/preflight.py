@@ -250,7 +250,9 @@ def _port_problems(config: RunConfig) -> list[str]:
 async def _network_problems(config: RunConfig, security: Security) -> list[str]:
     endpoints = config.endpoints
     single = ((name, getattr(endpoints, name)) for name in ("broker", "scheduler", "reward", "trainer"))
-    wanted = [(name, target) for name, target in single if target is not None]
+    # One that moves is started by its machine once there is a plan.
+    is_moving = config.moves_trainer
+    wanted = [(name, target) for name, target in single if target is not None and not (is_moving and name == "trainer")]
     wanted += [("generators", target) for target in endpoints.generators or ()]
     checks = (
         # The others serve only once the run exists.

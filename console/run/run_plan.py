@@ -1,13 +1,13 @@
 """Manages the plan of a run: requests, watches, reports and saves it, across restarts of the scheduler.
 
-`penstock node` on each machine carries it out; trainers stay where they are. Without a scheduler the run continues
-unchanged.
+`penstock node` on each machine carries it out; the trainer stays where it is unless `endpoints.trainer` names several
+machines. Without a scheduler the run continues unchanged.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from services.scheduler.problem.plan_document import PlanDocument, read_plan
 
 BUDGET_S = 10.0
 _SLACK_S = 20.0
+_EQUAL_WITHIN = 0.01
 
 
 class RunPlan:
@@ -43,6 +44,7 @@ class RunPlan:
     ) -> None:
         self._run_id = config.run.id
         self._patience_s = config.run.patience_s
+        self._moves_trainers = config.moves_trainer
         self._problem_json = json.dumps(read_document(problem))
         self._scheduler = scheduler
         self._history = history
@@ -51,6 +53,11 @@ class RunPlan:
         self._plan: pb.Plan | None = None
         """The plan in force."""
         self._begin = None if config.scheduler.plan is None else as_message(read_plan(config.scheduler.plan))
+
+    @property
+    def processes(self) -> int | tuple[float, ...] | None:
+        """`trainer.processes` by the plan in force; None where the plan does not place the trainer."""
+        return processes(self._plan) if self._moves_trainers and self._plan is not None else None
 
     async def create(self) -> None:
         """Request a plan. Raises ConfigError if the problem is wrong, PenstockError if no plan can run."""
@@ -73,7 +80,9 @@ class RunPlan:
                     self._note(f"plan: the scheduler does not make one again: {error}")
 
     async def _request(self, *, give_up_after_s: float | None) -> pb.Plan:
-        request = pb.CreatePlanRequest(run_id=self._run_id, problem_json=self._problem_json, keeps_trainers=True)
+        request = pb.CreatePlanRequest(
+            run_id=self._run_id, problem_json=self._problem_json, keeps_trainers=not self._moves_trainers
+        )
         request.budget.FromMilliseconds(int(BUDGET_S * 1000))
         if (running := self._plan or self._begin) is not None:
             request.running_plan.CopyFrom(running)
@@ -96,7 +105,11 @@ class RunPlan:
         with self._history.open("a", encoding="utf-8") as history:
             history.write(json.dumps(MessageToDict(plan, preserving_proto_field_name=True)) + "\n")
         self._note(f"plan {plan.revision}: {summary(plan)}. {plan.explanation}")
-        if before is not None and _trainers(before) != _trainers(plan):
+        if before is None or _trainers(before) == _trainers(plan):
+            return
+        if self._moves_trainers:
+            self._note(f"plan {plan.revision} moves the trainer to {_named(_trainers(plan))}: it writes a checkpoint")
+        else:
             self._note(
                 f"plan {plan.revision} trains on {_named(_trainers(plan))}, which cannot change while the run "
                 "continues: stop it, and resume it there"
@@ -121,9 +134,20 @@ def summary(plan: pb.Plan) -> str:
     return f"{_named(generators) or 'none'} generate, {_named(_trainers(plan))} train"
 
 
-def _trainers(plan: pb.Plan) -> set[str]:
-    return {each.node_id for each in plan.assignments if each.role == pb.ROLE_TRAINER}
+def processes(plan: pb.Plan) -> int | tuple[float, ...]:
+    """`trainer.processes` by a plan: one for each GPU that trains; where GPUs differ, with its share of tokens."""
+    pool = [each for each in plan.assignments if each.role == pb.ROLE_TRAINER]
+    shares = [each.share / len(each.accelerator_indices) for each in pool for _ in each.accelerator_indices]
+    if min(shares) <= 0 or max(shares) / min(shares) < 1 + _EQUAL_WITHIN:
+        return len(shares)
+    return tuple(round(share / max(shares), 3) for share in shares)
 
 
-def _named(machines: set[str]) -> str:
+def _trainers(plan: pb.Plan) -> dict[str, tuple[int, ...]]:
+    """GPUs that train, by machine."""
+    pool = (each for each in plan.assignments if each.role == pb.ROLE_TRAINER)
+    return {each.node_id: tuple(each.accelerator_indices) for each in pool}
+
+
+def _named(machines: Iterable[str]) -> str:
     return ", ".join(sorted(machines))

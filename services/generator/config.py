@@ -74,8 +74,8 @@ class GeneratorConfig(MeasuredConfig, ServedModel):
     """The run it works for."""
     broker: Targets = "127.0.0.1:7301"
     """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
-    weights: str = "127.0.0.1:7304"
-    """The weight store (the trainer), host:port."""
+    weights: Targets = "127.0.0.1:7304"
+    """The weight store (the trainer), host:port; where it moves, a list of all places where it may be."""
     engine: EngineConfig = DEFAULT_ENGINE
     """The engine."""
     instances: tuple[InstanceConfig, ...] = ()

@@ -184,7 +184,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 replace(task, problem=live.problem or task.problem),
                 time_left=time_left,
                 start=start,
-                is_running=running is not None,
+                keeps_pool=running is not None,
             )
         )
         # The thread runs until its time is over even when the caller has left, and counts as solving until then.

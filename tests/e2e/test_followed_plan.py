@@ -1,21 +1,18 @@
 """A run follows its plan: machines that join, die or are slow are planned for, and training goes on meanwhile."""
 
 import json
-import os
 import signal
-import subprocess
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import grpc
 import pytest
-import yaml
 
-from console.config.run_folder import RunFolder
 from console.launch.ports import free_addresses
 from penstock.v1 import broker_pb2, broker_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from tests.e2e.machines import machine
 from tests.e2e.runs import RUN_ID, running, small_run
-from tests.helpers.console import COMMAND, environment, write_rows
+from tests.helpers.console import write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -48,53 +45,6 @@ def tiny_task(tmp_path):
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
     train = write_rows(tmp_path / "train.jsonl", *rows)
     return SimpleNamespace(model_dir=make_tiny_model(tmp_path / "model"), train_path=train, eval_path=None)
-
-
-class Machine:
-    """A `penstock node` process, its generators with it."""
-
-    def __init__(self, name, document, folder):
-        self.name, self._folder = name, RunFolder(folder / name)
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(document))
-        with (folder / f"{name}.log").open("wb") as log:
-            command = (*COMMAND, "node", str(path))
-            self.process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
-
-    def die(self):
-        """kill -9 of everything on it."""
-        self.process.kill()
-        for record in self._folder.records():
-            if record.is_alive:
-                os.killpg(record.pid, signal.SIGKILL)
-        self.process.wait(timeout=30)
-
-
-@contextmanager
-def machine(name, addresses, task, folder, *, slowdown=1.0):
-    document = {
-        "node_id": name,
-        "gpu": "L4",
-        "scheduler": addresses["scheduler"],
-        "dir": str(folder / name),
-        "generator": {
-            "listen": "127.0.0.1:0",
-            "run_id": RUN_ID,
-            "broker": addresses["broker"],
-            "weights": addresses["trainer"],
-            "model_path": str(task.model_dir),
-            "cache_dir": str(folder / name / "cache"),
-            "engine": {"engine": "emulated", "max_context_tokens": 192},
-            "emulated": {"gpu": "L4", "time_scale": 3, "slowdown": slowdown},
-        },
-    }
-    one = Machine(name, document, folder)
-    try:
-        yield one
-    finally:
-        if one.process.poll() is None:
-            one.process.terminate()
-            one.process.wait(timeout=60)
 
 
 def plans(run):
@@ -134,7 +84,7 @@ def test_machines_that_join_die_or_are_slow_are_planned_for_while_training_goes_
         run.wait_for("work on both machines", lambda: works("l4-0") and works("l4-1"))
         assert generating(plans(run)[0]) == {"l4-0", "l4-1"}
 
-        stack.enter_context(machine("l4-new", addresses, tiny_task, tmp_path, slowdown=5))
+        stack.enter_context(machine("l4-new", addresses, tiny_task, tmp_path, emulated={"slowdown": 5}))
         run.wait_for("a machine that joins", lambda: is_known("l4-new"))
         dying.die()
         run.wait_for("a plan with the new one", lambda: generating(plans(run)[-1]) == {"l4-0", "l4-new"})

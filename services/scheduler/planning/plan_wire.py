@@ -49,14 +49,14 @@ def checked_task(request: pb.CreatePlanRequest, *, cost_model: str) -> PlanTask:
     )
 
 
-def plan_task(task: PlanTask, *, time_left: TimeLeft, start: PlanDocument | None, is_running: bool) -> pb.Plan:
+def plan_task(task: PlanTask, *, time_left: TimeLeft, start: PlanDocument | None, keeps_pool: bool) -> pb.Plan:
     """A plan over the problem's own machines, its generators and its training pool.
 
-    The search begins with the plan `start`; with `is_running` its trainers stay, if they do so at all.
+    The search begins with the plan `start`; with `keeps_pool` its trainers stay.
 
     Raises InvalidFieldError if the solver cannot treat a problem of this size, InfeasiblePlanError if no plan can run.
     """
-    running = start if is_running and task.keeps_trainers else None
+    running = start if keeps_pool else None
     starts = () if start is None else (start,)
     try:
         model = CostModel(task.problem, name=task.cost_model)

@@ -42,6 +42,8 @@ class Offer:
     """How long generators that change are idle: they start and load weights."""
     moved_share: float
     """Share of the generators that change."""
+    is_pool_moved: bool = False
+    """Whether the trainer moves; `migration_s` is then how long nothing is trained."""
 
 
 def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
@@ -67,8 +69,16 @@ def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
     return Verdict(False, f"{gain:.1%} faster, less than {MIN_GAIN:.0%}")
 
 
+def worth(offer: Offer) -> float:
+    """Samples that are trained within the horizon if the plan replaces the one in force now."""
+    goes_on = (1 - offer.moved_share) * offer.kept_rate
+    return offer.migration_s * goes_on + (HORIZON_S - offer.migration_s) * offer.rate
+
+
 def cost_of(offer: Offer) -> str:
     """The cost of the change, in words."""
+    if offer.is_pool_moved:
+        return f"the change moves the trainer, which stops everything for {offer.migration_s:.0f} s"
     return f"the change stops {offer.moved_share:.0%} of the generators for {offer.migration_s:.0f} s"
 
 

@@ -21,9 +21,10 @@ from services.scheduler.problem.plan_document import PlanDocument, Replicas, Tra
 from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came, with_lengths
 from services.scheduler.replanning.migration import stopped_share
-from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge
+from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge, worth
+from services.scheduler.replanning.trainer_move import is_moved, moving_s, not_training
 from services.scheduler.replanning.trainer_speed import trainer_speed, with_trainer_speed
-from services.scheduler.solvers.interface import TimeLeft
+from services.scheduler.solvers.interface import TimeLeft, part_of
 
 LOOK_EVERY_S = 5.0
 GRACE_INTERVALS = 60
@@ -56,6 +57,8 @@ class _Run:
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
     """The live problem that the plan in force was last judged on."""
+    untrained: frozenset[str] = frozenset()
+    """Machines that did not train then."""
 
     @property
     def growth(self) -> float:
@@ -63,6 +66,15 @@ class _Run:
         if self.num_lengths < MIN_LENGTHS:
             return 1.0
         return max(0.1, round(self.mean_tokens / demand_of(self.task.problem).completion_tokens, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a look at a run's plan has to go by."""
+
+    views: Sequence[pb.NodeView]
+    untrained: frozenset[str]
+    time_left: TimeLeft
 
 
 class Replanner:
@@ -114,68 +126,67 @@ class Replanner:
                 slow_before=run.slow,
             )
             run.slow = live.slow
-            if live.problem is None or live.problem == run.looked_at:
+            untrained = frozenset() if run.task.keeps_trainers else not_training(views)
+            if live.problem is None or (live.problem, untrained) == (run.looked_at, run.untrained):
                 continue
-            plan = await self._look(run, live, live.problem, now_s=now_s, time_left=make_budget())
+            look = _Look(views, untrained, make_budget())
+            plan = await self._look(run, live, live.problem, now_s=now_s, look=look)
             if plan is not None:
                 revised.append(plan)
         return revised
 
     def _never_came(self, run: _Run, views: Sequence[pb.NodeView], now_s: float) -> frozenset[str]:
-        missing = never_came(run.task.problem, document_of(run.plan), views)
+        # Machines that only train run no `penstock node`, unless that is what starts their trainer.
+        in_force = document_of(run.plan) if run.task.keeps_trainers else PlanDocument(gen=(), train=())
+        missing = never_came(run.task.problem, in_force, views)
         return missing - run.awaited if now_s - run.begun_s <= self._grace_s else missing
 
-    async def _look(
-        self, run: _Run, live: Live, problem: Problem, *, now_s: float, time_left: TimeLeft
-    ) -> pb.Plan | None:
+    async def _look(self, run: _Run, live: Live, problem: Problem, *, now_s: float, look: _Look) -> pb.Plan | None:
         run_id, in_force = run.task.run_id, document_of(run.plan)
         kept = live.from_real(in_force)
-        model = CostModel(problem)
-        kept_rate = model.score(kept).samples_per_second
         gone = machines_of(in_force) - set(live.node_ids.values())
+        scales = _Scales(CostModel(problem), live, kept, run.plan, look.views, is_pool_fixed=run.task.keeps_trainers)
+        if scales.kept_rate > 0 and not gone and now_s - run.revised_s < self._cool_down_s:
+            return None
+        # Where the pool may move, moving it competes with planning only generators.
         is_pool_there = not gone & {share.node for share in in_force.train}
-        if kept_rate > 0 and not gone and now_s - run.revised_s < self._cool_down_s:
+        ways = [True] if is_pool_there and run.task.keeps_trainers else [False, *([True] * is_pool_there)]
+        best: tuple[float, pb.Plan, Verdict] | None = None
+        for index, keeps_pool in enumerate(ways):
+            time_left = part_of(look.time_left, 1 / (len(ways) - index))
+            found = await self._planned(run, problem, kept, keeps_pool=keeps_pool, time_left=time_left)
+            if found is None:
+                continue
+            live.to_real(found)
+            offer, obstacle = scales.weighed(found)
+            if obstacle:
+                verdict = Verdict(False, obstacle)
+            elif gone:
+                verdict = Verdict(True, f"{self._loss(gone, live.missing)}; {cost_of(offer)}")
+            else:
+                verdict = judge(offer, rested_s=now_s - run.revised_s, cool_down_s=self._cool_down_s)
+            _log.info("plan reconsidered", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
+            if verdict.is_revised and (best is None or worth(offer) > best[0]):
+                best = worth(offer), found, verdict
+        run.looked_at, run.untrained = problem, look.untrained
+        if best is None or self._runs.get(run_id) is not run:
             return None
-        try:
-            found = await asyncio.to_thread(
-                plan_task,
-                replace(run.task, problem=problem),
-                time_left=time_left,
-                start=kept,
-                is_running=is_pool_there,
-            )
-        except PenstockError as error:
-            # Until something changes: solving the same problem again would waste a core.
-            run.looked_at = problem
-            _log.warning("the plan cannot be revised", run_id=run_id, reason=str(error))
-            return None
-        new = document_of(found)
-        live.to_real(found)
-        offer = Offer(
-            rate=model.score(new).samples_per_second,
-            kept_rate=kept_rate,
-            num_gpus=_num_gpus(new),
-            num_kept_gpus=_num_gpus(kept),
-            migration_s=live.migration_s,
-            moved_share=stopped_share(run.plan, found),
-        )
-        if gone:
-            verdict = Verdict(True, f"{self._loss(gone, live.missing)}; {cost_of(offer)}")
-        else:
-            verdict = judge(offer, rested_s=now_s - run.revised_s, cool_down_s=self._cool_down_s)
-        run.looked_at = problem
-        _log.info("plan reconsidered", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
-        if not verdict.is_revised or self._runs.get(run_id) is not run:
-            return None
-        come = machines_of(document_of(found)) - machines_of(in_force)
-        news = f"{_named(come)} now used. " if come else ""
-        slow = [f"{name} at {share:.0%}" for name, share in sorted(live.slow.items())[:_MAX_NAMED]]
-        news += f"slower than machines like it or than it should be: {', '.join(slow)}. " if slow else ""
-        if run.trainer_speed != 1.0:
-            news += f"Trainers reach {run.trainer_speed:.0%} of the speed that the cost model expects. "
-        found.explanation = f"revised: {verdict.reason}. {news}{found.explanation}"
+        _, found, verdict = best
+        found.explanation = f"revised: {verdict.reason}. {_news(run, live, found)}{found.explanation}"
         run.plan, run.revised_s = found, now_s
         return found
+
+    async def _planned(
+        self, run: _Run, problem: Problem, kept: PlanDocument, *, keeps_pool: bool, time_left: TimeLeft
+    ) -> pb.Plan | None:
+        """A plan for the live problem, in its names; None if there is none."""
+        task = replace(run.task, problem=problem)
+        try:
+            return await asyncio.to_thread(plan_task, task, time_left=time_left, start=kept, keeps_pool=keeps_pool)
+        except PenstockError as error:
+            # Until something changes: solving the same problem again would waste a core.
+            _log.warning("the plan cannot be revised", run_id=run.task.run_id, reason=str(error))
+            return None
 
     def _loss(self, gone: frozenset[str], missing: frozenset[str]) -> str:
         """Why machines of the plan in force are gone."""
@@ -184,6 +195,48 @@ class Replanner:
             f"not registered within {self._grace_s:.0f} s": gone & missing,
         }
         return "; ".join(f"{_named(who)} of the plan in force: {why}" for why, who in reasons.items() if who)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """Weighs plans against the one in force."""
+
+    model: CostModel
+    live: Live
+    kept: PlanDocument
+    """The plan in force without the machines that are gone, in the live problem's names."""
+    in_force: pb.Plan
+    views: Sequence[pb.NodeView]
+    is_pool_fixed: bool
+    """Whether somebody else looks after the trainer, as the plan only follows it."""
+
+    @property
+    def kept_rate(self) -> float:
+        """Samples per second of the plan in force; 0 if it can no longer run."""
+        return self.model.score(self.kept).samples_per_second
+
+    def weighed(self, found: pb.Plan) -> tuple[Offer, str]:
+        """A plan over real machines as an offer, and why it cannot be carried out; empty if it can."""
+        before, after = document_of(self.in_force), document_of(found)
+        new = self.live.from_real(after)
+        migration_s, obstacle = self.live.migration_s, ""
+        is_pool_moved = not self.is_pool_fixed and is_moved(before, after)
+        if is_pool_moved:
+            migration_s = max(migration_s, moving_s(self.model.problem, self.kept, new, self.views))
+            if wrong := not_training(self.views) & {share.node for share in after.train}:
+                obstacle = (
+                    f"{_named(wrong)} would train and cannot: the file of `penstock node` there has no section trainer"
+                )
+        offer = Offer(
+            rate=self.model.score(new).samples_per_second,
+            kept_rate=self.kept_rate,
+            num_gpus=_num_gpus(new),
+            num_kept_gpus=_num_gpus(self.kept),
+            migration_s=migration_s,
+            moved_share=stopped_share(self.in_force, found),
+            is_pool_moved=is_pool_moved,
+        )
+        return offer, obstacle
 
 
 def running_plan(plan: pb.Plan) -> PlanDocument:
@@ -210,6 +263,17 @@ def document_of(plan: pb.Plan) -> PlanDocument:
         if each.role == pb.ROLE_TRAINER
     ]
     return PlanDocument(gen=tuple(gen), train=tuple(train))
+
+
+def _news(run: _Run, live: Live, found: pb.Plan) -> str:
+    """What else is to be said of a revision, each a sentence with a space behind it."""
+    come = machines_of(document_of(found)) - machines_of(document_of(run.plan))
+    news = f"{_named(come)} now used. " if come else ""
+    slow = [f"{name} at {share:.0%}" for name, share in sorted(live.slow.items())[:_MAX_NAMED]]
+    news += f"slower than machines like it or than it should be: {', '.join(slow)}. " if slow else ""
+    if run.trainer_speed != 1.0:
+        news += f"Trainers reach {run.trainer_speed:.0%} of the speed that the cost model expects. "
+    return news
 
 
 def _named(machines: Collection[str]) -> str:

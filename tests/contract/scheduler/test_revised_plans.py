@@ -57,7 +57,7 @@ async def test_a_machine_that_joins_is_used_once_the_plan_has_rested(fleet):
     assert (early.revision, later.revision) == (1, 2)
     assert "h20-new" in machines(later)
     assert later.expected_tokens_per_second > 1.05 * early.expected_tokens_per_second
-    assert "faster; the change stops" in later.explanation
+    assert "faster; the change moves the trainer, which stops everything for" in later.explanation
 
 
 async def test_a_revision_costs_what_machines_measured_that_a_generator_takes_to_start(fleet):
@@ -67,7 +67,7 @@ async def test_a_revision_costs_what_machines_measured_that_a_generator_takes_to
     await fleet.ask("ReportNode", pb.ReportNodeRequest(node_id="h20-new", generator_start_s=57.0))
     plan = await fleet.pass_time(20.0)
 
-    assert "the change stops 100% of the generators for 58 s" in plan.explanation
+    assert "the change moves the trainer, which stops everything for 58 s" in plan.explanation
 
 
 async def test_a_machine_that_falls_silent_is_replaced_and_used_again_when_it_is_back(fleet):
@@ -121,7 +121,7 @@ async def test_lengths_that_grow_are_generated_by_more_gpus_once_enough_were_see
 
     assert (before.revision, after.revision) == (1, 2)
     assert num_generating(after) > num_generating(before)
-    assert "faster; the change stops" in after.explanation
+    assert "faster; the change moves the trainer" in after.explanation
 
 
 async def test_lengths_that_differ_a_little_change_nothing(fleet):
@@ -264,6 +264,7 @@ async def test_machines_that_report_only_tokens_per_second_are_compared_with_sim
 
 async def test_a_machine_that_never_registers_is_waited_for_and_then_done_without(unregistered):
     fleet = unregistered
+    await fleet.ask("CreatePlan", going_on())
     await fleet.join("h20-new", "H20")
     early = await fleet.pass_time(GRACE_INTERVALS * INTERVAL_S)
     late = await fleet.pass_time(INTERVAL_S)

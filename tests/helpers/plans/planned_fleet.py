@@ -35,8 +35,8 @@ class Fleet:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
         return await call(getattr(stub, method), request, peer="scheduler", timeout_s=60.0)
 
-    async def join(self, name, kind):
-        node = pb.Node(node_id=name, accelerators=[pb.Accelerator(kind=kind, count=8)])
+    async def join(self, name, kind, *, roles=()):
+        node = pb.Node(node_id=name, accelerators=[pb.Accelerator(kind=kind, count=8)], roles=roles)
         await self.ask("RegisterNode", pb.RegisterNodeRequest(node=node))
         self.alive[name] = 0.0
 
@@ -51,7 +51,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def planned_fleet(*, registered, cost_model=RM1):
+async def planned_fleet(*, registered, cost_model=RM1, keeps_trainers=False):
     clock = ManualClock()
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
     servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=INTERVAL_S, lengths=lengths, cost_model=cost_model)
@@ -62,7 +62,9 @@ async def planned_fleet(*, registered, cost_model=RM1):
             fleet = Fleet(channel, servicer, clock)
             for name in registered:
                 await fleet.join(name, KINDS[name])
-            request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(document("tiny_02")))
+            request = pb.CreatePlanRequest(
+                run_id="r", problem_json=json.dumps(document("tiny_02")), keeps_trainers=keeps_trainers
+            )
             await fleet.ask("CreatePlan", request)
             yield fleet
             await lengths.close()

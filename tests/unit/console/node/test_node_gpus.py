@@ -3,7 +3,6 @@
 import pytest
 import structlog
 
-from console.node.assignment import Placement
 from console.node.config import NodeConfig
 from console.node.node import own_gpus, visible
 from penstock.config import ConfigError
@@ -26,8 +25,8 @@ def _machine_of_four_gpus(tmp_path, monkeypatch):
 
 def test_a_plan_counts_the_gpus_that_the_process_is_given():
     gpus = own_gpus(config())
-    assert visible(Placement(gpus=(1,)), gpus)["CUDA_VISIBLE_DEVICES"] == uuid_of(3)
-    assert visible(Placement(gpus=(0, 1)), gpus)["CUDA_VISIBLE_DEVICES"] == f"{uuid_of(2)},{uuid_of(3)}"
+    assert visible((1,), gpus)["CUDA_VISIBLE_DEVICES"] == uuid_of(3)
+    assert visible((0, 1), gpus)["CUDA_VISIBLE_DEVICES"] == f"{uuid_of(2)},{uuid_of(3)}"
 
 
 def test_more_gpus_than_it_is_given_are_refused():
@@ -50,4 +49,4 @@ def test_emulated_gpus_are_not_looked_for():
 
 def test_without_nvidia_smi_the_plans_indices_are_used(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert visible(Placement(gpus=(0, 1)), own_gpus(config())) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible((0, 1), own_gpus(config())) == {"CUDA_VISIBLE_DEVICES": "0,1"}

@@ -1,0 +1,65 @@
+"""Derives the trainer of one machine from a plan: which of its GPUs train, and with which other machines. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from console.node.config import NodeConfig
+from penstock.v1 import scheduler_pb2 as pb
+from services.trainer.config import TrainerConfig
+
+TRAINER = "trainer"
+"""Name of the trainer's process: a machine has one at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlace:
+    """This machine's part of the training pool."""
+
+    gpus: tuple[int, ...]
+    """Indices on the machine, one for each process."""
+    machines: tuple[tuple[str, int], ...]
+    """The whole pool: machines in the order of their ranks, the coordinator first, with the number of their GPUs."""
+
+
+def training_place(plan: pb.Plan, config: NodeConfig) -> TrainingPlace | None:
+    """The place that this machine takes in the plan's training pool.
+
+    None if it has none there, cannot take it (see `obstacle`), or has no section `trainer`: somebody else trains then.
+    """
+    is_possible = config.trainer is not None and not obstacle(plan, config)
+    return _stated_place(plan, config) if is_possible else None
+
+
+def obstacle(plan: pb.Plan, config: NodeConfig) -> str:
+    """Why this machine cannot train as the plan says; empty if it can, or need not."""
+    place = _stated_place(plan, config)
+    if place is None or config.trainer is None:
+        return ""
+    if not place.gpus or max(place.gpus) >= config.gpus:
+        return f"the plan trains on GPUs {', '.join(map(str, place.gpus)) or '(none)'}; there are {config.gpus}"
+    if len(place.machines) > 1:
+        return f"the plan trains on {len(place.machines)} machines at once, which a revision cannot start"
+    return ""
+
+
+def _stated_place(plan: pb.Plan, config: NodeConfig) -> TrainingPlace | None:
+    pool = [each for each in plan.assignments if each.role == pb.ROLE_TRAINER]
+    mine = [each for each in pool if each.node_id == config.node_id]
+    if not mine:
+        return None
+    return TrainingPlace(
+        gpus=tuple(mine[0].accelerator_indices),
+        machines=tuple((each.node_id, len(each.accelerator_indices)) for each in pool),
+    )
+
+
+def trainer_config(config: NodeConfig) -> TrainerConfig:
+    """The configuration of the trainer's process."""
+    assert config.trainer is not None
+    update: dict[str, object] = {
+        "insecure": config.trainer.insecure or config.insecure,
+        # Who asked for the run resumes it, here or on the machine that the plan names next.
+        "state_dir": None,
+    }
+    return config.trainer.model_copy(update=update)
