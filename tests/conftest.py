@@ -26,6 +26,7 @@ LONG_FILES = (
     "e2e/test_scorers.py",
     "e2e/test_full_disk.py",
     "e2e/test_followed_plan.py",
+    "e2e/test_moved_trainer.py",
     "e2e/test_mutual_tls.py",
     "e2e/test_reward_models.py",
     "e2e/test_broadcasts.py",

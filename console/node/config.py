@@ -8,9 +8,17 @@ from pathlib import Path
 from pydantic import Field
 
 from console.config.config import LogSection
-from penstock.config import NetworkConfig, Targets, apply_overrides, read_document, validate
+from penstock.config import LocalPath, NetworkConfig, Targets, apply_overrides, read_document, validate
 from services.generator.config import GeneratorConfig
 from services.trainer.config import TrainerConfig
+
+
+class NodeTrainerConfig(TrainerConfig):
+    """The trainer that a machine starts where the plan has it there."""
+
+    run_dir: LocalPath
+    """The run's own folder on this machine, its `run.dir`/`run.id`, which all machines that may train share. A machine
+    that does not see the run there is not planned to train."""
 
 
 class NodeConfig(NetworkConfig):
@@ -35,7 +43,7 @@ class NodeConfig(NetworkConfig):
     generator: GeneratorConfig
     """Configuration of its generators. The plan sets their number, their GPUs and how many samples each decodes at
     once; the one that begins at GPU i listens at the port of `listen` + 2 i, or on a free one if that port is 0."""
-    trainer: TrainerConfig | None = None
+    trainer: NodeTrainerConfig | None = None
     """Configuration of the trainer, at an address that the run's `endpoints.trainer` names; without it the plan may
     train elsewhere only. `state_dir` is ignored: the run's console resumes the run."""
     log: LogSection = LogSection()

@@ -34,7 +34,7 @@ from console.launch.supervisor import ServiceFailedError, watch_launcher
 from console.node.assignment import Placement, change, generator_config, misfits, placements
 from console.node.config import NodeConfig, read_node
 from console.node.rates import Meter, Replica, keep_measuring
-from console.node.training import TRAINER, TrainingPlace, obstacle, trainer_config, training_place
+from console.node.training import TRAINER, TrainingPlace, missing_run, obstacle, trainer_config, training_place
 from penstock.clients.inventory import report_node, say_leaving, this_machine
 from penstock.clients.plans import watch_plan
 from penstock.config import ConfigError
@@ -90,6 +90,8 @@ class NodeAgent:
         self._gpus = own_gpus(config)
         self._running: dict[str, Placement] = {}
         self._training: TrainingPlace | None = None
+        self._told = ""
+        """Why this machine is not planned to train, as logged last."""
         self._say_at_s = 0.0
         """When to log again, in the loop's time, that there is no plan."""
         self._replicas: dict[str, list[Replica]] = {}
@@ -109,7 +111,7 @@ class NodeAgent:
         await race(
             report_node(
                 config.scheduler,
-                machine(config),
+                self._description,
                 measure=self._meter.rates,
                 start_s=lambda: self._meter.start_s,
                 security=security,
@@ -119,6 +121,13 @@ class NodeAgent:
             self._services.watch(),
             CertificateWatch(security.tls_files, hosts=[LOOPBACK]).run(),
         )
+
+    def _description(self) -> pb.Node:
+        problem = missing_run(self._config)
+        if problem and problem != self._told:
+            _log.warning("this machine is not planned to train", reason=problem)
+        self._told = problem
+        return machine(self._config, trains=self._config.trainer is not None and not problem)
 
     async def leave(self) -> None:
         """Report that this machine leaves, so that the plan continues without it at once, and end its processes."""
@@ -209,9 +218,9 @@ class NodeAgent:
         ]
 
 
-def machine(config: NodeConfig) -> pb.Node:
+def machine(config: NodeConfig, *, trains: bool) -> pb.Node:
     """The machine's description for the scheduler."""
-    roles = [pb.ROLE_GENERATOR] if config.trainer is None else [pb.ROLE_GENERATOR, pb.ROLE_TRAINER]
+    roles = [pb.ROLE_GENERATOR, *([pb.ROLE_TRAINER] if trains else [])]
     node = this_machine(node_id=config.node_id, site=config.site, roles=roles)
     del node.accelerators[:]
     node.accelerators.add(kind=config.gpu, count=config.gpus)

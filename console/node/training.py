@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from console.config.run_folder import RunFolder
 from console.node.config import NodeConfig
 from penstock.v1 import scheduler_pb2 as pb
 from services.trainer.config import TrainerConfig
@@ -57,9 +58,18 @@ def _stated_place(plan: pb.Plan, config: NodeConfig) -> TrainingPlace | None:
 def trainer_config(config: NodeConfig) -> TrainerConfig:
     """The configuration of the trainer's process."""
     assert config.trainer is not None
-    update: dict[str, object] = {
-        "insecure": config.trainer.insecure or config.insecure,
-        # Who asked for the run resumes it, here or on the machine that the plan names next.
-        "state_dir": None,
-    }
-    return config.trainer.model_copy(update=update)
+    settings = config.trainer.model_dump(exclude={"run_dir"})
+    settings["insecure"] = config.trainer.insecure or config.insecure
+    # Who asked for the run resumes it, here or on the machine that the plan names next.
+    settings["state_dir"] = None
+    return TrainerConfig.model_validate(settings)
+
+
+def missing_run(config: NodeConfig) -> str:
+    """Why this machine may not train although it has a section `trainer`, with the fix; empty if it may. Reads disk."""
+    if config.trainer is None or RunFolder(config.trainer.run_dir.expanduser()).config.is_file():
+        return ""
+    return (
+        f"trainer.run_dir: {config.trainer.run_dir} holds no run; share the run's folder with this machine at the path "
+        "that the run's own configuration has"
+    )

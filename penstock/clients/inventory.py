@@ -33,17 +33,19 @@ def this_machine(*, node_id: str, site: str = "", roles: Sequence[pb.Role.ValueT
 
 async def report_node(
     scheduler: str,
-    node: pb.Node,
+    node: pb.Node | Callable[[], pb.Node],
     *,
     measure: Callable[[], list[pb.MeasuredRate]],
     start_s: Callable[[], float | None] = lambda: None,
     security: Security,
 ) -> None:
-    """Register `node` and report until cancelled; registers again if the scheduler forgot it, waits while that is away.
+    """Register `node` and report until cancelled; waits while the scheduler is away.
+
+    Registers again if the scheduler forgot the machine, or its description changed.
 
     Args:
         scheduler: Address of the scheduler.
-        node: This machine.
+        node: This machine; where its description may change, what returns it.
         measure: Returns its newest rates.
         start_s: Returns how long its newest generator took to start, if one did.
         security: Credentials of the process.
@@ -53,23 +55,24 @@ async def report_node(
     """
     async with open_channel(scheduler, security) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        is_known = False
+        known: pb.Node | None = None
         interval_s = _RETRY_S
         outage = Outage(f"scheduler {scheduler}")
         while True:
             try:
-                if not is_known:
-                    request = pb.RegisterNodeRequest(node=node)
+                present = node() if callable(node) else node
+                if known != present:
+                    request = pb.RegisterNodeRequest(node=present)
                     answer = await call(stub.RegisterNode, request, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
                     interval_s = max(0.5, answer.heartbeat_interval.ToMilliseconds() / 1000)
-                    is_known = True
-                report = pb.ReportNodeRequest(node_id=node.node_id, rates=measure(), generator_start_s=start_s())
+                    known = present
+                report = pb.ReportNodeRequest(node_id=present.node_id, rates=measure(), generator_start_s=start_s())
                 await call(stub.ReportNode, report, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
                 outage.answered()
             except (BadTokenError, NotOfferedError):
                 raise
             except PenstockError as error:
-                is_known = False
+                known = None
                 outage.failed(error)
             await asyncio.sleep(interval_s)
 

@@ -9,11 +9,11 @@ import pytest
 
 from console.launch.ports import free_addresses
 from tests.e2e.machines import machine
-from tests.e2e.runs import running, small_run
+from tests.e2e.runs import RUN_ID, running, small_run
 from tests.helpers.console import write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Training is what limits the run: on two H800s, until a machine joins whose one GPU trains faster than both.
 PROBLEM = {
@@ -58,7 +58,8 @@ def on_policy(task, folder):
 
 def trains(address, weights, folder, **settings):
     """A machine that can train."""
-    return {"trainer": {"listen": address, "weights_listen": weights, "allowed_roots": [str(folder)]}, **settings}
+    trainer = {"listen": address, "weights_listen": weights, "allowed_roots": [str(folder)]}
+    return {"trainer": {**trainer, "run_dir": str(folder / "runs" / RUN_ID)}, **settings}
 
 
 def plans(run):

@@ -225,7 +225,8 @@ class _Scales:
             migration_s = max(migration_s, moving_s(self.model.problem, self.kept, new, self.views))
             if wrong := not_training(self.views) & {share.node for share in after.train}:
                 obstacle = (
-                    f"{_named(wrong)} would train and cannot: the file of `penstock node` there has no section trainer"
+                    f"{_named(wrong)} would train and cannot: the machine's file has no section trainer, or the "
+                    "machine does not share the run's folder, as the log of `penstock node` there says"
                 )
         offer = Offer(
             rate=self.model.score(new).samples_per_second,
