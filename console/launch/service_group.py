@@ -84,12 +84,17 @@ class ServiceProcesses:
         num_threads: int = 1,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start `penstock serve kind` with these settings; its health at `target` shows when it is up."""
+        """Start `penstock serve kind` with these settings; its health at `target` shows when it is up.
+
+        One without a target serves nothing, and counts as up at once.
+        """
         path = self._folder.services / f"{name}.yaml"
         write_config(settings, path)
         log_options = ("--log-level", self._log.level, "--log-format", self._log.format)
 
         async def is_ready() -> bool:
+            if not target:
+                return True
             problem = await service_problem(target, kind, security=self._security, timeout_s=_PROBE_S)
             self._problems[name] = problem or ""
             return problem is None

@@ -19,6 +19,8 @@ class NodeTrainerConfig(TrainerConfig):
     run_dir: LocalPath
     """The run's own folder on this machine, its `run.dir`/`run.id`, which all machines that may train share. A machine
     that does not see the run there is not planned to train."""
+    rendezvous_port: int = Field(default=7307, ge=1, le=65535)
+    """Where the processes of several machines meet: a port of the first of them, the same in the files of all."""
 
 
 class NodeConfig(NetworkConfig):

@@ -14,9 +14,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -24,18 +23,17 @@ import structlog
 
 from console.config.derive import local_endpoint
 from console.config.run_folder import RunFolder
-from console.devices.device_names import VARIABLE, given_devices, visible_devices
-from console.devices.gpu_types import KNOWN, type_of
-from console.devices.nvidia_smi import GpuDevice, NvidiaSmiError, read_devices
 from console.launch.disk_watch import FolderRefusedError
 from console.launch.ports import free_block
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ServiceFailedError, watch_launcher
 from console.node.assignment import Placement, change, generator_config, misfits, placements
 from console.node.config import NodeConfig, read_node
+from console.node.gpus import own_gpus, visible
 from console.node.rates import Meter, Replica, keep_measuring
-from console.node.training import TRAINER, TrainingPlace, missing_run, obstacle, trainer_config, training_place
-from penstock.clients.inventory import report_node, say_leaving, this_machine
+from console.node.trainer_processes import TrainerProcesses
+from console.node.training import missing_run, obstacle, training_place
+from penstock.clients.inventory import find_address, report_node, say_leaving, this_machine
 from penstock.clients.plans import watch_plan
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, NotOfferedError
@@ -89,7 +87,12 @@ class NodeAgent:
         self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
         self._gpus = own_gpus(config)
         self._running: dict[str, Placement] = {}
-        self._training: TrainingPlace | None = None
+        self._trainer = TrainerProcesses(
+            config,
+            services=self._services,
+            gpus=self._gpus,
+            find_address=partial(find_address, config.scheduler, security=security),
+        )
         self._told = ""
         """Why this machine is not planned to train, as logged last."""
         self._say_at_s = 0.0
@@ -135,7 +138,7 @@ class NodeAgent:
             say_leaving(self._config.scheduler, self._config.node_id, security=self._security),
             self._services.stop(list(self._running), within_s=LEAVE_S),
             # Its checkpoint is worth as long as it takes; whoever takes the machine away has the last word.
-            self._services.stop([TRAINER]),
+            self._trainer.stop(),
         )
 
     async def _follow(self) -> None:
@@ -170,32 +173,16 @@ class NodeAgent:
             _log.info("the plan is carried out", revision=plan.revision, stops=todo.stops, starts=started)
         asked_s = asyncio.get_running_loop().time()
         place = training_place(plan, self._config)
-        is_trainer_moved = place != self._training
-        await asyncio.gather(
-            self._services.stop(todo.stops), self._services.stop([TRAINER] if is_trainer_moved else [])
-        )
+        stays = self._trainer.is_at(place)
+        await asyncio.gather(self._services.stop(todo.stops), *([] if stays else [self._trainer.stop()]))
         for name in todo.stops:
             del self._running[name], self._replicas[name]
-        if is_trainer_moved:
-            self._train(place)
+        if place is not None and not stays:
+            self._trainer.start(place)
         for one in todo.starts:
             self._start(one)
             for replica in self._replicas[one.name]:
                 self._meter.begin(replica, asked_s)
-
-    def _train(self, place: TrainingPlace | None) -> None:
-        self._training = place
-        if place is None:
-            return
-        settings = trainer_config(self._config)
-        _log.info("the trainer starts here", gpus=place.gpus, listen=settings.listen)
-        self._services.launch_service(
-            "trainer",
-            settings,
-            name=TRAINER,
-            target=local_endpoint(settings.listen).target,
-            environment=visible(place.gpus, self._gpus) if self._gpus else {},
-        )
 
     def _start(self, placement: Placement) -> None:
         config = self._config
@@ -222,41 +209,9 @@ def machine(config: NodeConfig, *, trains: bool) -> pb.Node:
     """The machine's description for the scheduler."""
     roles = [pb.ROLE_GENERATOR, *([pb.ROLE_TRAINER] if trains else [])]
     node = this_machine(node_id=config.node_id, site=config.site, roles=roles)
+    node.address = config.address
     del node.accelerators[:]
     node.accelerators.add(kind=config.gpu, count=config.gpus)
     if config.price_per_hour is not None:
         node.price_per_hour = config.price_per_hour
     return node
-
-
-def own_gpus(config: NodeConfig) -> tuple[GpuDevice, ...]:
-    """The machine's GPUs as its plan counts them: those that CUDA_VISIBLE_DEVICES gives it, in that order.
-
-    Empty where no generator decodes on GPUs, or where there is no `nvidia-smi`. Raises ConfigError if there are fewer
-    than `gpus`.
-    """
-    if not config.generator.engine.decodes_on_gpus():
-        return ()
-    try:
-        devices = read_devices()
-        given = given_devices(devices or (), os.environ.get(VARIABLE) if devices else None)
-    except (NvidiaSmiError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    if devices is not None and len(given) < config.gpus:
-        raise ConfigError(f"gpus: {config.gpus}, but this process is given {len(given)} by nvidia-smi; lower it")
-    for device in given[: config.gpus]:
-        kind = type_of(device.name, (device.memory_mib or 0) * 2**20)
-        if kind != config.gpu and {kind, config.gpu} <= set(KNOWN):
-            # Not refused: a problem may name its types as it likes.
-            _log.warning("this machine has other GPUs than planned for; probe it", gpu=kind, planned=config.gpu)
-        if device.use:
-            # Not refused: they may be this machine's own generators, which still end after a restart.
-            _log.warning("a GPU of this machine is in use", gpu=device.index, by=device.use)
-    return given[: config.gpus]
-
-
-def visible(indices: Sequence[int], gpus: Sequence[GpuDevice]) -> Mapping[str, str]:
-    """The variables that show a process its GPUs, by their indices in the plan."""
-    if not gpus:
-        return {VARIABLE: ",".join(map(str, indices))}
-    return visible_devices(gpus[index] for index in indices)

@@ -9,9 +9,6 @@ from console.node.config import NodeConfig
 from penstock.v1 import scheduler_pb2 as pb
 from services.trainer.config import TrainerConfig
 
-TRAINER = "trainer"
-"""Name of the trainer's process: a machine has one at most."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlace:
@@ -21,6 +18,17 @@ class TrainingPlace:
     """Indices on the machine, one for each process."""
     machines: tuple[tuple[str, int], ...]
     """The whole pool: machines in the order of their ranks, the coordinator first, with the number of their GPUs."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the whole pool."""
+        return sum(gpus for _, gpus in self.machines)
+
+    def ranks(self, node_id: str) -> range:
+        """Ranks of a machine's processes."""
+        names = [name for name, _ in self.machines]
+        first = sum(gpus for _, gpus in self.machines[: names.index(node_id)])
+        return range(first, first + self.machines[names.index(node_id)][1])
 
 
 def training_place(plan: pb.Plan, config: NodeConfig) -> TrainingPlace | None:
@@ -39,8 +47,6 @@ def obstacle(plan: pb.Plan, config: NodeConfig) -> str:
         return ""
     if not place.gpus or max(place.gpus) >= config.gpus:
         return f"the plan trains on GPUs {', '.join(map(str, place.gpus)) or '(none)'}; there are {config.gpus}"
-    if len(place.machines) > 1:
-        return f"the plan trains on {len(place.machines)} machines at once, which a revision cannot start"
     return ""
 
 
@@ -58,7 +64,7 @@ def _stated_place(plan: pb.Plan, config: NodeConfig) -> TrainingPlace | None:
 def trainer_config(config: NodeConfig) -> TrainerConfig:
     """The configuration of the trainer's process."""
     assert config.trainer is not None
-    settings = config.trainer.model_dump(exclude={"run_dir"})
+    settings = config.trainer.model_dump(exclude={"run_dir", "rendezvous_port"})
     settings["insecure"] = config.trainer.insecure or config.insecure
     # Who asked for the run resumes it, here or on the machine that the plan names next.
     settings["state_dir"] = None

@@ -17,6 +17,7 @@ from penstock.v1 import scheduler_pb2_grpc
 _log = get_logger()
 _RETRY_S = 5.0
 _TIMEOUT_S = 5.0
+_LOOK_S = 1.0
 
 
 def this_machine(*, node_id: str, site: str = "", roles: Sequence[pb.Role.ValueType] = ()) -> pb.Node:
@@ -86,3 +87,22 @@ async def say_leaving(scheduler: str, node_id: str, *, security: Security) -> No
             await call(stub.ReportNode, request, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
         except PenstockError as error:
             _log.debug("scheduler away", scheduler=scheduler, error=str(error))
+
+
+async def find_address(scheduler: str, node_id: str, *, security: Security) -> str:
+    """The address of another machine; waits until it has registered, and while the scheduler is away."""
+    async with open_channel(scheduler, security) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        outage = Outage(f"scheduler {scheduler}")
+        while True:
+            try:
+                answer = await call(
+                    stub.ListNodes, pb.ListNodesRequest(), peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S
+                )
+                outage.answered()
+                found = (view.node.address for view in answer.nodes if view.node.node_id == node_id)
+                if address := next(found, ""):
+                    return address
+            except PenstockError as error:
+                outage.failed(error)
+            await asyncio.sleep(_LOOK_S)

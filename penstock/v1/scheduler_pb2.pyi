@@ -143,6 +143,7 @@ class Node(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PRICE_PER_HOUR_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Names it."""
     site: _builtins.str
@@ -153,6 +154,10 @@ class Node(_message.Message):
     """Main memory it offers, bytes."""
     price_per_hour: _builtins.float
     """Price in US dollars per hour; unset when unknown."""
+    address: _builtins.str
+    """Name or address under which other machines reach it; empty when unknown. The processes of a trainer that several
+    machines share meet there.
+    """
     @_builtins.property
     def accelerators(self) -> _containers.RepeatedCompositeFieldContainer[Global___Accelerator]:
         """What it has."""
@@ -171,10 +176,11 @@ class Node(_message.Message):
         memory_bytes: _builtins.int = ...,
         price_per_hour: _builtins.float | None = ...,
         roles: _abc.Iterable[Global___Role.ValueType] | None = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "price_per_hour", b"price_per_hour"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "accelerators", b"accelerators", "memory_bytes", b"memory_bytes", "node_id", b"node_id", "num_cpu_cores", b"num_cpu_cores", "price_per_hour", b"price_per_hour", "roles", b"roles", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour", "accelerators", b"accelerators", "address", b"address", "memory_bytes", b"memory_bytes", "node_id", b"node_id", "num_cpu_cores", b"num_cpu_cores", "price_per_hour", b"price_per_hour", "roles", b"roles", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__price_per_hour: _TypeAlias = _typing.Literal["price_per_hour"]  # noqa: Y015
     _WhichOneofArgType__price_per_hour: _TypeAlias = _typing.Literal["_price_per_hour", b"_price_per_hour"]  # noqa: Y015
@@ -677,8 +683,9 @@ class CreatePlanRequest(_message.Message):
     solver: _builtins.str
     """Solver: auto, or one by name; empty means auto."""
     keeps_trainers: _builtins.bool
-    """Trainers stay where running_plan has them, and in revisions where the plan in force has them, until one of their
-    machines is gone: for a run whose trainers cannot move while it goes on. For a problem_json only.
+    """Trainers stay in revisions where the plan in force has them, until one of their machines is gone: for a run whose
+    trainers cannot move while it goes on. Without it a revision may move them, at a cost that it weighs, to machines that
+    may play a trainer's role. For a problem_json only.
     """
     @_builtins.property
     def budget(self) -> _duration_pb2.Duration:
@@ -686,8 +693,8 @@ class CreatePlanRequest(_message.Message):
 
     @_builtins.property
     def running_plan(self) -> Global___Plan:
-        """The plan that the run follows, for a scheduler that has forgotten it: the search begins with it. Unset: it begins with
-        the plan in force, if there is one. For a problem_json only.
+        """The plan that the run follows, for a scheduler that has forgotten it: the search begins with it, and its trainers stay
+        where they are in the answer. Unset: it begins with the plan in force, if there is one. For a problem_json only.
         """
 
     def __init__(

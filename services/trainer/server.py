@@ -77,11 +77,12 @@ async def serve(config: TrainerConfig) -> None:
 
 
 async def _follow(place: Place) -> None:
-    from services.trainer.distributed.rank_worker import ignore_signals
+    from services.trainer.distributed.rank_worker import end_while_idle
     from services.trainer.worker_process import follow_under_torchrun
 
-    ignore_signals()
-    await asyncio.to_thread(follow_under_torchrun, place)
+    runs = TorchrunRuns()
+    end_while_idle(lambda: runs.is_under_way)
+    await asyncio.to_thread(follow_under_torchrun, place, runs)
 
 
 async def _serve_grpc(

@@ -37,11 +37,11 @@ _LOST = "by peer"
 """In gloo's message: a connection that was closed, or reset."""
 
 
-def follow_under_torchrun(place: Place) -> None:
+def follow_under_torchrun(place: Place, runs: TorchrunRuns) -> None:
     """Serve the runs of the coordinator until it ends."""
-    runs = TorchrunRuns()
     while (store := runs.wait()) is not None:
         _follow_one(store, rank=place.rank, num_ranks=place.num_ranks, local_rank=place.local_rank)
+        runs.is_under_way = False
 
 
 def main() -> None:

@@ -105,6 +105,7 @@ def check_node(node: pb.Node) -> None:
     """Refuse an impossible machine. Raises InvalidFieldError."""
     _check_name("node.node_id", node.node_id, least=1)
     _check_name("node.site", node.site)
+    _check_name("node.address", node.address)
     most_roles, num_kinds = len(pb.Role.values()), len(node.accelerators)
     require(len(node.roles) <= most_roles, "node.roles", len(node.roles), f"at most {most_roles}")
     expected = f"1 to {MAX_ACCELERATORS} kinds, each stated once with its count; one of kind cpu if there is no other"

@@ -89,6 +89,8 @@ class TorchrunRuns:
 
     def __init__(self) -> None:
         self._num_runs = 0
+        self.is_under_way = False
+        """In the others: whether one has begun and not ended."""
         self._store: Store | None = None
 
     def begin(self) -> Store:
@@ -105,7 +107,8 @@ class TorchrunRuns:
         while True:
             with contextlib.suppress(dist.DistStoreError):
                 store.wait([name], WAIT_TIMEOUT)
-                return _below(name, store) if store.get(name) == b"begins" else None
+                self.is_under_way = store.get(name) == b"begins"
+                return _below(name, store) if self.is_under_way else None
 
     def end(self) -> None:
         """In the coordinator: end the others; no more runs follow."""

@@ -4,7 +4,7 @@ import pytest
 import structlog
 
 from console.node.config import NodeConfig
-from console.node.node import own_gpus, visible
+from console.node.gpus import own_gpus, visible
 from penstock.config import ConfigError
 from services.generator.engines.vllm.config import VllmEngineConfig
 from tests.helpers.recorded_gpus import Card, install_nvidia_smi, uuid_of

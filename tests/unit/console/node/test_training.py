@@ -69,3 +69,9 @@ def test_a_trainer_moves_between_several_addresses_by_a_plan_only(tmp_path):
     stated["trainer"] = {"processes": 2, "parallel": {"replicate": 2}}
     with pytest.raises(ConfigError, match=r"trainer.parallel: the plan sets how many processes train"):
         parse_run_config(stated, source="c")
+
+
+def test_machines_of_a_pool_have_the_ranks_in_its_order(tmp_path):
+    place = training_place(plan(b=1, a=2), config(tmp_path))
+    assert place is not None
+    assert (place.num_ranks, place.ranks("b"), place.ranks("a")) == (3, range(1), range(1, 3))
