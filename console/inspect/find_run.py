@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from console.config.run_folder import CONSOLE_NAME, RunFolder, open_folder, read
 from console.inspect.local_runs import run_folders
 from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
-from penstock.errors import PenstockError
+from penstock.errors import DeadlineError, PenstockError, ServiceUnavailableError
 from penstock.network.rpc import call, open_channel
 from penstock.security import Security
 from penstock.targets import checked_addresses, split_targets
@@ -83,7 +84,15 @@ def _id_at_broker(run: str | None, broker: str) -> str:
 
 
 async def get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:
-    """The trainer's state, and what it waits for. Raises PenstockError."""
+    """The trainer's state, and what it waits for; of several addresses the first that answers. Raises PenstockError."""
+    *others, last = split_targets(trainer)
+    for place in others:
+        with contextlib.suppress(ServiceUnavailableError, DeadlineError):
+            return await _get_trainer(place)
+    return await _get_trainer(last)
+
+
+async def _get_trainer(trainer: str) -> trainer_pb2.GetTrainerResponse:
     async with open_channel(trainer, Security.from_environment()) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
         request = trainer_pb2.GetTrainerRequest()

@@ -31,7 +31,7 @@ from console.node.assignment import Placement, change, generator_config, misfits
 from console.node.config import NodeConfig, read_node
 from console.node.gpus import own_gpus, visible
 from console.node.rates import Meter, Replica, keep_measuring
-from console.node.trainer_processes import TrainerProcesses
+from console.node.trainer_processes import TrainerProcesses, is_training
 from console.node.training import missing_run, obstacle, training_place
 from penstock.clients.inventory import find_address, report_node, say_leaving, this_machine
 from penstock.clients.plans import watch_plan
@@ -86,12 +86,16 @@ class NodeAgent:
         folder.create()
         self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
         self._gpus = own_gpus(config)
+        # A plan over emulated GPUs uses their time.
+        time_scale = config.generator.emulated.time_scale if config.generator.engine.is_emulated else 1.0
         self._running: dict[str, Placement] = {}
         self._trainer = TrainerProcesses(
             config,
             services=self._services,
             gpus=self._gpus,
             find_address=partial(find_address, config.scheduler, security=security),
+            is_training=partial(is_training, security=security),
+            time_scale=time_scale,
         )
         self._told = ""
         """Why this machine is not planned to train, as logged last."""
@@ -99,9 +103,7 @@ class NodeAgent:
         """When to log again, in the loop's time, that there is no plan."""
         self._replicas: dict[str, list[Replica]] = {}
         """Generators of each running process."""
-        is_emulated = config.generator.engine.is_emulated
-        # A plan over emulated GPUs uses their time.
-        self._meter = Meter(time_scale=config.generator.emulated.time_scale if is_emulated else 1.0)
+        self._meter = Meter(time_scale=time_scale)
 
     async def run(self) -> None:
         """Follow the plan until cancelled.
@@ -117,6 +119,7 @@ class NodeAgent:
                 self._description,
                 measure=self._meter.rates,
                 start_s=lambda: self._meter.start_s,
+                move_s=lambda: self._trainer.move_s,
                 security=security,
             ),
             keep_measuring(self._meter, self._all_replicas, security=security),
@@ -178,7 +181,8 @@ class NodeAgent:
         for name in todo.stops:
             del self._running[name], self._replicas[name]
         if place is not None and not stays:
-            self._trainer.start(place)
+            # The first plan starts the run, and moves nothing.
+            self._trainer.start(place, asked_s=asked_s if plan.revision > 1 else None)
         for one in todo.starts:
             self._start(one)
             for replica in self._replicas[one.name]:

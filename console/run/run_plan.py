@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from pathlib import Path
 
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from console.config.config import RunConfig
 from penstock.clients.plans import watch_plan
@@ -52,7 +52,9 @@ class RunPlan:
         self._note = note
         self._plan: pb.Plan | None = None
         """The plan in force."""
-        self._begin = None if config.scheduler.plan is None else as_message(read_plan(config.scheduler.plan))
+        self._begin = newest_plan(history) if self._moves_trainers else None
+        if self._begin is None and config.scheduler.plan is not None:
+            self._begin = as_message(read_plan(config.scheduler.plan))
 
     @property
     def processes(self) -> int | tuple[float, ...] | None:
@@ -114,6 +116,15 @@ class RunPlan:
                 f"plan {plan.revision} trains on {_named(_trainers(plan))}, which cannot change while the run "
                 "continues: stop it, and resume it there"
             )
+
+
+def newest_plan(history: Path) -> pb.Plan | None:
+    """The plan that a resumed run followed last; None if it followed none, or the file cannot be read."""
+    try:
+        lines = history.read_text(encoding="utf-8").splitlines()
+        return ParseDict(json.loads(lines[-1]), pb.Plan(), ignore_unknown_fields=True) if lines else None
+    except (OSError, ValueError, ParseError):
+        return None
 
 
 def as_message(plan: PlanDocument) -> pb.Plan:

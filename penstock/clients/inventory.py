@@ -38,6 +38,7 @@ async def report_node(
     *,
     measure: Callable[[], list[pb.MeasuredRate]],
     start_s: Callable[[], float | None] = lambda: None,
+    move_s: Callable[[], float | None] = lambda: None,
     security: Security,
 ) -> None:
     """Register `node` and report until cancelled; waits while the scheduler is away.
@@ -49,6 +50,7 @@ async def report_node(
         node: This machine; where its description may change, what returns it.
         measure: Returns its newest rates.
         start_s: Returns how long its newest generator took to start, if one did.
+        move_s: Returns how long a trainer last took to move here, if one did.
         security: Credentials of the process.
 
     Raises:
@@ -67,7 +69,9 @@ async def report_node(
                     answer = await call(stub.RegisterNode, request, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
                     interval_s = max(0.5, answer.heartbeat_interval.ToMilliseconds() / 1000)
                     known = present
-                report = pb.ReportNodeRequest(node_id=present.node_id, rates=measure(), generator_start_s=start_s())
+                report = pb.ReportNodeRequest(
+                    node_id=present.node_id, rates=measure(), generator_start_s=start_s(), trainer_move_s=move_s()
+                )
                 await call(stub.ReportNode, report, peer=f"scheduler {scheduler}", timeout_s=_TIMEOUT_S)
                 outage.answered()
             except (BadTokenError, NotOfferedError):

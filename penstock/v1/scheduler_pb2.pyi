@@ -474,6 +474,7 @@ class ReportNodeRequest(_message.Message):
     RATES_FIELD_NUMBER: _builtins.int
     IS_LEAVING_FIELD_NUMBER: _builtins.int
     GENERATOR_START_S_FIELD_NUMBER: _builtins.int
+    TRAINER_MOVE_S_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Which machine."""
     is_leaving: _builtins.bool
@@ -482,6 +483,11 @@ class ReportNodeRequest(_message.Message):
     """How long its newest generator took, seconds, from the revision that asked for it until its engine was built; the end
     of the one before is included, fetching weights is not. Emulated GPUs report emulated seconds. Unset when none was
     started. Revisions count on it.
+    """
+    trainer_move_s: _builtins.float
+    """How long the run's trainer last took to move here, seconds, from the revision that asked for it until it trained; the
+    last checkpoint of the one before is included. Emulated GPUs report emulated seconds. Unset when none moved here.
+    Revisions count on it.
     """
     @_builtins.property
     def rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredRate]:
@@ -494,14 +500,20 @@ class ReportNodeRequest(_message.Message):
         rates: _abc.Iterable[Global___MeasuredRate] | None = ...,
         is_leaving: _builtins.bool = ...,
         generator_start_s: _builtins.float | None = ...,
+        trainer_move_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "generator_start_s", b"generator_start_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "_trainer_move_s", b"_trainer_move_s", "generator_start_s", b"generator_start_s", "trainer_move_s", b"trainer_move_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "generator_start_s", b"generator_start_s", "is_leaving", b"is_leaving", "node_id", b"node_id", "rates", b"rates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "_trainer_move_s", b"_trainer_move_s", "generator_start_s", b"generator_start_s", "is_leaving", b"is_leaving", "node_id", b"node_id", "rates", b"rates", "trainer_move_s", b"trainer_move_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__generator_start_s: _TypeAlias = _typing.Literal["generator_start_s"]  # noqa: Y015
     _WhichOneofArgType__generator_start_s: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s"]  # noqa: Y015
+    _WhichOneofReturnType__trainer_move_s: _TypeAlias = _typing.Literal["trainer_move_s"]  # noqa: Y015
+    _WhichOneofArgType__trainer_move_s: _TypeAlias = _typing.Literal["_trainer_move_s", b"_trainer_move_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__generator_start_s) -> _WhichOneofReturnType__generator_start_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trainer_move_s) -> _WhichOneofReturnType__trainer_move_s | None: ...
 
 Global___ReportNodeRequest: _TypeAlias = ReportNodeRequest  # noqa: Y015
 
@@ -533,10 +545,13 @@ class NodeView(_message.Message):
     REPORT_TIME_FIELD_NUMBER: _builtins.int
     IS_ALIVE_FIELD_NUMBER: _builtins.int
     GENERATOR_START_S_FIELD_NUMBER: _builtins.int
+    TRAINER_MOVE_S_FIELD_NUMBER: _builtins.int
     is_alive: _builtins.bool
     """False once its heartbeats stopped for three intervals."""
     generator_start_s: _builtins.float
     """How long its newest generator took to start, seconds; unset when it has not reported it."""
+    trainer_move_s: _builtins.float
+    """How long a trainer last took to move here, seconds; unset when it has not reported it."""
     @_builtins.property
     def node(self) -> Global___Node:
         """What it stated."""
@@ -557,14 +572,20 @@ class NodeView(_message.Message):
         report_time: _timestamp_pb2.Timestamp | None = ...,
         is_alive: _builtins.bool = ...,
         generator_start_s: _builtins.float | None = ...,
+        trainer_move_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "generator_start_s", b"generator_start_s", "node", b"node", "report_time", b"report_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "_trainer_move_s", b"_trainer_move_s", "generator_start_s", b"generator_start_s", "node", b"node", "report_time", b"report_time", "trainer_move_s", b"trainer_move_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "generator_start_s", b"generator_start_s", "is_alive", b"is_alive", "node", b"node", "rates", b"rates", "report_time", b"report_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s", "_trainer_move_s", b"_trainer_move_s", "generator_start_s", b"generator_start_s", "is_alive", b"is_alive", "node", b"node", "rates", b"rates", "report_time", b"report_time", "trainer_move_s", b"trainer_move_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__generator_start_s: _TypeAlias = _typing.Literal["generator_start_s"]  # noqa: Y015
     _WhichOneofArgType__generator_start_s: _TypeAlias = _typing.Literal["_generator_start_s", b"_generator_start_s"]  # noqa: Y015
+    _WhichOneofReturnType__trainer_move_s: _TypeAlias = _typing.Literal["trainer_move_s"]  # noqa: Y015
+    _WhichOneofArgType__trainer_move_s: _TypeAlias = _typing.Literal["_trainer_move_s", b"_trainer_move_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__generator_start_s) -> _WhichOneofReturnType__generator_start_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trainer_move_s) -> _WhichOneofReturnType__trainer_move_s | None: ...
 
 Global___NodeView: _TypeAlias = NodeView  # noqa: Y015
 

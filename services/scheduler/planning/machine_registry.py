@@ -42,6 +42,7 @@ class _Record:
     rates: dict[int, list[pb.MeasuredRate]] = field(default_factory=dict)
     """Rates of the newest report that had any, by role."""
     generator_start_s: float | None = None
+    trainer_move_s: float | None = None
 
 
 class Inventory:
@@ -74,12 +75,15 @@ class Inventory:
         require(len(rates) <= MAX_RATES, "rates", len(rates), f"at most {MAX_RATES}")
         for rate in rates:
             _check_rate(rate)
-        start_s = request.generator_start_s
-        require(0 <= start_s <= MAX_START_S, "generator_start_s", start_s, f"0 to {MAX_START_S:g}")
+        for name in ("generator_start_s", "trainer_move_s"):
+            seconds = getattr(request, name)
+            require(0 <= seconds <= MAX_START_S, name, seconds, f"0 to {MAX_START_S:g}")
         record.reported_at_s = now_s
         record.rates |= {role: [rate for rate in rates if rate.role == role] for role in {rate.role for rate in rates}}
         if request.HasField("generator_start_s"):
             record.generator_start_s = request.generator_start_s
+        if request.HasField("trainer_move_s"):
+            record.trainer_move_s = request.trainer_move_s
         if request.is_leaving:
             del self._records[node_id]
 
@@ -92,6 +96,8 @@ class Inventory:
             view = pb.NodeView(node=record.node, rates=rates, is_alive=age_s <= self._lifetime_s)
             if record.generator_start_s is not None:
                 view.generator_start_s = record.generator_start_s
+            if record.trainer_move_s is not None:
+                view.trainer_move_s = record.trainer_move_s
             view.report_time.FromMilliseconds(int((unix_s - age_s) * 1000))
             views.append(view)
         return views

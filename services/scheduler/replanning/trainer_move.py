@@ -26,9 +26,12 @@ def is_moved(before: PlanDocument, after: PlanDocument) -> bool:
 def moving_s(problem: Problem, before: PlanDocument, after: PlanDocument, views: Sequence[pb.NodeView]) -> float:
     """How long nothing is trained while the pool of one plan takes over from that of another, seconds.
 
-    The state is written and read at the pools' network speed, as to storage that machines share; a pool that is gone
-    writes nothing. Starting takes as long as a generator's start was measured to take.
+    As long as machines measured that a trainer took to move to them, the median. Before there is such a measurement the
+    state is written and read at the pools' network speed, as to storage that machines share, where a pool that is gone
+    writes nothing, and starting takes as long as a generator's start was measured to take.
     """
+    if moves_s := [view.trainer_move_s for view in views if view.is_alive and view.HasField("trainer_move_s")]:
+        return median(moves_s)
     starts_s = [view.generator_start_s for view in views if view.is_alive and view.HasField("generator_start_s")]
     start_s = median(starts_s) if starts_s else START_S
     state_bytes = demand_of(problem).training_state_bytes

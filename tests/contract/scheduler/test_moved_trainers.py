@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from penstock.errors import InvalidFieldError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.replanning import replan_rule, trainer_move
 from tests.helpers.plans.planned_fleet import COOL_DOWN_S, KINDS, planned_fleet
@@ -37,6 +38,16 @@ async def test_the_trainer_moves_where_that_pays_and_the_revision_says_what_it_c
 
     assert trainers(plan) != {"h800-0": 8}
     assert "faster; the change moves the trainer, which stops everything for 61 s" in plan.explanation
+
+
+async def test_a_move_costs_what_the_last_one_took(fleet):
+    with pytest.raises(InvalidFieldError, match="trainer_move_s"):
+        await fleet.ask("ReportNode", pb.ReportNodeRequest(node_id="h20-0", trainer_move_s=-1.0))
+    await fleet.ask("ReportNode", pb.ReportNodeRequest(node_id="h20-0", trainer_move_s=123.0))
+    await fleet.join("h800-new", "H800", roles=[GENERATES, TRAINS])
+    plan = await fleet.pass_time(2 * COOL_DOWN_S)
+
+    assert "faster; the change moves the trainer, which stops everything for 123 s" in plan.explanation
 
 
 async def test_a_move_that_does_not_pay_leaves_the_trainer_and_revises_generators(fleet, monkeypatch):

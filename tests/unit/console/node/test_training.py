@@ -1,11 +1,12 @@
 """The trainer of a machine by a plan, and what the run's console makes of the training pool."""
 
 import pytest
+from google.protobuf.json_format import MessageToJson
 
 from console.config.config import parse_run_config
 from console.node.config import NodeConfig
 from console.node.training import missing_run, obstacle, trainer_config, training_place
-from console.run.run_plan import processes
+from console.run.run_plan import newest_plan, processes
 from penstock.config import ConfigError
 from penstock.v1 import scheduler_pb2 as pb
 from tests.helpers.console import document
@@ -75,3 +76,12 @@ def test_machines_of_a_pool_have_the_ranks_in_its_order(tmp_path):
     place = training_place(plan(b=1, a=2), config(tmp_path))
     assert place is not None
     assert (place.num_ranks, place.ranks("b"), place.ranks("a")) == (3, range(1), range(1, 3))
+
+
+def test_a_resumed_run_begins_with_the_plan_that_it_followed_last(tmp_path):
+    history = tmp_path / "plans.jsonl"
+    assert newest_plan(history) is None
+    history.write_text("".join(MessageToJson(made, indent=None) + "\n" for made in (plan(a=1), plan(b=2))))
+    assert newest_plan(history) == plan(b=2)
+    history.write_text("{cut")
+    assert newest_plan(history) is None
