@@ -20,7 +20,7 @@ from console.config.derive import training_config
 from console.deploy.description import IN_CONTAINERS, PORTS, Layout
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, emulation, machines
-from console.deploy.trainers import processes, training_machines
+from console.deploy.trainers import trainer_section, training_machines
 from console.node.config import NodeConfig
 from penstock.config import ConfigError, Document, validate
 from penstock.security.plain_text import is_local
@@ -63,7 +63,7 @@ class Configurations:
         self.config = _run_config(model, plan, placed, is_emulated=self.is_emulated)
         """The run's settings, with those that the plan was computed for."""
         self.machines = machines(model.problem, plan, is_one_host=address is not None)
-        self.trainers = training_machines(model, plan, address or plan.train[0].node)
+        self.trainers = training_machines(model, plan, address=address)
         self.head = self.trainers[0]
         self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
         self.is_insecure = bool(self.config.get("insecure", False))
@@ -82,7 +82,7 @@ class Configurations:
         found: dict[str, Document | str] = {
             **runs,
             f"{home}/problem.yaml": self.model.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
-            f"{home}/plan.yaml": self.plan.model_dump(mode="json"),
+            f"{home}/plan.yaml": self.plan.stated(),
             **(self._services(home) if self.layout.is_container else {}),
         }
         for machine in self.machines:
@@ -319,10 +319,13 @@ def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emula
         "endpoints": endpoints,
     }
     if is_emulated:
-        # The trainer is real, on this machine's hardware: it keeps the run's settings.
         emulated = emulation(problem, run["generator"].get("emulated", {}))
-        return {**config, "generator": {**run["generator"], "emulated": emulated}}
-    return {**config, "trainer": {**run.get("trainer", {}), "processes": processes(model, plan)}}
+        config["generator"] = {**run["generator"], "emulated": emulated}
+        if run.get("trainer", {}).get("device") != "cpu":
+            # The trainer is real, on this machine's hardware: it keeps the run's settings.
+            return config
+        # Processes on CPUs stand for the plan's GPUs.
+    return {**config, "trainer": trainer_section(model, plan, run.get("trainer", {}))}
 
 
 def _trains_a_critic(problem: Problem) -> bool:

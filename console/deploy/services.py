@@ -19,10 +19,12 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
             name=name,
             address=made.host(name),
             kind=kinds[name],
-            services=tuple(_services(made, name)),
+            services=services,
             role=made.role(name),
         )
         for name in made.names()
+        # Tried on one host, the head's trainer starts all processes.
+        if (services := tuple(_services(made, name)))
     ]
     return Deployment(
         run_id=made.config["run"]["id"],
@@ -42,7 +44,7 @@ def _services(made: Configurations, name: str) -> list[Service]:
     found: list[Service] = []
     if is_head and made.layout.is_container:
         found += _center(made.layout.config)
-    if trains is not None and (made.layout.is_container or trains.torchrun):
+    if trains is not None and (trains.torchrun or (is_head and made.layout.is_container)):
         found.append(_trainer(made, trains, is_head=is_head))
     if is_head:
         found.append(_run(made))

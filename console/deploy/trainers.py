@@ -1,11 +1,15 @@
-"""Configures the training pool of a deployment: one trainer on the head, or torchrun on every machine of the pool."""
+"""Configures the training pool of a deployment: one trainer on the head, or torchrun on every machine of the pool.
+
+The processes stand in the plan's mesh: their ranks follow the plan's list of machines.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.config import ConfigError, Document
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.plan_document import SHARE_DIGITS, PlanDocument, TrainShare
 
 RENDEZVOUS_PORT = 7307
 MAX_RESTARTS = 20
@@ -21,11 +25,12 @@ class TrainingMachine:
     """Number of GPUs that train, the machine's first ones."""
     torchrun: tuple[str, ...]
     """Command line that starts its trainer processes, without `torchrun` and without `console serve ...`; empty if the
-    pool is one machine, whose trainer starts its processes itself."""
+    pool is one machine, or tried on one, whose trainer starts its processes itself."""
 
 
-def training_machines(model: CostModel, plan: PlanDocument, head_address: str) -> list[TrainingMachine]:
-    """The pool; the first machine is the head."""
+def training_machines(model: CostModel, plan: PlanDocument, *, address: str | None) -> list[TrainingMachine]:
+    """The pool; the first machine is the head. All of them are one host if that has an `address`."""
+    head_address = address or plan.train[0].node
     found = []
     for rank, share in enumerate(plan.train):
         meeting = (
@@ -41,15 +46,37 @@ def training_machines(model: CostModel, plan: PlanDocument, head_address: str) -
                 name=share.node,
                 site=model.nodes[share.node].region,
                 gpus=share.gpus,
-                torchrun=meeting if len(plan.train) > 1 else (),
+                torchrun=meeting if len(plan.train) > 1 and address is None else (),
             )
         )
     return found
 
 
-def processes(model: CostModel, plan: PlanDocument) -> int | list[float]:
-    """`trainer.processes`: one per GPU; if GPUs differ, each one's share of tokens, by its speed."""
-    speeds = [model.gpu_training_rate[model.nodes[share.node].name] for share in plan.train for _ in range(share.gpus)]
-    if len(set(speeds)) == 1:
-        return len(speeds)
-    return [round(speed / max(speeds), 3) for speed in speeds]
+def trainer_section(model: CostModel, plan: PlanDocument, stated: Document) -> Document:
+    """The section `trainer` of a run: one process per GPU, in the plan's mesh.
+
+    Args:
+        model: The problem and its cost model.
+        plan: Who trains.
+        stated: What the run's own configuration has there.
+    """
+    section = {**stated, "processes": _processes(model, plan)}
+    if plan.mesh is None:
+        return section
+    if stated.get("parallel"):
+        raise ConfigError("trainer.parallel: the plan states a mesh of its own; leave it out")
+    return {**section, "parallel": plan.mesh.parallel(plan.num_processes)}
+
+
+def _processes(model: CostModel, plan: PlanDocument) -> int | list[float]:
+    """One per GPU; if GPUs differ, each one's share of tokens: the plan's, or without a mesh by its speed."""
+
+    def share_of(trains: TrainShare) -> float:
+        if trains.share is None and plan.mesh is None:
+            return model.gpu_training_rate[model.nodes[trains.node].name]
+        return trains.share or 1.0
+
+    shares = [share_of(trains) for trains in plan.train for _ in range(trains.gpus)]
+    if len(set(shares)) == 1:
+        return len(shares)
+    return [round(share / max(shares), SHARE_DIGITS) for share in shares]

@@ -81,8 +81,8 @@ def deploy(
         folder, model, plan, engine=engine, run=stated, address=address, head_address=head_address
     )
     print(f"{len(written)} files in {folder}; its README.md says how to start them", file=sys.stderr)
-    if len(plan.train) > 1 and engine == "compose":
-        for each in training_machines(model, plan, address or plan.train[0].node):
+    if engine == "compose":
+        for each in (each for each in training_machines(model, plan, address=address) if each.torchrun):
             command = " ".join(("torchrun", *each.torchrun, "-m console serve trainer --config"))
             print(
                 f"note: without containers, {each.name} trains by: {command} {each.site}/trainer.yaml", file=sys.stderr

@@ -22,6 +22,7 @@ from penstock.network.rpc import call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
+from services.scheduler.planning.plan_message import put_trainers
 from services.scheduler.problem.plan_document import PlanDocument, read_plan
 
 BUDGET_S = 10.0
@@ -130,8 +131,7 @@ def newest_plan(history: Path) -> pb.Plan | None:
 def as_message(plan: PlanDocument) -> pb.Plan:
     """A plan document in the form that the scheduler accepts as a running plan."""
     message = pb.Plan()
-    for share in plan.train:
-        message.assignments.add(node_id=share.node, role=pb.ROLE_TRAINER, accelerator_indices=range(share.gpus))
+    put_trainers(message, plan)
     for each in plan.gen:
         message.assignments.add(
             node_id=each.node, role=pb.ROLE_GENERATOR, tensor_parallel=each.tp, num_replicas=each.count

@@ -305,7 +305,7 @@ class Assignment(_message.Message):
     tensor_parallel: _builtins.int
     """Tensor-parallel degree; 0 means 1."""
     pipeline_parallel: _builtins.int
-    """Pipeline-parallel degree; 0 means 1."""
+    """Pipeline-parallel degree of trainers; 0 means 1."""
     share: _builtins.float
     """Share of the role's work, 0 to 1; the shares of a role add up to 1."""
     num_replicas: _builtins.int
@@ -356,6 +356,7 @@ class Plan(_message.Message):
     SOLVER_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    TRAINER_ISLANDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run it was made for."""
     revision: _builtins.int
@@ -378,6 +379,13 @@ class Plan(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was made."""
 
+    @_builtins.property
+    def trainer_islands(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Processes of each group of trainers that holds a copy of the model, by the order of the trainers' assignments and
+        their accelerators; empty: all hold one copy. Each group is divided by the assignments' tensor_parallel and
+        pipeline_parallel, which all trainers have in common.
+        """
+
     def __init__(
         self,
         *,
@@ -390,10 +398,11 @@ class Plan(_message.Message):
         solver: _builtins.str = ...,
         explanation: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        trainer_islands: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bound_tokens_per_second", b"_bound_tokens_per_second", "_cost_per_million_tokens", b"_cost_per_million_tokens", "_expected_tokens_per_second", b"_expected_tokens_per_second", "bound_tokens_per_second", b"bound_tokens_per_second", "cost_per_million_tokens", b"cost_per_million_tokens", "create_time", b"create_time", "expected_tokens_per_second", b"expected_tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound_tokens_per_second", b"_bound_tokens_per_second", "_cost_per_million_tokens", b"_cost_per_million_tokens", "_expected_tokens_per_second", b"_expected_tokens_per_second", "assignments", b"assignments", "bound_tokens_per_second", b"bound_tokens_per_second", "cost_per_million_tokens", b"cost_per_million_tokens", "create_time", b"create_time", "expected_tokens_per_second", b"expected_tokens_per_second", "explanation", b"explanation", "revision", b"revision", "run_id", b"run_id", "solver", b"solver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound_tokens_per_second", b"_bound_tokens_per_second", "_cost_per_million_tokens", b"_cost_per_million_tokens", "_expected_tokens_per_second", b"_expected_tokens_per_second", "assignments", b"assignments", "bound_tokens_per_second", b"bound_tokens_per_second", "cost_per_million_tokens", b"cost_per_million_tokens", "create_time", b"create_time", "expected_tokens_per_second", b"expected_tokens_per_second", "explanation", b"explanation", "revision", b"revision", "run_id", b"run_id", "solver", b"solver", "trainer_islands", b"trainer_islands"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bound_tokens_per_second: _TypeAlias = _typing.Literal["bound_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__bound_tokens_per_second: _TypeAlias = _typing.Literal["_bound_tokens_per_second", b"_bound_tokens_per_second"]  # noqa: Y015

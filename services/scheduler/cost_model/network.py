@@ -20,6 +20,10 @@ class Network:
         """Bandwidth in each direction; 0 if they are not connected."""
         return self._links.get(frozenset((one, other)), (0.0, 0.0))[0]
 
+    def latency_s(self, one: str, other: str) -> float:
+        """Of the connection of two regions; 0 if there is none."""
+        return self._links.get(frozenset((one, other)), (0.0, 0.0))[1]
+
     def transfer_s(self, homes: Collection[str], region: str, num_bytes: float) -> float:
         """Seconds to copy bytes to a region from the one of `homes` with the fastest link; infinite without links."""
         if region in homes:

@@ -60,15 +60,10 @@ class PoolMemory:
         )
 
     def least_pool(self, nodes: Collection[NodeClass]) -> int | None:
-        """Fewest GPUs of these entries that can train; None if all of them together cannot."""
-        if self.is_even:
-            # A pool of the least size that an entry asks for can have any entry that asks for no more.
-            sizes = [self.least_gpus[node.name] for node in nodes]
-            rooms = [
-                sum(node.gpus * node.count for node in nodes if self.least_gpus[node.name] <= size) for size in sizes
-            ]
-            reached = [size for size, room in zip(sizes, rooms, strict=True) if size <= room]
-            return int(min(reached)) if reached else None
+        """Fewest GPUs of these entries whose memory holds the state; None if all of them together do not.
+
+        Which of them a mesh needs besides is not counted.
+        """
         needed, least = self._state_bytes, 0
         for node in sorted(nodes, key=lambda node: -self._usable_bytes[node.name]):
             room = self._usable_bytes[node.name]

@@ -18,7 +18,8 @@ from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.network import Network
 from services.scheduler.cost_model.pool_memory import PoolMemory
 from services.scheduler.cost_model.replica import ReplicaModel, ReplicaState, tensor_parallel_degrees, usable_bytes
-from services.scheduler.cost_model.training_step import Pool, TrainingStep, gpu_samples_per_second, training_step
+from services.scheduler.cost_model.training_step import Pool, TrainingStep, gpu_samples_per_second
+from services.scheduler.meshes.training_pools import TrainingPools
 from services.scheduler.problem.plan_document import PlanDocument, Replicas, node_classes, placement_error
 from services.scheduler.problem.problem import NodeClass, Problem
 
@@ -103,6 +104,8 @@ class CostModel:
         """Usable memory of each GPU, by node entry."""
         self.pool_memory = PoolMemory(problem, self.demand, self.usable_bytes)
         """Which GPUs can train together."""
+        self.pools = TrainingPools(problem, self.demand, self.network, self.pool_memory, self.usable_bytes)
+        """How they do."""
         self.gpu_training_rate = {
             node.name: gpu_samples_per_second(problem, self.demand, node) for node in problem.nodes
         }
@@ -137,11 +140,12 @@ class CostModel:
         pool: Pool = [(self.nodes[share.node], share.gpus) for share in plan.train]
         if (reason := self._memory_error(plan, pool)) is not None:
             return Infeasible(reason)
-        step = training_step(self.problem, self.demand, self.network, pool)
+        step = self.pools.step(plan, self.nodes)
         if math.isinf(step.step_s):
             regions = ", ".join(sorted({node.region for node, _ in pool}))
             return Infeasible(f"the training pool spans regions that are not linked: {regions}")
-        score = _Scoring(self, plan, frozenset(node.region for node, _ in pool), step).best()
+        homes = frozenset(node.region for node, _ in (pool[:1] if self.pool_memory.is_even else pool))
+        score = _Scoring(self, plan, homes, step).best()
         if score.samples_per_second <= 0:
             return Infeasible("no replica makes samples that are fresh enough: links are missing or slow")
         return score
@@ -150,7 +154,7 @@ class CostModel:
         if not plan.gen or not pool:
             key, verb = ("train", "trains") if plan.gen else ("gen", "generates")
             return f"{key}: empty, so nothing {verb}"
-        if (reason := self.pool_memory.error(pool)) is not None:
+        if (reason := self.pools.error(plan, self.nodes)) is not None:
             return reason
         regions = sorted({node.region for node, _ in pool})
         if self.problem.constraints.train_single_region and len(regions) > 1:

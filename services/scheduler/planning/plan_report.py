@@ -139,7 +139,7 @@ def report_json(report: PlanReport) -> str:
 def _feasible(report: FeasiblePlan) -> dict[str, object]:
     score, step = report.score, report.score.training
     return {
-        "rm1_plan": report.plan.model_dump(),
+        "rm1_plan": report.plan.stated(),
         "step_s": report.step_s,
         "tokens_per_second": report.tokens_per_second,
         "usd_per_hour": report.usd_per_hour,
@@ -167,7 +167,7 @@ def _feasible(report: FeasiblePlan) -> dict[str, object]:
                 "samples_per_second": each.samples_per_second,
                 "usd_per_million_tokens": report.usd_per_million_of(each),
                 "machines": dict(each.machines),
-                "rm1_plan": each.plan.model_dump(),
+                "rm1_plan": each.plan.stated(),
             }
             for each in report.alternatives
         ],

@@ -11,6 +11,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.calibrated import with_constants
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.first_fit import InfeasiblePlanError
+from services.scheduler.planning.plan_message import put_trainers
 from services.scheduler.planning.plan_report import FeasiblePlan
 from services.scheduler.planning.solve import make_plan
 from services.scheduler.problem.plan_document import PlanDocument
@@ -93,15 +94,9 @@ def _assign(message: pb.Plan, report: FeasiblePlan) -> None:
         taken[node] += gpus
         return range(taken[node] - gpus, taken[node])
 
-    speeds = [share.gpus * model.gpu_training_rate[model.nodes[share.node].name] for share in plan.train]
-    for share, speed in zip(plan.train, speeds, strict=True):
-        message.assignments.add(
-            node_id=share.node,
-            role=pb.ROLE_TRAINER,
-            accelerator_indices=indices(share.node, share.gpus),
-            share=speed / sum(speeds),
-            num_replicas=1,
-        )
+    put_trainers(message, plan, [model.gpu_training_rate[model.nodes[share.node].name] for share in plan.train])
+    for share in plan.train:
+        taken[share.node] += share.gpus
     for each in report.score.generation:
         replicas = each.replicas
         message.assignments.add(

@@ -1,7 +1,8 @@
 """Checks whether machines can run a plan, from the problem alone.
 
 Solvers and the cost model apply these rules too; this is a second implementation that shares no code with either, so
-that a mistake in one is caught. Every solver's plan passes here before it is returned.
+that a mistake in one is caught; memory is the trainer's own formula in both. Every solver's plan passes here before it
+is returned.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from collections import Counter
 from itertools import combinations
 
 from penstock.errors import InternalError
-from penstock.model.decoder_shape import ModelShape
-from penstock.model.training_memory import TrainingMode, working_bytes
 from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.plan_mesh_check import mesh_violations
 from services.scheduler.problem.problem import NodeClass, Problem
 
 _MAX_DEGREE = 16
@@ -93,41 +93,14 @@ def _training_memory(problem: Problem, machines: dict[str, NodeClass], plan: Pla
             bytes_per_param = problem.cost_model.train_bytes_per_param if task.kind == "train" else 2.0
             needed_GB += bytes_per_param * problem.model.params * task.scale / 1e9
     if problem.cost_model.train_pack_tokens:
-        return _even_shards(problem, machines, plan, needed_GB)
+        return mesh_violations(problem, machines, plan, needed_GB)
+    if plan.mesh is not None:
+        return ["mesh: what islands and stages need is only known with cost_model.train_pack_tokens; state that"]
     offered_GB = sum(share.gpus * _usable_GB(problem, machines[share.node]) for share in plan.train)
     if offered_GB >= needed_GB * (1 - 1e-12):
         return []
     gpus = sum(share.gpus for share in plan.train)
     return [f"train: the tasks need {needed_GB:.1f} GB, and the pool's {gpus} GPUs offer {offered_GB:.1f} GB"]
-
-
-def _even_shards(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument, state_GB: float) -> list[str]:
-    model, gpus = problem.model, sum(share.gpus for share in plan.train)
-    shape = ModelShape(
-        num_params=model.params,
-        num_layers=model.layers,
-        hidden=model.hidden,
-        feed_forward=model.token_ffn or 0,
-        query_width=model.q_heads * model.head_dim,
-        key_width=model.kv_heads * model.head_dim,
-        vocab=model.vocab,
-        is_tied=model.tied_embeddings,
-        num_chosen_experts=model.experts_per_token or 0,
-    )
-    pack = problem.cost_model.train_pack_tokens
-    working_GB = min(
-        working_bytes(
-            shape, TrainingMode(num_shards=gpus, pack_tokens=pack, is_half=True, checkpoints_layers=recomputes)
-        )
-        for recomputes in (False, True)
-    )
-    needed_GB = state_GB / gpus + working_GB / 1e9
-    return [
-        f"train.{index}.node: each of {gpus} GPUs needs {needed_GB:.2f} GB, and one of {share.node} offers "
-        f"{_usable_GB(problem, machines[share.node]):.2f} GB"
-        for index, share in enumerate(plan.train)
-        if _usable_GB(problem, machines[share.node]) < needed_GB * (1 - 1e-12)
-    ]
 
 
 def _regions(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:

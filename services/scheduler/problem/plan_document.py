@@ -1,22 +1,28 @@
-"""Defines the plan document: which machines generate, with which parallelism, and which train.
+"""Defines the plan document: which machines generate, with which parallelism, and which train, and in what mesh.
 
     {"gen":   [{"node": "h20-0", "tp": 1, "count": 8}],
-     "train": [{"node": "h800-0", "gpus": 8}]}
+     "train": [{"node": "h800-0", "gpus": 8, "share": 1.0}, {"node": "h20-1", "gpus": 4, "share": 0.3}],
+     "mesh":  {"islands": [8, 4]}}
 
-`count` replicas of tensor-parallel degree `tp` on a machine; `gpus` of a machine in the training pool.
+`count` replicas of tensor-parallel degree `tp` on a machine; `gpus` of a machine in the training pool, one process of
+the trainer each, whose ranks follow the list. The first machine of the pool is the head, where Redis, broker,
+scheduler, reward worker and the trainer's first process are; it sends weights to generators over its region's links.
+Without a mesh all processes shard one copy of the model, and tokens follow the GPUs' speed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.config import StrictModel, read_document, validate
 from services.scheduler.problem.problem import MAX_NODES, NodeClass, Problem
 
+SHARE_DIGITS = 4
+"""Of a share of tokens, where the largest is 1."""
 Count = Annotated[int, Field(ge=1, le=1024)]
 
 
@@ -34,6 +40,60 @@ class TrainShare(StrictModel):
 
     node: str
     gpus: Count
+    share: float | None = Field(default=None, gt=0, le=1e6)
+    """Tokens of each of its processes, in any unit that all of the pool have. Unset for all: by the GPUs' speed, or in
+    a mesh as many for each."""
+
+
+class Mesh(StrictModel):
+    """The directions in which the processes of the pool divide a step, in the order of their ranks."""
+
+    islands: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=1024)] | None = None
+    """Processes of each group that holds a copy of the model; unset: all are one. Unlike ones only shard."""
+    tensor: Count = 1
+    """Neighbours that split each layer between them."""
+    pipeline: Count = 1
+    """Stages of layers in each island, one after the other in its ranks, each sharded over equally many processes."""
+    layers_per_stage: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """Layers of each stage; unset: as even as possible."""
+
+    @model_validator(mode="after")
+    def _can_be_carried_out(self) -> Self:
+        if self.tensor > 1 and self.pipeline > 1:
+            raise ValueError(f"tensor: {self.tensor} beside pipeline {self.pipeline}; the trainer has one of them")
+        sizes, width = self.islands or (), self.tensor * self.pipeline
+        if width > 1 and len(set(sizes)) > 1:
+            raise ValueError(f"islands: {list(sizes)} are unlike beside tensor or pipeline; make them equal")
+        if any(size % width for size in sizes):
+            raise ValueError(f"islands: {list(sizes)} are no multiples of tensor x pipeline, {width}")
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pipeline:
+            layers = list(self.layers_per_stage)
+            raise ValueError(f"layers_per_stage: {layers} for pipeline {self.pipeline}; state one number a stage")
+        return self
+
+    def sizes(self, num_processes: int) -> tuple[int, ...]:
+        """Processes of each island, among so many."""
+        return self.islands or (num_processes,)
+
+    def error(self, num_processes: int) -> str | None:
+        """Why so many processes are no such mesh; None if they are."""
+        sizes = self.sizes(num_processes)
+        if sum(sizes) != num_processes:
+            return f"mesh.islands: {list(sizes)} are {sum(sizes)} processes, and train has {num_processes} GPUs"
+        if sizes[0] % (self.tensor * self.pipeline):
+            return f"mesh: {sizes[0]} processes are no multiple of tensor {self.tensor} x pipeline {self.pipeline}"
+        return None
+
+    def parallel(self, num_processes: int) -> dict[str, Any]:
+        """`trainer.parallel` of a run."""
+        sizes, width = self.sizes(num_processes), self.tensor * self.pipeline
+        if width == 1:
+            return {"islands": list(sizes)} if len(sizes) > 1 else {}
+        found: dict[str, Any] = {"replicate": len(sizes), "shard": sizes[0] // width}
+        if self.tensor > 1:
+            return {**found, "tensor": self.tensor}
+        stages = {} if self.layers_per_stage is None else {"layers_per_stage": list(self.layers_per_stage)}
+        return {**found, "pipeline": self.pipeline, **stages}
 
 
 class PlanDocument(StrictModel):
@@ -41,6 +101,16 @@ class PlanDocument(StrictModel):
 
     gen: tuple[Replicas, ...] = Field(default=(), max_length=8 * MAX_NODES)
     train: tuple[TrainShare, ...] = Field(default=(), max_length=MAX_NODES)
+    mesh: Mesh | None = None
+
+    @property
+    def num_processes(self) -> int:
+        """Of the trainer."""
+        return sum(share.gpus for share in self.train)
+
+    def stated(self) -> dict[str, Any]:
+        """What it states, for JSON and YAML."""
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 def read_plan(path: Path) -> PlanDocument:
@@ -61,6 +131,8 @@ def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | No
     """
     used: Counter[str] = Counter()
     trainers: set[str] = set()
+    if (error := _pool_error(plan)) is not None:
+        return error
     for index, replicas in enumerate(plan.gen):
         if replicas.node not in nodes:
             return f"gen.{index}.node: there is no machine {replicas.node!r}"
@@ -76,3 +148,11 @@ def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | No
         if gpus > nodes[node].gpus:
             return f"machine {node} has {nodes[node].gpus} GPUs, and the plan uses {gpus}"
     return None
+
+
+def _pool_error(plan: PlanDocument) -> str | None:
+    """Why its processes are no mesh, or their shares incomplete."""
+    unset = [index for index, share in enumerate(plan.train) if share.share is None]
+    if unset and len(unset) < len(plan.train):
+        return f"train.{unset[0]}.share: unset, and others state theirs; state it for all machines of the pool, or none"
+    return None if plan.mesh is None else plan.mesh.error(plan.num_processes)

@@ -45,7 +45,10 @@ class Live:
         back = {real: name for name, real in self.node_ids.items()}
         gen = [each.model_copy(update={"node": back[each.node]}) for each in plan.gen if each.node in back]
         train = [each.model_copy(update={"node": back[each.node]}) for each in plan.train if each.node in back]
-        return PlanDocument(gen=tuple(gen), train=tuple(train))
+        # Trainers of which some are gone are no mesh any more.
+        return PlanDocument(
+            gen=tuple(gen), train=tuple(train), mesh=plan.mesh if len(train) == len(plan.train) else None
+        )
 
 
 def never_came(planned: Problem, in_force: PlanDocument, views: Sequence[pb.NodeView]) -> frozenset[str]:

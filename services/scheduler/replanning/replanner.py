@@ -16,8 +16,9 @@ from penstock.errors import InvalidFieldError, PenstockError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.plan_message import trainers_of
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
-from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare, node_classes
+from services.scheduler.problem.plan_document import PlanDocument, Replicas, node_classes
 from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came, with_lengths
 from services.scheduler.replanning.migration import stopped_share
@@ -258,12 +259,8 @@ def document_of(plan: pb.Plan) -> PlanDocument:
         for each in plan.assignments
         if each.role == pb.ROLE_GENERATOR
     ]
-    train = [
-        TrainShare(node=each.node_id, gpus=len(each.accelerator_indices))
-        for each in plan.assignments
-        if each.role == pb.ROLE_TRAINER
-    ]
-    return PlanDocument(gen=tuple(gen), train=tuple(train))
+    train, mesh = trainers_of(plan)
+    return PlanDocument(gen=tuple(gen), train=train, mesh=mesh)
 
 
 def _news(run: _Run, live: Live, found: pb.Plan) -> str:

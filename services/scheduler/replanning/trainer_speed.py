@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
-from services.scheduler.cost_model.network import Network
-from services.scheduler.cost_model.training_step import gpu_samples_per_second, training_step
+from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.cost_model.training_step import gpu_samples_per_second
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import MeasuredRate, Problem
 
@@ -42,9 +42,7 @@ def trainer_speed(
     if measured is None or not plan.train or any(share.node not in nodes for share in plan.train):
         return before
     demand = demand_of(problem)
-    expected = training_step(
-        problem, demand, Network(problem.links), [(nodes[share.node], share.gpus) for share in plan.train]
-    )
+    expected = CostModel(problem).pools.step(plan, nodes)
     step_s = demand.samples_per_step / measured
     compute_s = max(_LEAST_COMPUTE_SHARE * step_s, step_s - (expected.step_s - expected.compute_s))
     if not math.isfinite(compute_s):

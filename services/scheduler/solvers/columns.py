@@ -55,13 +55,12 @@ def solve_columns(
 
     made = total(lambda node, split: made_by(model, node, (split,)))
     trained = total(lambda node, split: split.train_gpus * model.gpu_training_rate[node.name])
-    if model.pool_memory.is_even:
-        _add_even_shards(program, model, counts)
-    else:
-        # In GB, to be of a similar magnitude to the rates.
-        memory = total(lambda node, split: split.train_gpus * model.usable_bytes[node.name] / 1e9)
-        program.add_linear_constraint(memory >= demand.training_state_bytes / 1e9)
-    throughput = program.add_variable(lb=0, ub=math.inf if len(home) == 1 else _spanning_ceiling(model))
+    # In GB, to be of a similar magnitude to the rates; what meshes need in each GPU besides is left out.
+    memory = total(lambda node, split: split.train_gpus * model.usable_bytes[node.name] / 1e9)
+    program.add_linear_constraint(memory >= demand.training_state_bytes / 1e9)
+    # Pipelines send no gradients over links.
+    is_bounded = len(home) > 1 and not model.pool_memory.is_even
+    throughput = program.add_variable(lb=0, ub=_spanning_ceiling(model) if is_bounded else math.inf)
     for rate, most, lost_s in (
         (made, _most_made(model, columns), problem.cost_model.sync_pause_s),
         (trained, _most_trained(model), problem.cost_model.train_overhead_s),
@@ -85,23 +84,6 @@ def solve_columns(
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         return ColumnSolution(None, 0.0)
     return ColumnSolution(parts, bound if math.isfinite(bound) else math.inf)
-
-
-def _add_even_shards(program: mathopt.Model, model: CostModel, counts: _Counts) -> None:
-    """Where an entry trains, the whole pool has as many GPUs as its memory asks for."""
-    trained = {
-        node.name: mathopt.fast_sum(split.train_gpus * count for split, count in chosen) for node, chosen in counts
-    }
-    pool = mathopt.fast_sum(trained.values())
-    most = sum(node.gpus * node.count for node, _ in counts)
-    for node, _ in counts:
-        least = model.pool_memory.least_gpus[node.name]
-        if least > most:
-            program.add_linear_constraint(trained[node.name] <= 0)
-        elif least > 1:
-            trains = program.add_binary_variable()
-            program.add_linear_constraint(trained[node.name] <= node.gpus * node.count * trains)
-            program.add_linear_constraint(pool >= least * trains)
 
 
 def _spanning_ceiling(model: CostModel) -> float:

@@ -1,7 +1,8 @@
 """Enumerates the ways to divide equal machines between replicas and the training pool.
 
 Machines of one entry are alike and in one region, so a plan's score depends only on the sums over them: replicas of
-each degree, GPUs that train, and how many machines they are spread over. Divisions with equal sums count as one.
+each degree, GPUs that train, and how many machines they are spread over. Divisions with equal sums count as one. Where
+the problem has meshes, it depends on how many GPUs train on which number of machines as well.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Division:
         """The sums that the score depends on: replicas of each degree, GPUs that train, machines with one of those."""
         replicas = (sum(counts) for counts in zip(*(split.replicas for split in self.splits), strict=True))
         return (*replicas, self.train_gpus, self.train_nodes)
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """GPUs in the training pool of each machine that has some, in ascending order."""
+        return tuple(sorted(split.train_gpus for split in self.splits if split.train_gpus))
 
     @property
     def train_gpus(self) -> int:
@@ -114,25 +120,30 @@ def packed(node: NodeClass, train_gpus: int) -> Iterator[int]:
         yield here
 
 
+_Key = tuple[tuple[int, ...], tuple[int, ...]]
+"""Sums, and GPUs that train on each machine where that matters."""
+
+
 def divisions(model: CostModel, node: NodeClass, *, most: int, time_left: TimeLeft) -> list[Division] | None:
     """Every division of an entry's machines, one per sum; None if there are more than `most`, or time is over."""
     splits = list(islice(machine_splits(model, node), most + 1))
-    found: dict[tuple[int, ...], tuple[Split, ...]] = {(): ()}
+    found: dict[_Key, tuple[Split, ...]] = {((), ()): ()}
     for _ in range(node.count):
-        longer: dict[tuple[int, ...], tuple[Split, ...]] = {}
-        for sums, chosen in found.items():
+        longer: dict[_Key, tuple[Split, ...]] = {}
+        for (sums, trained), chosen in found.items():
             for split in splits:
                 added = (*split.replicas, split.train_gpus, int(split.train_gpus > 0))
-                key = tuple(map(sum, zip(sums, added, strict=True))) if sums else added
-                longer.setdefault(key, (*chosen, split))
+                total = tuple(map(sum, zip(sums, added, strict=True))) if sums else added
+                apart = tuple(sorted((*trained, split.train_gpus))) if model.pool_memory.is_even else ()
+                longer.setdefault((total, apart), (*chosen, split))
             if len(longer) > most or time_left() <= 0:
                 return None
         found = longer
     return [Division(node, chosen) for chosen in found.values()]
 
 
-def plan_of(model: CostModel, parts: Sequence[Division]) -> PlanDocument:
-    """The plan with each entry's machines divided like this."""
+def plan_of(model: CostModel, parts: Sequence[Division], kept: PlanDocument | None = None) -> PlanDocument:
+    """The plan with each entry's machines divided like this, and its pool in the best mesh, or as in `kept`."""
     gen: list[Replicas] = []
     train: list[TrainShare] = []
     for part in parts:
@@ -142,4 +153,7 @@ def plan_of(model: CostModel, parts: Sequence[Division]) -> PlanDocument:
             gen += [Replicas(node=machine, tp=degree, count=count) for degree, count in counts if count]
             if split.train_gpus:
                 train.append(TrainShare(node=machine, gpus=split.train_gpus))
-    return PlanDocument(gen=tuple(gen), train=tuple(train))
+    if kept is not None:
+        return PlanDocument(gen=tuple(gen), train=kept.train, mesh=kept.mesh)
+    pool, mesh = model.pools.arranged(train, model.nodes)
+    return PlanDocument(gen=tuple(gen), train=pool, mesh=mesh)

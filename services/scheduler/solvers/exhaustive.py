@@ -89,13 +89,6 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
             total = (total[:, np.newaxis] + np.array([value(part) for part in options], dtype=np.float64)).ravel()
         return total
 
-    def largest(value: Callable[[Division], float]) -> _Array:
-        most: _Array = np.zeros(1)
-        for options in choices:
-            values = np.array([value(part) for part in options], dtype=np.float64)
-            most = np.maximum(most[:, np.newaxis], values).ravel()
-        return most
-
     made = summed(lambda part: made_by(model, part.node, part.splits))
     made /= 1 + made * problem.cost_model.sync_pause_s / demand.samples_per_step
     trained = summed(lambda part: part.train_gpus * model.gpu_training_rate[part.node.name])
@@ -103,16 +96,15 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
     with np.errstate(divide="ignore"):
         compute_s = demand.samples_per_step / trained
         nic = max(node.nic_Gbps for node in problem.nodes) * 1e9 / 8
-        allreduce_s = 2 * np.maximum(0.0, 1 - 1 / nodes) * demand.gradient_bytes / nic
+        # RM-1's ring; what a mesh exchanges depends on the mesh.
+        is_rm1 = not model.pool_memory.is_even
+        allreduce_s = is_rm1 * 2 * np.maximum(0.0, 1 - 1 / nodes) * demand.gradient_bytes / nic
         exposed_s = np.maximum(0.0, allreduce_s - problem.cost_model.dp_overlap * compute_s)
         step_s = compute_s + np.where(trained > 0, exposed_s, 0.0) + problem.cost_model.train_overhead_s
         bounds: _Array = np.minimum(made, demand.samples_per_step / step_s)
-    if model.pool_memory.is_even:
-        needed = largest(lambda part: model.pool_memory.least_gpus[part.node.name] if part.train_gpus else 0)
-        lacks_memory = summed(lambda part: part.train_gpus) < needed
-    else:
-        offered = summed(lambda part: part.train_gpus * model.usable_bytes[part.node.name])
-        lacks_memory = offered < demand.training_state_bytes
+    # No mesh holds less than one copy of the state in all.
+    offered = summed(lambda part: part.train_gpus * model.usable_bytes[part.node.name])
+    lacks_memory = offered < demand.training_state_bytes
     bounds[lacks_memory | (trained <= 0)] = 0
     if problem.constraints.train_single_region:
 

@@ -23,19 +23,21 @@ MIN_SPARE = 0.1
 
 def regenerate(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
     """The best plan found that trains where `running` does, without unneeded machines; never slower than it."""
-    scored = Scored(model)
+    # Trainers keep their mesh as well.
+    trains = running if model.pool_memory.is_even else None
+    scored = Scored(model, kept=trains)
     kept = parts_of(model, running)
     around = partial(_neighbours, {node.name: list(machine_splits(model, node)) for node in model.problem.nodes})
     for start in (kept, tuple(_filled(model, part) for part in kept)):
         climb(scored, start, around, time_left=time_left)
     while scored.best is not None and time_left() > 0:
-        if (leaner := _leaner(model, scored, scored.best)) is None:
+        if (leaner := _leaner(model, trains, scored, scored.best)) is None:
             break
         scored.settle_for(leaner)
     return scored.solution(NAME)
 
 
-def _leaner(model: CostModel, scored: Scored, parts: Parts) -> Parts | None:
+def _leaner(model: CostModel, trains: PlanDocument | None, scored: Scored, parts: Parts) -> Parts | None:
     """The plan without the dearest unneeded machine; None if all are needed."""
     offers: list[tuple[float, Parts]] = []
     for index, part in enumerate(parts):
@@ -43,14 +45,14 @@ def _leaner(model: CostModel, scored: Scored, parts: Parts) -> Parts | None:
             if split == split.idle:
                 continue
             without = with_part(parts, index, part.with_split(part.splits.index(split), split.idle))
-            if scored.rate(without) >= scored.best_rate / BETTER and _spare(model, without) >= MIN_SPARE:
+            if scored.rate(without) >= scored.best_rate / BETTER and _spare(model, trains, without) >= MIN_SPARE:
                 offers.append((part.node.price_per_gpu_hour * (part.node.gpus - split.train_gpus), without))
     return max(offers, key=lambda offer: offer[0])[1] if offers else None
 
 
-def _spare(model: CostModel, parts: Parts) -> float:
+def _spare(model: CostModel, trains: PlanDocument | None, parts: Parts) -> float:
     """Excess of possible generation over training, as a share of the latter."""
-    score = model.score(plan_of(model, parts))
+    score = model.score(plan_of(model, parts, trains))
     assert isinstance(score, Score)
     return score.generated_samples_per_second / score.samples_per_second - 1
 

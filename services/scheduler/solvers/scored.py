@@ -19,10 +19,12 @@ BETTER = 1 + 1e-9
 class Scored:
     """Scores plans and caches the results."""
 
-    def __init__(self, model: CostModel, starts: Iterable[PlanDocument] = ()) -> None:
-        """`starts` are scored first."""
-        self._model = model
-        self._known: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[float, Limit | None]] = {}
+    def __init__(
+        self, model: CostModel, starts: Iterable[PlanDocument] = (), *, kept: PlanDocument | None = None
+    ) -> None:
+        """`starts` are scored first; all plans train as `kept` does, if there is one."""
+        self._model, self._kept = model, kept
+        self._known: dict[tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...], tuple[float, Limit | None]] = {}
         self.best: Parts | None = None
         self.best_rate = 0.0
         """Samples per second of the best plan."""
@@ -38,10 +40,11 @@ class Scored:
 
     def look_at(self, parts: Parts) -> tuple[float, Limit | None]:
         """Samples per second and their limit; 0 and None if it cannot run."""
-        key = tuple((part.node.name, part.sums) for part in parts)
+        has_meshes = self._model.pool_memory.is_even
+        key = tuple((part.node.name, part.sums, part.trained if has_meshes else ()) for part in parts)
         if key not in self._known:
             self.num_evaluated += 1
-            score = self._model.score(plan_of(self._model, parts))
+            score = self._model.score(plan_of(self._model, parts, self._kept))
             self._known[key] = (score.samples_per_second, score.limit if isinstance(score, Score) else None)
             if score.samples_per_second > self.best_rate or self.num_evaluated == 1:
                 self.answer = score
@@ -51,11 +54,11 @@ class Scored:
 
     def settle_for(self, parts: Parts) -> None:
         """Make this the best: equally fast, and preferable."""
-        self.best, self.answer = parts, self._model.score(plan_of(self._model, parts))
+        self.best, self.answer = parts, self._model.score(plan_of(self._model, parts, self._kept))
 
     def solution(self, solver: str, *, bound: float | None = None, is_optimal: bool = False) -> Solution:
         """The best so far as a solver's result."""
-        plan = plan_of(self._model, self.best) if self.best is not None else None
+        plan = plan_of(self._model, self.best, self._kept) if self.best is not None else None
         return Solution(plan, self.answer, bound, is_optimal and plan is not None, self.num_evaluated, solver)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from console.config.config import load_run_config
 from console.deploy.configurations import PLAIN_RUN
@@ -12,11 +13,13 @@ from console.deploy.deployment import deployment, write_deployment
 from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
 from console.node.config import NodeConfig, read_node
+from console.run.run_plan import as_message
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError, read_document, validate
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import read_plan
+from services.scheduler.problem.plan_document import Mesh, PlanDocument, TrainShare, read_plan
 from services.scheduler.problem.problem import read_problem
+from services.scheduler.replanning.replanner import document_of
 from tests.helpers.plans.problems import plan, problem
 
 PLAN = plan([("l40s-0", 1, 3), ("l40s-0", 4, 1), ("l4-0", 2, 4)], [("a100-0", 4), ("l40s-0", 1)])
@@ -142,9 +145,49 @@ def test_trainers_start_on_every_machine_of_the_pool(model):
     assert (head["profiles"], other["profiles"]) == (["a100-0"], ["l40s-0"])
     shares = files["run.yaml"]["trainer"]["processes"]
     speeds = [model.gpu_training_rate[name] for name in ("a100", "l40s")]
-    assert shares == [round(speeds[0] / max(speeds), 3)] * 4 + [round(speeds[1] / max(speeds), 3)] * 8
+    assert shares == [round(speeds[0] / max(speeds), 4)] * 4 + [round(speeds[1] / max(speeds), 4)] * 8
     # torchrun starts the trainer, so the run attaches to it.
     assert files["run.yaml"]["endpoints"] == {"trainer": "a100-0:7304"}
+
+
+def test_processes_stand_in_the_plans_mesh(model):
+    islands = SPREAD.model_copy(
+        update={
+            "train": (TrainShare(node="a100-0", gpus=4, share=1), TrainShare(node="l40s-0", gpus=8, share=0.7)),
+            "mesh": Mesh(islands=(4, 8)),
+        }
+    )
+    emulated = {
+        "generator": {"engine": "emulated", "emulated": {"model": "qwen2.5-1.5b"}},
+        "trainer": {"device": "cpu", "num_threads": 1},
+    }
+    for run, address in ((PLAIN_RUN, None), ({**PLAIN_RUN, **emulated}, "127.0.0.1")):
+        files = deployed(model, of=islands, run=run, address=address)
+        trainer = files["run.yaml"]["trainer"]
+        assert trainer["processes"] == [1.0] * 4 + [0.7] * 8
+        assert trainer["parallel"] == {"islands": [4, 8]}
+        assert validate(PlanDocument, files["r0/plan.yaml"], source="plan") == islands
+        # On one host a trainer starts all processes itself.
+        assert ("trainer" in files["run.yaml"]["endpoints"]) is (address is None)
+        assert document_of(as_message(islands)) == islands
+    own = {**PLAIN_RUN, "trainer": {"parallel": {"shard": 12}}}
+    with pytest.raises(ConfigError, match=r"trainer.parallel: the plan states a mesh of its own; leave it out"):
+        deployed(model, of=islands, run=own)
+
+
+def test_stages_and_split_layers_are_what_the_trainer_calls_them(model):
+    pool = (TrainShare(node="a100-0", gpus=4), TrainShare(node="l40s-0", gpus=8))
+    for mesh, parallel in (
+        (Mesh(pipeline=3, layers_per_stage=(20, 8, 8)), {"pipeline": 3, "layers_per_stage": [20, 8, 8], "shard": 4}),
+        (Mesh(islands=(6, 6), tensor=2), {"replicate": 2, "shard": 3, "tensor": 2}),
+        (Mesh(), {}),
+    ):
+        meshed = SPREAD.model_copy(update={"train": pool, "mesh": mesh})
+        stated = deployed(model, of=meshed)["run.yaml"]["trainer"]["parallel"]
+        assert {key: value for key, value in stated.items() if value != 1} == parallel
+        assert document_of(as_message(meshed)).mesh == mesh.model_copy(update={"islands": mesh.islands or (12,)})
+    with pytest.raises(ValidationError, match=r"islands: .* are unlike beside tensor or pipeline; make them equal"):
+        Mesh(islands=(4, 8), pipeline=2)
 
 
 def test_a_trainer_of_one_machine_starts_its_processes_itself(model):

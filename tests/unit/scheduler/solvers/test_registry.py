@@ -49,7 +49,7 @@ def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
         app, ["plan", str(INSTANCES / "tiny_02.json"), "--solver", "toy", "--budget-s", "1", "--json"]
     )
     answer = json.loads(result.output)
-    assert (answer["rm1_plan"], answer["solver"]) == (HALVES.model_dump(mode="json"), "toy")
+    assert (answer["rm1_plan"], answer["solver"]) == (HALVES.stated(), "toy")
     refused = CliRunner().invoke(app, ["plan", "nowhere.json", "--solver", "oracle"])
     assert "there is: auto, partition, streamrl, exhaustive, multilevel, milp, toy" in refused.output
     asked = pb.CreatePlanRequest(problem_json=json.dumps(document("tiny_02")), solver="toy")

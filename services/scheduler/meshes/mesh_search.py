@@ -1,0 +1,271 @@
+"""Finds the mesh of a training pool: islands of like GPUs, split layers, or pipelines over unlike GPUs.
+
+The trainer has three kinds of meshes. Islands are runs of machines, or parts of one, with tokens by speed; layers are
+split inside machines; pipelines give each GPU type stages of its own, whose layers `divide_layers` chooses exactly. All
+of each kind are tried that treat machines of one entry alike; a pool is searched once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, permutations, product
+from math import gcd, inf
+
+from services.scheduler.cost_model.training_step import TrainingStep
+from services.scheduler.meshes.islands import Island, Part, cut, size_of
+from services.scheduler.meshes.layer_division import divide_layers
+from services.scheduler.meshes.mesh_memory import MeshMemory
+from services.scheduler.meshes.mesh_step import MeshSteps
+from services.scheduler.problem.plan_document import SHARE_DIGITS, Mesh, TrainShare
+from services.scheduler.problem.problem import Problem
+
+MAX_STAGES = 16
+_MAX_ORDERED = 4
+"""GPU types of a pool whose orders, and ways to be joined, are all tried; of more, one order."""
+_MAX_COMBINED = 256
+"""Combinations of islands that are tried one by one; of more, each entry's islands are changed in turn."""
+_GOOD = 1.0005
+"""A step this close to that of the computation alone ends the search."""
+
+_Group = tuple[Part, ...]
+"""A pool's machines of one entry."""
+_Runs = tuple[_Group, ...]
+"""Islands that only shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A pool in a mesh, and its step."""
+
+    pool: tuple[TrainShare, ...]
+    mesh: Mesh | None
+    step: TrainingStep
+
+
+class MeshSearch:
+    """The search of one problem."""
+
+    def __init__(self, problem: Problem, memory: MeshMemory, steps: MeshSteps) -> None:
+        self._problem, self._memory, self._steps = problem, memory, steps
+
+    def best(self, pool: Sequence[Part], at_least: Trained | None) -> Trained | None:
+        """The best mesh of these machines' GPUs; `at_least` is that of one copy over all, if it fits."""
+        best = at_least
+        ideal_s = self._steps.ideal_s(pool)
+        groups = _groups(pool)
+        for islands, mesh in chain(self._island_meshes(groups), self._pipelines(groups), self._splits(groups)):
+            step = self._steps.step(islands, mesh)
+            if (best is None or step.step_s < best.step.step_s) and self._memory.error(islands, mesh) is None:
+                best = Trained(_pool_of(islands), mesh, step)
+                if step.step_s <= ideal_s * _GOOD:
+                    break
+        return best
+
+    def _island_meshes(self, groups: Sequence[_Group]) -> Iterator[tuple[list[Island], Mesh]]:
+        for blocks in _blocks(groups):
+            options = [self._runs(block) for block in blocks]
+            if not all(options):
+                continue
+            for runs in self._combined(options):
+                if len(runs) > 1:
+                    yield self._islands(runs)
+
+    def _combined(self, options: Sequence[Sequence[_Runs]]) -> Iterator[_Runs]:
+        """Every choice for each block, or if they are too many, the best found by changing one at a time."""
+        num = 1
+        for each in options:
+            num *= len(each)
+        if num <= _MAX_COMBINED:
+            for choice in product(*options):
+                yield tuple(chain.from_iterable(choice))
+            return
+        chosen = [each[0] for each in options]
+        best_s = inf
+        is_better = True
+        while is_better:
+            is_better = False
+            for index, each in enumerate(options):
+                for option in each:
+                    tried = [*chosen[:index], option, *chosen[index + 1 :]]
+                    runs = tuple(chain.from_iterable(tried))
+                    found_s = self._steps.step(*self._islands(runs)).step_s
+                    if found_s < best_s * (1 - 1e-9):
+                        chosen, best_s, is_better = tried, found_s, True
+        yield tuple(chain.from_iterable(chosen))
+
+    def _runs(self, block: _Group) -> list[_Runs]:
+        """Ways to make islands of a block of machines; of unlike ones, one island."""
+        if len({part.node.name for part in block}) > 1:
+            return [(block,)] if self._fits(block) else []
+        found: list[_Runs] = [(block,)]
+        for width in _halvings(len(block)):
+            found.append(tuple(_chunks(block, width)))
+        for gpus in _halvings(max(part.gpus for part in block)):
+            if all(part.gpus <= gpus or part.gpus % gpus == 0 for part in block):
+                pieces = (
+                    replace(part, gpus=min(gpus, part.gpus)) for part in block for _ in range(-(-part.gpus // gpus))
+                )
+                found.append(tuple((piece,) for piece in pieces))
+        return [runs for runs in dict.fromkeys(found) if all(map(self._fits, set(runs)))]
+
+    def _fits(self, run: _Group) -> bool:
+        return any(
+            all(
+                self._memory.fits_whole(name, size_of(run), recomputes=recomputes)
+                for name in {part.node.name for part in run}
+            )
+            for recomputes in (False, True)
+        )
+
+    def _islands(self, runs: _Runs) -> tuple[list[Island], Mesh]:
+        """With shares of tokens, so that all end at once."""
+        speeds = [self._steps.island_speed(run) for run in runs]
+        processes = [[speed * self._of_all(part, run) for part in run] for speed, run in zip(speeds, runs, strict=True)]
+        most = max(map(max, processes))
+        islands: list[Island] = []
+        for run, own in zip(runs, processes, strict=True):
+            shared = (
+                replace(part, share=max(10.0**-SHARE_DIGITS, round(one / most, SHARE_DIGITS)))
+                for part, one in zip(run, own, strict=True)
+            )
+            islands.append((tuple(shared),))
+        return islands, Mesh(islands=tuple(map(size_of, runs)))
+
+    def _of_all(self, part: Part, run: _Group) -> float:
+        """What a process of a part computes of what its island does."""
+        return self._steps.rates[part.node.name] / sum(each.gpus * self._steps.rates[each.node.name] for each in run)
+
+    def _pipelines(self, groups: Sequence[_Group]) -> Iterator[tuple[list[Island], Mesh]]:
+        sizes = [size_of(group) for group in groups]
+        common = gcd(*sizes)
+        total = sum(sizes)
+        for width in (width for width in range(1, common + 1) if common % width == 0):
+            # Islands of `stages` stages of so many processes.
+            num_stages = total // width
+            for copies in (copies for copies in range(1, common // width + 1) if (common // width) % copies == 0):
+                if not 2 <= num_stages // copies <= min(MAX_STAGES, self._steps.num_layers):
+                    continue
+                for order in _orders(groups):
+                    if (islands := _piped(order, width, copies)) is None:
+                        continue
+                    for mesh in self._with_layers(islands):
+                        yield islands, mesh
+
+    def _with_layers(self, islands: Sequence[Island]) -> Iterator[Mesh]:
+        stages = islands[0]
+        sizes = tuple(sum(map(size_of, island)) for island in islands)
+        last = len(stages) - 1
+        whole_s = [self._steps.stage_s(stage, self._steps.num_layers, is_last=False) for stage in stages]
+        layer_s = [each / self._steps.num_layers for each in whole_s]
+        extra_s = [0.0] * last + [self._steps.stage_s(stages[last], 0, is_last=True)]
+        rounds = self._steps.rounds(len(stages), sum(sizes))
+        seen = set[tuple[int, ...] | None]()
+        for recomputes in (False, True):
+            most = [
+                min(
+                    self._memory.most_layers(
+                        part.node.name,
+                        size_of(stage),
+                        is_first=index == 0,
+                        is_last=index == last,
+                        recomputes=recomputes,
+                    )
+                    for part in stage
+                )
+                for index, stage in enumerate(stages)
+            ]
+            layers = divide_layers(self._steps.num_layers, layer_s=layer_s, extra_s=extra_s, most=most, rounds=rounds)
+            if layers is not None and layers not in seen:
+                seen.add(layers)
+                yield Mesh(islands=sizes, pipeline=len(stages), layers_per_stage=layers)
+
+    def _splits(self, groups: Sequence[_Group]) -> Iterator[tuple[list[Island], Mesh]]:
+        model = self._problem.model
+        parts = [
+            replace(part, share=self._steps.rates[part.node.name]) for group in _orders(groups)[0] for part in group
+        ]
+        most = max(part.share for part in parts)
+        parts = [replace(part, share=round(part.share / most, SHARE_DIGITS)) for part in parts]
+        total = size_of(parts)
+        for tensor in (2, 4, 8):
+            widths = [part.gpus for part in parts] + [model.q_heads, model.kv_heads, model.experts or model.ffn or 1]
+            if any(width % tensor for width in widths):
+                continue
+            for copies in (copies for copies in range(1, total // tensor + 1) if (total // tensor) % copies == 0):
+                size = total // copies
+                if size % tensor == 0:
+                    islands: list[Island] = [(run,) for run in cut(parts, (size,) * copies)]
+                    yield islands, Mesh(islands=(size,) * copies, tensor=tensor)
+
+
+def _groups(pool: Sequence[Part]) -> list[_Group]:
+    found: dict[str, list[Part]] = {}
+    for part in pool:
+        found.setdefault(part.node.name, []).append(part)
+    return [tuple(sorted(group, key=lambda part: -part.gpus)) for group in found.values()]
+
+
+def _orders(groups: Sequence[_Group]) -> list[tuple[_Group, ...]]:
+    """Of the pool's entries; stages of one region stay together where there are many."""
+    if len(groups) <= _MAX_ORDERED:
+        return list(permutations(groups))
+    return [tuple(sorted(groups, key=lambda group: group[0].node.region))]
+
+
+def _blocks(groups: Sequence[_Group]) -> Iterator[list[_Group]]:
+    """Ways to join entries: each block is an island of unlike GPUs, or one entry that is divided further."""
+    if len(groups) > _MAX_ORDERED:
+        yield list(groups)
+        return
+    yield from _partitions(list(groups))
+
+
+def _partitions(groups: list[_Group]) -> Iterator[list[_Group]]:
+    if not groups:
+        yield []
+        return
+    first, rest = groups[0], groups[1:]
+    for smaller in _partitions(rest):
+        yield [first, *smaller]
+        for index, block in enumerate(smaller):
+            yield [*smaller[:index], (*first, *block), *smaller[index + 1 :]]
+
+
+def _halvings(whole: int) -> Iterator[int]:
+    """Half of it, a quarter, ... one."""
+    while whole > 1:
+        whole = (whole + 1) // 2
+        yield whole
+
+
+def _chunks(parts: _Group, width: int) -> Iterator[_Group]:
+    """Runs of so many machines; what is left over joins the last one."""
+    starts = list(range(0, len(parts), width))
+    if len(parts) % width and len(starts) > 1:
+        starts.pop()
+    for start, end in zip(starts, [*starts[1:], len(parts)], strict=True):
+        yield parts[start:end]
+
+
+def _piped(order: Sequence[_Group], width: int, copies: int) -> list[Island] | None:
+    """Pipelines with stages of so many processes; None if the ranks of a machine would not follow each other."""
+    shares = [list(cut(group, (size_of(group) // copies,) * copies)) for group in order]
+    islands: list[Island] = []
+    for copy in range(copies):
+        parts = [part for share in shares for part in share[copy]]
+        islands.append(tuple(cut(parts, (width,) * (size_of(parts) // width))))
+    machines = [part.machine for island in islands for stage in island for part in stage]
+    changes = [machine for index, machine in enumerate(machines) if index == 0 or machines[index - 1] != machine]
+    return islands if len(changes) == len(set(changes)) else None
+
+
+def _pool_of(islands: Sequence[Island]) -> tuple[TrainShare, ...]:
+    """The pool in the order of its ranks."""
+    found: list[TrainShare] = []
+    for part in (part for island in islands for stage in island for part in stage):
+        if found and found[-1].node == part.machine:
+            found[-1] = found[-1].model_copy(update={"gpus": found[-1].gpus + part.gpus})
+        else:
+            found.append(TrainShare(node=part.machine, gpus=part.gpus, share=part.share))
+    return tuple(found)

@@ -1,0 +1,101 @@
+"""Judges training pools, with or without a mesh, and gives each pool its best one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from services.scheduler.cost_model.demand import Demand
+from services.scheduler.cost_model.network import Network
+from services.scheduler.cost_model.pool_memory import PoolMemory
+from services.scheduler.cost_model.training_step import TrainingStep, training_step
+from services.scheduler.meshes.islands import Part, islands_of
+from services.scheduler.meshes.mesh_memory import MeshMemory
+from services.scheduler.meshes.mesh_search import MeshSearch, Trained
+from services.scheduler.meshes.mesh_step import MeshSteps
+from services.scheduler.problem.plan_document import Mesh, PlanDocument, TrainShare
+from services.scheduler.problem.problem import NodeClass, Problem
+
+Nodes = Mapping[str, NodeClass]
+"""Each machine's entry."""
+
+
+class TrainingPools:
+    """The training pools of one problem; those with the same numbers of GPUs are searched once.
+
+    Args:
+        problem: The problem; its meshes are known if it states `train_pack_tokens`.
+        demand: Its demand.
+        network: Its links.
+        memory: The rule for pools without a mesh.
+        usable_bytes: Usable memory of a GPU, by node entry.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        demand: Demand,
+        network: Network,
+        memory: PoolMemory,
+        usable_bytes: Mapping[str, float],
+    ) -> None:
+        self._problem, self._demand, self._network, self._pool_memory = problem, demand, network, memory
+        self._search: MeshSearch | None = None
+        if memory.is_even:
+            self._memory = MeshMemory(problem, demand, usable_bytes)
+            self._steps = MeshSteps(problem, demand, network)
+            self._search = MeshSearch(problem, self._memory, self._steps)
+        self._found: dict[tuple[tuple[str, int], ...], Trained | None] = {}
+
+    def error(self, plan: PlanDocument, nodes: Nodes) -> str | None:
+        """Why the pool of a plan cannot train; None if it can."""
+        if plan.mesh is None:
+            return self._pool_memory.error([(nodes[share.node], share.gpus) for share in plan.train])
+        if self._search is None:
+            return "mesh: memory of islands and stages is only known with cost_model.train_pack_tokens; state that"
+        if (error := _model_error(self._problem, plan.mesh)) is not None:
+            return error
+        return self._memory.error(islands_of(plan.train, plan.mesh, nodes), plan.mesh)
+
+    def step(self, plan: PlanDocument, nodes: Nodes) -> TrainingStep:
+        """A step of the pool of a plan, which can train."""
+        if plan.mesh is not None:
+            return self._steps.step(islands_of(plan.train, plan.mesh, nodes), plan.mesh)
+        pool = [(nodes[share.node], share.gpus) for share in plan.train]
+        return training_step(self._problem, self._demand, self._network, pool)
+
+    def arranged(self, pool: Sequence[TrainShare], nodes: Nodes) -> tuple[tuple[TrainShare, ...], Mesh | None]:
+        """These machines' GPUs in their best mesh; as they are where meshes are unknown, or none has the memory."""
+        if self._search is None or not pool:
+            return tuple(pool), None
+        # Machines of an entry are alike: named by their place among them, they are found again.
+        ordered = sorted(pool, key=lambda share: (nodes[share.node].name, -share.gpus, share.node))
+        key = tuple((nodes[share.node].name, share.gpus) for share in ordered)
+        if key not in self._found:
+            parts = [Part(str(index), nodes[share.node], share.gpus, 1.0) for index, share in enumerate(ordered)]
+            self._found[key] = self._search.best(parts, self._one_copy(parts))
+        if (found := self._found[key]) is None:
+            return tuple(pool), None
+        real = [share.node for share in ordered]
+        return tuple(each.model_copy(update={"node": real[int(each.node)]}) for each in found.pool), found.mesh
+
+    def _one_copy(self, parts: Sequence[Part]) -> Trained | None:
+        pool = [(part.node, part.gpus) for part in parts]
+        if not self._pool_memory.fits(pool):
+            return None
+        step = training_step(self._problem, self._demand, self._network, pool)
+        return Trained(tuple(TrainShare(node=part.machine, gpus=part.gpus) for part in parts), None, step)
+
+
+def _model_error(problem: Problem, mesh: Mesh) -> str | None:
+    """Why the model cannot be divided like this."""
+    model = problem.model
+    if mesh.layers_per_stage is not None and sum(mesh.layers_per_stage) != model.layers:
+        return f"mesh.layers_per_stage: {sum(mesh.layers_per_stage)} layers, and the model has {model.layers}"
+    if mesh.pipeline > model.layers:
+        return f"mesh.pipeline: {mesh.pipeline} stages need as many layers, and the model has {model.layers}"
+    widths = {"q_heads": model.q_heads, "kv_heads": model.kv_heads}
+    widths |= {"experts": model.experts} if model.experts else {"ffn": model.ffn or 0}
+    for name, width in widths.items():
+        if width % mesh.tensor:
+            return f"mesh.tensor: {mesh.tensor} does not divide the model's {name}, {width}"
+    return None
