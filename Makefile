@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests start hundreds of Python processes: what one has compiled is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart soak mutants test test-fast test-parts test-runs test-grids test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images gpu-check clean
+.PHONY: help setup quickstart soak plans mutants test test-fast test-parts test-runs test-grids test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images gpu-check clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -79,6 +79,9 @@ test-vllm: setup
 # Runs wait for each other's services as often as they compute: two at a time.
 test-e2e: setup
 	$(PYTEST) tests/e2e -q $(RERUN) $(PARALLEL) 2 --durations=12
+
+plans: setup  ## Carry out drawn plans at toy size, of each kind of mesh as many as PLANS=5 says
+	PENSTOCK_DRAWN_PLANS=$(or $(PLANS),5) $(PYTEST) tests/e2e/test_drawn_plans.py -q
 
 mutants: setup  ## Break the core rules line by line, and list what no unit test notices (about an hour)
 	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements/mutants.txt

@@ -1,58 +1,124 @@
-"""Divides a model's layers between the stages of a pipeline by their speed and memory."""
+"""Divides a model's layers between the stages of a pipeline by their speed, memory and network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
 
 
-def divide_layers(
-    num_layers: int,
-    *,
-    layer_s: Sequence[float],
-    extra_s: Sequence[float],
-    most: Sequence[int],
-    rounds: int,
-) -> tuple[int, ...] | None:
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What a stage takes, by the number of its layers."""
+
+    layer_s: float
+    """Of a microbatch, each layer."""
+    extra_s: float
+    """Of a microbatch, what it has beside its layers."""
+    gather_layer_s: float
+    """Of a pack, exchanges for each layer."""
+    gather_extra_s: float
+
+    def slot_s(self, num_layers: int) -> float:
+        """Of a microbatch."""
+        return self.extra_s + num_layers * self.layer_s
+
+    def gather_s(self, num_layers: int) -> float:
+        """Of a pack."""
+        return self.gather_extra_s + num_layers * self.gather_layer_s
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A pack's way through a pipeline and back."""
+
+    stages: Sequence[StageCost]
+    links_s: Sequence[float]
+    """Of a microbatch, between two stages."""
+    rounds: int
+    """Microbatches of the pack."""
+    overlap: float
+    """Share of the computation that hides exchanges inside stages."""
+
+    def compute_s(self, layers: Sequence[int]) -> float:
+        """The first microbatch takes the sum of stages and links, each further one the slowest of them."""
+        slots = [stage.slot_s(num) for stage, num in zip(self.stages, layers, strict=True)]
+        return sum(slots) + sum(self.links_s) + (self.rounds - 1) * max([*slots, *self.links_s])
+
+    def hidden_s(self, layers: Sequence[int]) -> float:
+        """Exchanges of the stage that has most."""
+        return max(stage.gather_s(num) for stage, num in zip(self.stages, layers, strict=True))
+
+    def total_s(self, layers: Sequence[int]) -> float:
+        """All of it."""
+        compute_s = self.compute_s(layers)
+        return compute_s + max(0.0, self.hidden_s(layers) - self.overlap * compute_s)
+
+
+def divide_layers(num_layers: int, passage: Passage, most: Sequence[int]) -> tuple[int, ...] | None:
     """Layers of each stage, at least one, that make a pack's passage shortest; None if memory is too small.
 
-    A pack of `rounds` microbatches takes the sum of all stages and `rounds - 1` times the slowest one. For each time
-    that the slowest may take, layers go to the fastest stages first, as far as time and memory allow, which makes the
-    sum least; of all such times the best is taken. This is exact.
+    Exact: for each time that the slowest stage may take, layers go to the fastest stages first, as far as time and
+    memory allow, which makes the sum of all least. Where exchanges are not hidden by the best of these, they are
+    limited to less than its, until the computation alone takes longer than what was found.
 
     Args:
         num_layers: Of the model.
-        layer_s: Time of one layer, by stage.
-        extra_s: Time of what a stage has beside its layers.
-        most: Layers that fit into a stage.
-        rounds: Microbatches of a pack.
+        passage: What stages take.
+        most: Layers that fit into each of them.
     """
-    stages = range(len(layer_s))
-    if min(most) < 1 or sum(most) < num_layers or len(layer_s) > num_layers:
-        return None
-    fastest = sorted(stages, key=lambda stage: layer_s[stage])
-    least_sum_s = num_layers * layer_s[fastest[0]] + sum(extra_s)
-    slowest_s = sorted(
-        set(
-            chain.from_iterable(
-                (extra_s[stage] + layers * layer_s[stage] for layers in range(1, most[stage] + 1)) for stage in stages
-            )
-        )
-    )
-    best: tuple[float, tuple[int, ...]] | None = None
-    for limit_s in slowest_s:
-        if best is not None and (rounds - 1) * limit_s + least_sum_s >= best[0]:
+    best: tuple[int, ...] | None = None
+    best_s = inf
+    allowed = list(most)
+    while (layers := _fastest(num_layers, passage, allowed)) is not None and passage.compute_s(layers) < best_s:
+        if (total_s := passage.total_s(layers)) < best_s:
+            best, best_s = layers, total_s
+        hidden_s = passage.hidden_s(layers)
+        if hidden_s <= passage.overlap * passage.compute_s(layers):
             break
-        allowed = [min(most[stage], int((limit_s * (1 + 1e-12) - extra_s[stage]) / layer_s[stage])) for stage in stages]
+        allowed = [
+            max((num for num in range(limit + 1) if stage.gather_s(num) < hidden_s * (1 - 1e-12)), default=0)
+            for stage, limit in zip(passage.stages, allowed, strict=True)
+        ]
+    return best
+
+
+def _fastest(num_layers: int, passage: Passage, most: Sequence[int]) -> tuple[int, ...] | None:
+    """The division that computes fastest."""
+    stages = passage.stages
+    if min(most) < 1 or sum(most) < num_layers or len(stages) > num_layers:
+        return None
+    order = sorted(range(len(stages)), key=lambda index: stages[index].layer_s)
+    least_sum_s = num_layers * stages[order[0]].layer_s + sum(stage.extra_s for stage in stages) + sum(passage.links_s)
+    best: tuple[float, tuple[int, ...]] | None = None
+    for limit_s in _limits(num_layers, passage, most):
+        if best is not None and (passage.rounds - 1) * limit_s + least_sum_s >= best[0]:
+            break
+        allowed = [
+            min(limit, int((limit_s * (1 + 1e-9) - stage.extra_s) / stage.layer_s))
+            for stage, limit in zip(stages, most, strict=True)
+        ]
         if min(allowed) < 1 or sum(allowed) < num_layers:
             continue
-        layers, rest = [1] * len(layer_s), num_layers - len(layer_s)
-        for stage in fastest:
-            more = min(rest, allowed[stage] - 1)
-            layers[stage] += more
+        layers, rest = [1] * len(stages), num_layers - len(stages)
+        for index in order:
+            more = min(rest, allowed[index] - 1)
+            layers[index] += more
             rest -= more
-        sum_s = sum(extra_s[stage] + layers[stage] * layer_s[stage] for stage in stages)
-        found = (rounds - 1) * limit_s + sum_s
-        if best is None or found < best[0]:
-            best = (found, tuple(layers))
+        found = (passage.compute_s(layers), tuple(layers))
+        best = found if best is None else min(best, found)
     return None if best is None else best[1]
+
+
+def _limits(num_layers: int, passage: Passage, most: Sequence[int]) -> Iterator[float]:
+    """Times that the slowest stage or link may take, ascending, from the least that all layers fit into."""
+    floor_s = max(passage.links_s, default=0.0)
+    times = sorted(
+        {
+            stage.slot_s(num)
+            for stage, limit in zip(passage.stages, most, strict=True)
+            for num in range(1, min(limit, num_layers) + 1)
+        }
+    )
+    yield floor_s
+    yield from (limit_s for limit_s in times if limit_s > floor_s)

@@ -69,7 +69,7 @@ class MeshSearch:
                 continue
             for runs in self._combined(options):
                 if len(runs) > 1:
-                    yield self._islands(runs)
+                    yield self.islands(runs)
 
     def _combined(self, options: Sequence[Sequence[_Runs]]) -> Iterator[_Runs]:
         """Every choice for each block, or if they are too many, the best found by changing one at a time."""
@@ -89,7 +89,7 @@ class MeshSearch:
                 for option in each:
                     tried = [*chosen[:index], option, *chosen[index + 1 :]]
                     runs = tuple(chain.from_iterable(tried))
-                    found_s = self._steps.step(*self._islands(runs)).step_s
+                    found_s = self._steps.step(*self.islands(runs)).step_s
                     if found_s < best_s * (1 - 1e-9):
                         chosen, best_s, is_better = tried, found_s, True
         yield tuple(chain.from_iterable(chosen))
@@ -118,7 +118,7 @@ class MeshSearch:
             for recomputes in (False, True)
         )
 
-    def _islands(self, runs: _Runs) -> tuple[list[Island], Mesh]:
+    def islands(self, runs: _Runs) -> tuple[list[Island], Mesh]:
         """With shares of tokens, so that all end at once."""
         speeds = [self._steps.island_speed(run) for run in runs]
         processes = [[speed * self._of_all(part, run) for part in run] for speed, run in zip(speeds, runs, strict=True)]
@@ -137,14 +137,13 @@ class MeshSearch:
         return self._steps.rates[part.node.name] / sum(each.gpus * self._steps.rates[each.node.name] for each in run)
 
     def _pipelines(self, groups: Sequence[_Group]) -> Iterator[tuple[list[Island], Mesh]]:
-        sizes = [size_of(group) for group in groups]
-        common = gcd(*sizes)
-        total = sum(sizes)
-        for width in (width for width in range(1, common + 1) if common % width == 0):
-            # Islands of `stages` stages of so many processes.
-            num_stages = total // width
-            for copies in (copies for copies in range(1, common // width + 1) if (common // width) % copies == 0):
-                if not 2 <= num_stages // copies <= min(MAX_STAGES, self._steps.num_layers):
+        total = sum(map(size_of, groups))
+        common = gcd(*map(size_of, groups))
+        for width in _divisors(total):
+            # Several pipelines have as many GPUs of each entry, so that they are alike; one may mix them in a stage.
+            for copies in _divisors(common):
+                num_stages, rest = divmod(total, width * copies)
+                if rest or not 2 <= num_stages <= min(MAX_STAGES, self._steps.num_layers):
                     continue
                 for order in _orders(groups):
                     if (islands := _piped(order, width, copies)) is None:
@@ -156,10 +155,7 @@ class MeshSearch:
         stages = islands[0]
         sizes = tuple(sum(map(size_of, island)) for island in islands)
         last = len(stages) - 1
-        whole_s = [self._steps.stage_s(stage, self._steps.num_layers, is_last=False) for stage in stages]
-        layer_s = [each / self._steps.num_layers for each in whole_s]
-        extra_s = [0.0] * last + [self._steps.stage_s(stages[last], 0, is_last=True)]
-        rounds = self._steps.rounds(len(stages), sum(sizes))
+        passage = self._steps.passage(islands)
         seen = set[tuple[int, ...] | None]()
         for recomputes in (False, True):
             most = [
@@ -175,7 +171,7 @@ class MeshSearch:
                 )
                 for index, stage in enumerate(stages)
             ]
-            layers = divide_layers(self._steps.num_layers, layer_s=layer_s, extra_s=extra_s, most=most, rounds=rounds)
+            layers = divide_layers(self._steps.num_layers, passage, most)
             if layers is not None and layers not in seen:
                 seen.add(layers)
                 yield Mesh(islands=sizes, pipeline=len(stages), layers_per_stage=layers)
@@ -192,7 +188,7 @@ class MeshSearch:
             widths = [part.gpus for part in parts] + [model.q_heads, model.kv_heads, model.experts or model.ffn or 1]
             if any(width % tensor for width in widths):
                 continue
-            for copies in (copies for copies in range(1, total // tensor + 1) if (total // tensor) % copies == 0):
+            for copies in _divisors(total // tensor):
                 size = total // copies
                 if size % tensor == 0:
                     islands: list[Island] = [(run,) for run in cut(parts, (size,) * copies)]
@@ -230,6 +226,10 @@ def _partitions(groups: list[_Group]) -> Iterator[list[_Group]]:
         yield [first, *smaller]
         for index, block in enumerate(smaller):
             yield [*smaller[:index], (*first, *block), *smaller[index + 1 :]]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _halvings(whole: int) -> Iterator[int]:

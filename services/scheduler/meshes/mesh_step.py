@@ -23,6 +23,7 @@ from services.scheduler.cost_model.network import Network
 from services.scheduler.cost_model.pool_memory import model_shape
 from services.scheduler.cost_model.training_step import TrainingStep, gpu_samples_per_second
 from services.scheduler.meshes.islands import Island, Part, size_of
+from services.scheduler.meshes.layer_division import Passage, StageCost
 from services.scheduler.meshes.mesh_memory import layers_of
 from services.scheduler.problem.plan_document import Mesh
 from services.scheduler.problem.problem import Problem
@@ -80,11 +81,6 @@ class MeshSteps:
         pass_s = self.pass_s(run, size_of(run)) * self._demand.trained_tokens / self._pack_tokens
         hidden_s = pass_s * max(rates) / total
         return 1 / (1 / total + max(0.0, hidden_s - self._problem.cost_model.dp_overlap / total))
-
-    def rounds(self, stages: int, num_processes: int) -> int:
-        """Microbatches of a pack of pipelines that have all of a step's samples."""
-        samples = self._demand.samples_per_step * stages / num_processes
-        return self.microbatches(samples / self.passes(samples), stages)
 
     def step(self, islands: Sequence[Island], mesh: Mesh) -> TrainingStep:
         """A step of this mesh with the shares of its parts."""
@@ -151,37 +147,47 @@ class MeshSteps:
         return 2.0 * self._shape.num_layers * (2 * self._num_passes + self._num_scoring)
 
     def _pipeline(self, island: Island, mesh: Mesh, samples: float, alike: int) -> _Work:
-        num_shards = size_of(island[0])
         # All processes of an island have one share.
         samples *= island[0][0].share * mesh.pipeline
+        passage, layers = self._passage(island, samples, alike), layers_of(mesh, self._shape.num_layers)
         packs = self.passes(samples)
-        microbatches = self.microbatches(samples / packs, mesh.pipeline)
-        layers = layers_of(mesh, self._shape.num_layers)
-        slots_s = [
-            samples / packs / microbatches * self.stage_s(stage, num_layers, is_last=index == len(island) - 1)
-            for index, (stage, num_layers) in enumerate(zip(island, layers, strict=True))
-        ]
+        return _Work(packs * passage.compute_s(layers), packs * passage.hidden_s(layers))
+
+    def passage(self, islands: Sequence[Island]) -> Passage:
+        """Of a pack through each of these pipelines, which are alike."""
+        samples = self._demand.samples_per_step * len(islands[0]) / sum(map(_size, islands))
+        return self._passage(islands[0], samples, len(islands))
+
+    def _passage(self, island: Island, samples: float, alike: int) -> Passage:
+        """Of one of the packs of so many samples, which one process of each stage of an island has in a step."""
+        packs = self.passes(samples)
+        rounds = self.microbatches(samples / packs, len(island))
+        microbatch = samples / packs / rounds
+        last, num_shards = len(island) - 1, size_of(island[0])
+        costs = []
+        for index, stage in enumerate(island):
+            rate = min(self.rates[part.node.name] for part in stage)
+            gather = self._gathered_s(stage, num_shards)
+            ends = (index == 0) + (index == last)
+            costs.append(
+                StageCost(
+                    layer_s=microbatch * (1 - self.output_share) / self._shape.num_layers / rate,
+                    extra_s=microbatch * self.output_share / rate if index == last else 0.0,
+                    gather_layer_s=gather * self._shape.layer_params,
+                    gather_extra_s=gather * ends * self._shape.embedding_params,
+                )
+            )
         links_s = [
-            samples / packs / microbatches * self.hop_s(one, other, alike) + 2 * self.latency_s(one, other)
+            microbatch * self._hop_s(one, other, alike) + 2 * self._latency_s(one, other)
             for one, other in pairwise(island)
         ]
-        compute_s = packs * (sum(slots_s) + sum(links_s) + (microbatches - 1) * max(slots_s + links_s))
-        hidden_s = packs * max(
-            self._stage_pass_s(stage, num_layers, num_shards, is_first=index == 0, is_last=index == len(island) - 1)
-            for index, (stage, num_layers) in enumerate(zip(island, layers, strict=True))
-        )
-        return _Work(compute_s, hidden_s)
+        return Passage(tuple(costs), tuple(links_s), rounds, self._problem.cost_model.dp_overlap)
 
     def microbatches(self, samples: float, stages: int) -> int:
         """Of a pack of so many samples."""
         return max(1, min(MICROBATCHES_PER_STAGE * stages, math.floor(samples + 1e-9)))
 
-    def stage_s(self, parts: Sequence[Part], num_layers: int, *, is_last: bool) -> float:
-        """What a stage computes for a sample, forwards and backwards: its slowest process."""
-        share = (1 - self.output_share) * num_layers / self._shape.num_layers + (self.output_share if is_last else 0.0)
-        return share / min(self.rates[part.node.name] for part in parts)
-
-    def hop_s(self, one: Sequence[Part], other: Sequence[Part], alike: int) -> float:
+    def _hop_s(self, one: Sequence[Part], other: Sequence[Part], alike: int) -> float:
         """A sample's hidden states to the next stage, and their gradients back, in the other direction of the link."""
         sent = _MASTER_BYTES * self._shape.hidden * self._demand.trained_tokens
         sent *= self._num_passes + self._num_scoring
@@ -189,7 +195,7 @@ class MeshSteps:
         at_card = max(part.gpus for part in (*one, *other))
         return self._sent_s((*one, *other), sent, at_card=at_card, at_link=columns * alike)
 
-    def latency_s(self, one: Sequence[Part], other: Sequence[Part]) -> float:
+    def _latency_s(self, one: Sequence[Part], other: Sequence[Part]) -> float:
         """Of the network between two stages."""
         return max(
             (
@@ -201,15 +207,10 @@ class MeshSteps:
             default=0.0,
         )
 
-    def _stage_pass_s(
-        self, parts: Sequence[Part], num_layers: int, num_shards: int, *, is_first: bool, is_last: bool
-    ) -> float:
-        """What a stage exchanges for a pack: its weights once, and its gradients."""
-        if num_shards == 1:
-            return 0.0
-        shape = self._shape.stage(num_layers, is_first=is_first, is_last=is_last)
-        traffic = (2 + 4) * shape.num_params * self._num_passes + 2 * shape.num_params * self._num_scoring
-        return self._sent_s(parts, (num_shards - 1) / num_shards * traffic, at_card=1, at_link=1)
+    def _gathered_s(self, parts: Sequence[Part], num_shards: int) -> float:
+        """What a stage exchanges for a pack, by parameter: its weights once, and its gradients."""
+        num_bytes = (2 + _MASTER_BYTES) * self._num_passes + 2 * self._num_scoring
+        return self._sent_s(parts, (num_shards - 1) / num_shards * num_bytes, at_card=1, at_link=1)
 
     def _sent_s(self, parts: Sequence[Part], num_bytes: float, *, at_card: int, at_link: int) -> float:
         """Time to send so much between those, while others do as well: as many through a card, and between regions."""

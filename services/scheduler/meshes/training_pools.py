@@ -39,40 +39,40 @@ class TrainingPools:
         usable_bytes: Mapping[str, float],
     ) -> None:
         self._problem, self._demand, self._network, self._pool_memory = problem, demand, network, memory
-        self._search: MeshSearch | None = None
+        self.search: MeshSearch | None = None
         if memory.is_even:
-            self._memory = MeshMemory(problem, demand, usable_bytes)
-            self._steps = MeshSteps(problem, demand, network)
-            self._search = MeshSearch(problem, self._memory, self._steps)
+            self.memory = MeshMemory(problem, demand, usable_bytes)
+            self.steps = MeshSteps(problem, demand, network)
+            self.search = MeshSearch(problem, self.memory, self.steps)
         self._found: dict[tuple[tuple[str, int], ...], Trained | None] = {}
 
     def error(self, plan: PlanDocument, nodes: Nodes) -> str | None:
         """Why the pool of a plan cannot train; None if it can."""
         if plan.mesh is None:
             return self._pool_memory.error([(nodes[share.node], share.gpus) for share in plan.train])
-        if self._search is None:
+        if self.search is None:
             return "mesh: memory of islands and stages is only known with cost_model.train_pack_tokens; state that"
         if (error := _model_error(self._problem, plan.mesh)) is not None:
             return error
-        return self._memory.error(islands_of(plan.train, plan.mesh, nodes), plan.mesh)
+        return self.memory.error(islands_of(plan.train, plan.mesh, nodes), plan.mesh)
 
     def step(self, plan: PlanDocument, nodes: Nodes) -> TrainingStep:
         """A step of the pool of a plan, which can train."""
         if plan.mesh is not None:
-            return self._steps.step(islands_of(plan.train, plan.mesh, nodes), plan.mesh)
+            return self.steps.step(islands_of(plan.train, plan.mesh, nodes), plan.mesh)
         pool = [(nodes[share.node], share.gpus) for share in plan.train]
         return training_step(self._problem, self._demand, self._network, pool)
 
     def arranged(self, pool: Sequence[TrainShare], nodes: Nodes) -> tuple[tuple[TrainShare, ...], Mesh | None]:
         """These machines' GPUs in their best mesh; as they are where meshes are unknown, or none has the memory."""
-        if self._search is None or not pool:
+        if self.search is None or not pool:
             return tuple(pool), None
         # Machines of an entry are alike: named by their place among them, they are found again.
         ordered = sorted(pool, key=lambda share: (nodes[share.node].name, -share.gpus, share.node))
         key = tuple((nodes[share.node].name, share.gpus) for share in ordered)
         if key not in self._found:
             parts = [Part(str(index), nodes[share.node], share.gpus, 1.0) for index, share in enumerate(ordered)]
-            self._found[key] = self._search.best(parts, self._one_copy(parts))
+            self._found[key] = self.search.best(parts, self._one_copy(parts))
         if (found := self._found[key]) is None:
             return tuple(pool), None
         real = [share.node for share in ordered]

@@ -147,6 +147,12 @@ class RankBackend:
         return self._ranks.beside is not None
 
     @property
+    def num_held(self) -> int:
+        """Numbers of the trained weights that are in this process."""
+        local = (each.to_local() if isinstance(each, DTensor) else each for each in self._trained.parameters().values())
+        return sum(each.numel() for each in local)
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the token embedding."""
         return int(self._model.get_input_embeddings().weight.shape[0])

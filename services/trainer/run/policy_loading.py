@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import structlog
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.config import ConfigError
@@ -25,6 +26,7 @@ from services.trainer.step.step_settings import is_reference_early
 CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
 """A critic learns by regression from a head of zeros and may go faster than a large policy at its 1e-6; 1e-5 is common.
 A small policy's own rate is above that already: ten times the quick start's 4e-4 kept it from learning."""
+_log = structlog.get_logger()
 
 
 def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) -> Policy:
@@ -69,7 +71,7 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
         from services.trainer.distributed.stage_backend import StageBackend
 
         kind = StageBackend
-    return kind(
+    backend = kind(
         model=ModelSettings(
             path=config.model.folder,
             lora=config.lora,
@@ -92,6 +94,17 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
         seed=config.run.seed,
         ranks=ranks,
     )
+    if ranks.num_ranks > 1:
+        _log.info(
+            "process in its place",
+            rank=ranks.rank,
+            processes=ranks.num_ranks,
+            shards=ranks.num_shards,
+            splits=ranks.num_splits,
+            stage=f"{ranks.stage_index + 1} of {ranks.num_stages}",
+            holds=backend.num_held,
+        )
+    return backend
 
 
 def critic_rate(config: TrainingConfig) -> float:

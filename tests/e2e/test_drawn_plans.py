@@ -1,0 +1,107 @@
+"""Plans of drawn clusters are carried out at toy size: they start, train two steps, and stand as they were planned.
+
+GPUs are emulated, the trainer's processes are on CPUs. Starts are expensive: the suite carries out one plan of each
+kind of mesh, `make plans PLANS=20` twenty.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections import Counter
+
+import pytest
+from google.protobuf.json_format import ParseDict
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from console.deploy.deployment import write_deployment
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.solve import solve
+from services.scheduler.replanning.replanner import document_of
+from tests.e2e.runs import assert_balanced, penstock
+from tests.helpers.console import write_rows
+from tests.helpers.models.tiny_model import make_tiny_model
+from tests.helpers.plans.drawn_clusters import STEPS, clusters, run_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.flaky(reruns=0), pytest.mark.timeout(3600)]
+
+NUM_PLANS = int(os.environ.get("PENSTOCK_DRAWN_PLANS", "1"))
+PLACE = re.compile(r"process in its place.*")
+
+
+def kind_of(plan) -> str:
+    if plan.mesh is None:
+        return "one copy"
+    return "pipeline" if plan.mesh.pipeline > 1 else "islands"
+
+
+def places(log: str) -> dict[int, dict[str, str]]:
+    """What each process of the trainer says of itself, by rank."""
+    found = [dict(re.findall(r"(\w+)='?([^'\s]+(?: of \d+)?)", line)) for line in PLACE.findall(log)]
+    return {int(each["rank"]): each for each in found}
+
+
+def carry_out(problem, plan, model_dir, folder):
+    """Deploy and run a plan; what it trained, the plan that it followed, and where its processes stood."""
+    data = write_rows(folder / "train.jsonl", *({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)))
+    written = folder / "out"
+    write_deployment(written, CostModel(problem), plan, run=run_of(model_dir, data, folder), address="127.0.0.1")
+    with penstock("run", str(written / "run.yaml"), cwd=folder, run_dir=folder / "runs" / "drawn") as run:
+        assert run.end() == 0, run.text
+        log = run.folder.log_of("trainer").read_text()
+        followed = json.loads(run.folder.plans.read_text().splitlines()[0])
+        assert_balanced(run.summary(), num_samples=STEPS * 24)
+        assert len(run.metrics()) == STEPS
+    return document_of(ParseDict(followed, pb.Plan())), places(log)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "islands"])
+def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
+    model_dir = make_tiny_model(tmp_path / "model", num_layers=4)
+    carried_out = Counter()
+
+    @settings(
+        max_examples=50 * NUM_PLANS,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(clusters(model_dir), st.integers(0, 3))
+    def run_one(problem, seed):
+        if carried_out.total() >= NUM_PLANS:
+            return
+        solution = solve(CostModel(problem), "auto", time_left=lambda: 1.0, seed=seed)
+        assume(solution.plan is not None)
+        plan = solution.plan
+        assume(kind_of(plan) == kind)
+        carried_out[kind] += 1
+        folder = tmp_path / f"run-{carried_out.total()}"
+        folder.mkdir()
+        followed, stood = carry_out(problem, plan, model_dir, folder)
+        assert (followed.train, followed.mesh) == (plan.train, plan.mesh)
+        assert sorted(stood) == list(range(plan.num_processes))
+        sizes = plan.mesh.sizes(plan.num_processes)
+        firsts = [sum(sizes[:island]) for island in range(len(sizes))]
+        for first, size in zip(firsts, sizes, strict=True):
+            held = Counter()
+            for rank in range(first, first + size):
+                place, shards = stood[rank], size // plan.mesh.pipeline
+                stage = (rank - first) // shards
+                assert int(place["shards"]) == shards
+                assert place["stage"] == f"{stage + 1} of {plan.mesh.pipeline}"
+                held[stage] += int(place["holds"])
+            layers = plan.mesh.layers_per_stage or (4,)
+            # A stage holds what its layers are of the model; tied embeddings are at both ends.
+            ends = Counter({stage: (stage == 0) + (stage == len(layers) - 1) for stage in range(len(layers))})
+            embedding = problem.model.vocab * problem.model.hidden
+            layer = (problem.model.params - embedding) / problem.model.layers
+            for stage, count in enumerate(layers):
+                expected = count * layer + min(ends[stage], 1) * embedding
+                assert held[stage] == pytest.approx(expected, rel=0.01), (plan, held)
+        shutil.rmtree(folder)
+
+    run_one()
+    assert carried_out[kind] == NUM_PLANS

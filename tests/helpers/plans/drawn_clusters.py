@@ -1,0 +1,73 @@
+"""Clusters with GPUs so small that a tiny model needs several of them to train: plans of every mesh, at toy size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from penstock.model.model_shape import read_numbers
+from services.scheduler.problem.problem import Problem
+
+PACK_TOKENS = 64
+LONGEST = 32
+"""Tokens of a completion."""
+STEPS = 2
+_SPEEDS = {"H800": 990, "L40S": 362, "L4": 121}
+"""Types that an engine can emulate, with their arithmetic; memory is drawn."""
+
+
+@st.composite
+def clusters(draw: st.DrawFn, model_dir: Path) -> Problem:
+    """One to three unlike machines in one region, whose memory is some of the model's training state."""
+    model = read_numbers(model_dir)
+    state_GB = 16 * model["params"] / 1e9
+    kinds = draw(st.lists(st.sampled_from(sorted(_SPEEDS)), min_size=1, max_size=3, unique=True))
+    sizes = st.sampled_from((1, 2) if len(kinds) > 1 else (4,))
+    nic_Gbps = draw(st.sampled_from((0.005, 0.05, 1)))
+    nodes = [{"name": kind.lower(), "gpu": kind, "gpus": draw(sizes), "nic_Gbps": nic_Gbps} for kind in kinds]
+    return Problem.model_validate(
+        {
+            "id": "drawn",
+            "gpu_types": {
+                kind: {
+                    "tflops_bf16": _SPEEDS[kind],
+                    "hbm_GB": state_GB * draw(st.sampled_from((0.8, 1.5, 3))),
+                    "hbm_GBps": 3000,
+                    "ar_bus_GBps": draw(st.sampled_from((0.003, 1))),
+                }
+                for kind in kinds
+            },
+            "nodes": nodes,
+            "model": model,
+            "workload": {
+                "prompts_per_step": 12,
+                "group_size": 2,
+                "prompt_len": 4,
+                "staleness": 1,
+                "output_len": {"type": "lognormal", "median": 12, "sigma": 0.4, "max": LONGEST},
+                "train_tasks": [{"name": "actor", "kind": "train"}],
+            },
+            # Slow arithmetic makes it worth while to train on several GPUs.
+            "cost_model": {
+                "train_pack_tokens": PACK_TOKENS,
+                "mem_util": 1,
+                "reserve_GB": 0,
+                "mfu_train": 1e-6,
+                "sync_pause_s": 0,
+            },
+        }
+    )
+
+
+def run_of(model_dir: Path, data: Path, folder: Path) -> dict[str, Any]:
+    """A run whose generators are emulated and whose trainer's processes are on CPUs."""
+    return {
+        "run": {"id": "drawn", "dir": str(folder / "runs"), "num_steps": STEPS, "checkpoint_every_steps": 100},
+        "model": {"path": str(model_dir), "dtype": "float32"},
+        "data": {"train": str(data), "max_prompt_tokens": 16},
+        "reward": {"model": "exact_match"},
+        "generator": {"engine": "emulated", "emulated": {"model": "qwen2.5-1.5b", "time_scale": 50}},
+        "trainer": {"device": "cpu", "tokens_per_pack": PACK_TOKENS},
+    }

@@ -1,0 +1,1 @@
+"""What each solver finds, and laws that hold for all of them."""
