@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.solve import solve
-from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare
 from services.scheduler.problem.problem import NodeClass, Problem
 from services.scheduler.solvers.registry import AUTO
 from simulator.virtual_run.build_run import Mode, SetupError, colocated, with_staleness
@@ -126,15 +126,16 @@ def _plans(model: CostModel, allowed: Allowed) -> Iterator[PlanDocument]:
 
 
 def _plan(model: CostModel, training: tuple[int, ...], degrees: tuple[int, ...]) -> PlanDocument:
-    gen, train = [], []
+    gen, train = list[Replicas](), list[TrainShare]()
     for node, count, tp in zip(model.problem.nodes, training, degrees, strict=True):
         for index in range(node.count):
             name = f"{node.name}-{index}"
             if index < count:
-                train.append({"node": name, "gpus": node.gpus})
+                train.append(TrainShare(node=name, gpus=node.gpus))
             elif tp:
-                gen.append({"node": name, "tp": tp, "count": node.gpus // tp})
-    return PlanDocument.model_validate({"gen": gen, "train": train})
+                gen.append(Replicas(node=name, tp=tp, count=node.gpus // tp))
+    pool, mesh = model.pools.arranged(train, model.nodes)
+    return PlanDocument(gen=tuple(gen), train=pool, mesh=mesh)
 
 
 def _busiest(model: CostModel, node: NodeClass) -> int:

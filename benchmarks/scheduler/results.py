@@ -22,6 +22,7 @@ PARTS: dict[str, Callable[[], Iterator[Comparison]]] = {
     "StreamRL, breakdown": comparisons.streamrl_breakdown,
     "StreamRL, nine settings": comparisons.streamrl_settings,
     "StreamRL, two sites": comparisons.streamrl_sites,
+    "By the trainer's own terms": comparisons.trainers_terms,
 }
 AREAL_PAPER = {0: 129, 1: 269, 2: 357, 4: 357, 8: 372, 16: 382}
 _COLORS = {"paper": "#9ec5fe", "ours": "#1f6feb"}

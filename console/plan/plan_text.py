@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 from services.scheduler.cost_model.calibrated import CALIBRATED
 from services.scheduler.cost_model.reference import RM1, Limit
 from services.scheduler.planning.market import Alternative, Purchase
 from services.scheduler.planning.plan_report import FeasiblePlan, bottleneck
-from services.scheduler.problem.plan_document import Replicas
+from services.scheduler.problem.plan_document import PlanDocument, Replicas
 
 _LIMITS = {
     Limit.GENERATION: "generation limits: trainers wait for samples",
@@ -69,12 +70,29 @@ def _lines(report: FeasiblePlan) -> list[str]:
         f"{score.samples_per_second:.4g} samples/s, {report.tokens_per_second:,.0f} tokens/s, "
         f"a step in {report.step_s:.4g} s (training {score.training.step_s:.4g} s)",
         _simulated(report),
+        *_mesh(report.plan),
         f"${report.usd_per_hour:.2f} an hour, ${report.usd_per_million_tokens:.3g} per million tokens",
         f"{_LIMITS[score.limit]}; idle: generation {report.generation_idle:.0%}, training {report.training_idle:.0%}",
         f"bottleneck: {bottleneck(score)}",
         f"{quality} ({solution.solver}, {solution.num_evaluated} plans scored, {report.solve_s:.2f} s; "
         f"{_COST_MODELS[report.model.name]})",
     ]
+
+
+def _mesh(plan: PlanDocument) -> list[str]:
+    """How the pool's GPUs stand together, where the plan says so."""
+    if (mesh := plan.mesh) is None:
+        return []
+    sizes = mesh.sizes(plan.num_processes)
+    if mesh.pipeline > 1:
+        layers = ", ".join(map(str, mesh.layers_per_stage or ()))
+        each = f"{mesh.pipeline} stages of {layers or 'as many'} layers, on {sizes[0] // mesh.pipeline} GPUs each"
+        return [f"training: {each}" + (f", in {len(sizes)} copies" if len(sizes) > 1 else "")]
+    if mesh.tensor > 1:
+        return [f"training: layers split over {mesh.tensor} GPUs, {len(sizes)} x {sizes[0] // mesh.tensor} shards"]
+    counts = Counter(sizes)
+    islands = " and ".join(f"{count} of {size}" for size, count in counts.items())
+    return [f"training: islands of GPUs that each hold a copy, {islands}"]
 
 
 def _simulated(report: FeasiblePlan) -> str:

@@ -10,8 +10,7 @@ from functools import partial
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.cost_model.replica import ReplicaModel
-from services.scheduler.cost_model.training_step import training_step
-from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.plan_document import PlanDocument, TrainShare
 from services.scheduler.problem.problem import NodeClass
 from simulator.virtual_run.virtual_generator import GeneratorSpec
 
@@ -75,7 +74,7 @@ def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
     score = model.score(plan)
     if isinstance(score, Infeasible):
         raise SetupError(score.reason)
-    homes = {model.nodes[share.node].region for share in plan.train}
+    homes = model.homes(plan)
     specs = [
         _limited(_replica(model, each.replicas.node, each.replicas.tp, index), each.state.batch + 1)
         for each in score.generation
@@ -101,7 +100,6 @@ def colocated(model: CostModel, *, is_blind: bool = False, tp: int | None = None
         is_blind: Work is divided evenly, as if all GPUs were alike, so all wait for the slowest.
         tp: Tensor-parallel degree of all generators; None uses each machine's best.
     """
-    pool = [(node, node.gpus) for node in model.problem.nodes for _ in range(node.count)]
     specs: list[GeneratorSpec] = []
     for node in model.problem.nodes:
         degrees = [degree for degree in model.degrees[node.name] if tp in (None, degree)]
@@ -111,13 +109,15 @@ def colocated(model: CostModel, *, is_blind: bool = False, tp: int | None = None
         for index in range(node.count):
             name = node.machine(index)
             specs += [_replica(model, name, best, number) for number in range(node.gpus // best)]
-    step = training_step(model.problem, model.demand, model.network, pool)
+    pool = [TrainShare(node=name, gpus=node.gpus) for name, node in model.nodes.items()]
+    shares, mesh = model.pools.arranged(pool, model.nodes)
+    step = model.pools.step(PlanDocument(train=shares, mesh=mesh), model.nodes)
     if math.isinf(step.step_s):
         raise SetupError("training on all machines spans regions that are not linked")
     compute_s = step.compute_s
     if is_blind:
-        slowest = min(model.gpu_training_rate[node.name] for node, _ in pool)
-        compute_s = model.demand.samples_per_step / (slowest * sum(gpus for _, gpus in pool))
+        slowest = min(model.gpu_training_rate[node.name] for node in model.problem.nodes)
+        compute_s = model.demand.samples_per_step / (slowest * sum(share.gpus for share in pool))
         worst = max(specs, key=lambda spec: spec.steps_s[-1] / spec.max_samples)
         specs = [replace(spec, steps_s=worst.steps_s, prefill_s=worst.prefill_s) for spec in specs]
     return Setup(

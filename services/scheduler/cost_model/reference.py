@@ -133,6 +133,11 @@ class CostModel:
         """Sequences that a replica could decode concurrently, not rounded."""
         return self._models[node.name, tp].max_batch
 
+    def homes(self, plan: PlanDocument) -> frozenset[str]:
+        """Regions that send new weights: the head's, where a trainer is Penstock's own, or by RM-1 all of the pool."""
+        senders = plan.train[:1] if self.pool_memory.is_even else plan.train
+        return frozenset(self.nodes[share.node].region for share in senders)
+
     def score(self, plan: PlanDocument) -> Score | Infeasible:
         """What the plan achieves, or why it cannot run."""
         if (reason := placement_error(plan, self.nodes)) is not None:
@@ -144,8 +149,7 @@ class CostModel:
         if math.isinf(step.step_s):
             regions = ", ".join(sorted({node.region for node, _ in pool}))
             return Infeasible(f"the training pool spans regions that are not linked: {regions}")
-        homes = frozenset(node.region for node, _ in (pool[:1] if self.pool_memory.is_even else pool))
-        score = _Scoring(self, plan, homes, step).best()
+        score = _Scoring(self, plan, self.homes(plan), step).best()
         if score.samples_per_second <= 0:
             return Infeasible("no replica makes samples that are fresh enough: links are missing or slow")
         return score

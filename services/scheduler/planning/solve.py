@@ -109,7 +109,7 @@ def _without_idlers(model: CostModel, solution: Solution, plan: PlanDocument) ->
     idlers = [each.replicas for each in solution.score.generation if each.state is None or each.duty <= 0]
     if not idlers:
         return solution
-    smaller = PlanDocument(gen=tuple(each for each in plan.gen if each not in idlers), train=plan.train)
+    smaller = plan.model_copy(update={"gen": tuple(each for each in plan.gen if each not in idlers)})
     score = model.score(smaller)
     if score.samples_per_second < solution.score.samples_per_second * (1 - 1e-9) and not violations(
         model.problem, plan
