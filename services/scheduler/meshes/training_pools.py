@@ -8,7 +8,7 @@ from services.scheduler.cost_model.demand import Demand
 from services.scheduler.cost_model.network import Network
 from services.scheduler.cost_model.pool_memory import PoolMemory
 from services.scheduler.cost_model.training_step import TrainingStep, training_step
-from services.scheduler.meshes.islands import Part, islands_of
+from services.scheduler.meshes.islands import Island, Part, cut, islands_of, size_of
 from services.scheduler.meshes.mesh_memory import MeshMemory
 from services.scheduler.meshes.mesh_search import MeshSearch, Trained
 from services.scheduler.meshes.mesh_step import MeshSteps
@@ -54,7 +54,8 @@ class TrainingPools:
             return "mesh: memory of islands and stages is only known with cost_model.train_pack_tokens; state that"
         if (error := _model_error(self._problem, plan.mesh)) is not None:
             return error
-        return self.memory.error(islands_of(plan.train, plan.mesh, nodes), plan.mesh)
+        islands = islands_of(plan.train, plan.mesh, nodes)
+        return _shares_error(islands, plan.mesh) or self.memory.error(islands, plan.mesh)
 
     def step(self, plan: PlanDocument, nodes: Nodes) -> TrainingStep:
         """A step of the pool of a plan, which can train."""
@@ -84,6 +85,18 @@ class TrainingPools:
             return None
         step = training_step(self._problem, self._demand, self._network, pool)
         return Trained(tuple(TrainShare(node=part.machine, gpus=part.gpus) for part in parts), None, step)
+
+
+def _shares_error(islands: Sequence[Island], mesh: Mesh) -> str | None:
+    """Why processes that have their packs together cannot: their shares of tokens differ."""
+    for island in islands:
+        parts = [part for stage in island for part in stage]
+        if mesh.pipeline > 1 and len({part.share for part in parts}) > 1:
+            return "mesh.pipeline: processes of one pipeline have unlike shares; state one share for their machines"
+        groups = cut(parts, (mesh.tensor,) * (size_of(parts) // mesh.tensor)) if mesh.tensor > 1 else ()
+        if any(len({part.share for part in group}) > 1 for group in groups):
+            return "mesh.tensor: processes that split layers have unlike shares; state one share for their machines"
+    return None
 
 
 def _model_error(problem: Problem, mesh: Mesh) -> str | None:

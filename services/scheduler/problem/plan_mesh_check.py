@@ -60,7 +60,7 @@ def _structure(problem: Problem, plan: PlanDocument) -> Iterator[str]:
 
 def _memory(problem: Problem, machines: Mapping[str, NodeClass], plan: PlanDocument, state_GB: float) -> list[str]:
     """Of the ways to train, with layers recomputed or not, which all processes share, the one that lacks least."""
-    ways = [_lacking(problem, machines, plan, state_GB, recomputes=recomputes) for recomputes in (False, True)]
+    ways = [_lacking(problem, machines, plan, state_GB, recomputes=recomputes) for recomputes in (True, False)]
     return min(ways, key=len)
 
 
