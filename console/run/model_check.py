@@ -50,9 +50,10 @@ def reference_problems(config: RunConfig) -> list[str]:
     if path is None:
         return model_problems(config.model.path) if config.endpoints.trainer is not None else []
     setting = "algorithm.reference_path"
-    own, others = _vocabulary(config.model.folder), _vocabulary(path)
-    problems = model_problems(path, setting=setting)
-    if not problems and own is not None and others is not None and own != others:
+    if problems := model_problems(path, setting=setting):
+        return problems
+    own, others = _vocabulary(config.model.folder), _vocabulary(fetched(setting, path, "model"))
+    if own is not None and others is not None and own != others:
         problems.append(f"{setting}: {path}: its {TOKENIZER_FILE} has another vocabulary than that of model.path")
     return problems
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config import LocalPath, StrictModel
+from penstock.config import StrictModel
+from penstock.storage.addresses import StoredPath
 from services.trainer.algorithms.base import Algorithm, Normalization
 from services.trainer.algorithms.registry import ALGORITHMS
 
@@ -47,7 +48,7 @@ class AlgorithmConfig(StrictModel):
     reference: Literal["trainer", "service"] = "trainer"
     """Where the KL's reference computes: in the trainer, or in scorers (`penstock serve scorer`), which lease finished
     samples from the broker and may be anywhere."""
-    reference_path: LocalPath | None = None
+    reference_path: StoredPath | None = None
     """For reference service: the Hugging Face directory of the scorers' model, which has the vocabulary of model.path;
     model.path when unset."""
     num_replayed_groups: int = Field(default=0, ge=0, le=100_000)

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.config import LocalPath, MeasuredConfig, RunId, Targets
+from penstock.config import MeasuredConfig, RunId, Targets
+from penstock.storage.addresses import StoredPath
 
 
 class ScorerConfig(MeasuredConfig):
@@ -20,7 +21,7 @@ class ScorerConfig(MeasuredConfig):
     """The broker, host:port; of a list of brokers on one Redis the first that works is used."""
     worker_id: str = "scorer-0"
     """Its name in status and logs, by default that of a certificate of roles."""
-    model_path: LocalPath
+    model_path: StoredPath
     """Hugging Face directory of the reference or teacher, with the vocabulary of the run's model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Element type of its matrix products; auto is bfloat16 on GPUs for a model of 16 bits, else float32."""

@@ -18,6 +18,7 @@ from penstock.network.readiness import follow_outage
 from penstock.network.rpc import Server, run_until_stopped
 from penstock.process.grace_periods import DRAIN_S
 from penstock.security import Security
+from penstock.storage.fetched import fetched
 from penstock.v1 import broker_pb2
 from services.trainer.scorer.config import ScorerConfig
 from services.trainer.scorer.pool import HungPassError, LogprobPool
@@ -79,10 +80,11 @@ def _pool(config: ScorerConfig, session: ScoringSession) -> LogprobPool:
     from services.trainer.model.backend import BackendError
     from services.trainer.scorer.frozen_model import FrozenModel
 
-    if not (config.model_path / "config.json").is_file():
+    folder = fetched("model_path", config.model_path, "model")
+    if not (folder / "config.json").is_file():
         raise ConfigError(f"model_path: {config.model_path}: no config.json; give a Hugging Face directory")
     try:
-        model = FrozenModel(config.model_path, dtype=config.dtype, device=config.device, num_threads=config.num_threads)
+        model = FrozenModel(folder, dtype=config.dtype, device=config.device, num_threads=config.num_threads)
     except (OSError, BackendError) as error:
         raise ConfigError(f"model_path: {config.model_path}: no usable model: {error}") from error
     return LogprobPool(
