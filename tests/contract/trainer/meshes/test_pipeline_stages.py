@@ -88,6 +88,22 @@ def test_stages_that_are_sharded_train_write_and_resume_as_one_process(tmp_path,
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+def test_copies_of_sharded_stages_train_and_write_as_one_process(model, tmp_path):
+    """Eight processes: `replicate`, `pipeline` and `shard` together; four packs at a time, of which some lack one."""
+    one = alone(model, **COMPANY)
+    parallel = {"replicate": 2, "pipeline": 2, "shard": 2}
+    with two_processes(model, processes=8, parallel=parallel, **COMPANY) as eight:
+        assert eight.shares == (1.0,) * 4
+        assert_trains_as_one(eight, one)
+        (packs,) = partition(random_trajectories(5, count=1), max_pack_tokens=64, shares=eight.shares)
+        assert packs.count(None) == 3
+        one.forward_backward(next(pack for pack in packs if pack is not None))
+        eight.forward_backward(*packs)
+        norms = [backend.optimizer_step(divisor=7).grad_norm for backend in (eight, one)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+        assert_each_resumes_the_other(eight, one, tmp_path)
+
+
 @pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.grid)])
 def test_files_and_checkpoints_are_those_of_one_process(tmp_path, family):
     folder = made(tmp_path / "model", family, is_tied=family == "qwen2")
