@@ -29,7 +29,7 @@ from tests.helpers.trainers.two_processes import alone, two_processes, weights
 from tests.unit.trainer.builders import save_tiny_qwen2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-_spawned = multiprocessing.get_context("spawn")
+_forked = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +153,9 @@ def outcomes(tmp_path: Path, fault: Callable[[int], None]) -> list[tuple[float, 
     """Of both processes; None of one that died."""
     (tmp_path / "weights").mkdir()
     path, store = tmp_path / "weights" / "v1", str(tmp_path / "store")
-    pipes = [_spawned.Pipe(duplex=False) for _ in range(2)]
+    pipes = [_forked.Pipe(duplex=False) for _ in range(2)]
     processes = [
-        _spawned.Process(target=_rank, args=(rank, store, path, pipes[rank][1], fault), daemon=True)
+        _forked.Process(target=_rank, args=(rank, store, path, pipes[rank][1], fault), daemon=True)
         for rank in range(2)
     ]
     for process in processes:
