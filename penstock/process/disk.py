@@ -31,7 +31,7 @@ def free_bytes(folder: Path) -> int:
 def needed_bytes(run_dir: Path) -> int:
     """Space that a run needs to continue: its next checkpoint, as large as the largest so far, and some for logs."""
     checkpoints = (run_dir / "checkpoints").glob("step_*")
-    return LINES_BYTES + max((_size(path) for path in checkpoints), default=0)
+    return LINES_BYTES + max((folder_bytes(path) for path in checkpoints), default=0)
 
 
 def full_message(run_dir: Path, *, refused: Path | None = None) -> str:
@@ -57,7 +57,7 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def _size(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     """Bytes of the files below; those that go away meanwhile are left out."""
     total = 0
     for parent, _, names in os.walk(folder):

@@ -30,7 +30,7 @@ import structlog
 from blake3 import blake3
 
 from penstock.config import ConfigError
-from penstock.process.disk import free_bytes, is_full
+from penstock.process.disk import folder_bytes, free_bytes, is_full
 from penstock.process.durable_files import replace_file, sync_file
 from penstock.storage.addresses import Address, last_name
 from penstock.storage.manifest import MANIFEST_NAME, ManifestError, manifest_text, read_manifest
@@ -170,8 +170,8 @@ class ObjectCache:
 
     def _make_room(self, needed: int, address: Address) -> None:
         """Delete copies that nobody uses until there is room; raises ConfigError."""
-        sizes = {folder: _size(folder) for folder in self._root.iterdir() if folder.is_dir()}
-        for folder in sorted(sizes, key=lambda folder: folder.stat().st_mtime):
+        sizes = {folder: folder_bytes(folder) for folder in self._root.iterdir() if folder.is_dir()}
+        for folder in sorted(sizes, key=_last_use_s):
             if self._lacks(needed, sum(sizes.values())) and self._delete(folder):
                 del sizes[folder]
         if lack := self._lacks(needed, sum(sizes.values())):
@@ -194,14 +194,15 @@ class ObjectCache:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-            path.unlink()
+            # Others delete as well.
+            shutil.rmtree(folder, ignore_errors=True)
+            path.unlink(missing_ok=True)
         except BlockingIOError:
             return False
         finally:
             os.close(descriptor)
         _log.info("deleted a copy for the sake of a newer one", folder=str(folder))
-        return True
+        return not folder.exists()
 
 
 class _Transfer:
@@ -313,5 +314,8 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _last_use_s(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
