@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.problem.output_lengths import scaled
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
-from services.scheduler.problem.problem import MAX_GPUS, NodeClass, Problem
+from services.scheduler.problem.problem import MAX_GPUS, GpuType, MeasuredRate, NodeClass, Problem
 from services.scheduler.replanning.migration import stands_still_s
 from services.scheduler.replanning.stragglers import slow_machines
 
 LENGTHS_CHANGED_BY = 0.1
+_NO_TOKENS_PER_SECOND = 1e-3
+"""Trained by a GPU that should not train: a pool with it is never worth its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def live_problem(
     missing: frozenset[str],
     growth: float = 1.0,
     slow_before: Mapping[str, float] | None = None,
+    untrained: frozenset[str] = frozenset(),
 ) -> Live:
     """The current problem.
 
@@ -80,6 +83,7 @@ def live_problem(
         missing: Machines that never registered.
         growth: Observed mean length over the stated one.
         slow_before: Machines that were planned as slower ones.
+        untrained: Machines that cannot train.
     """
     stated = node_classes(planned)
     known = {view.node.node_id: view for view in views}
@@ -96,6 +100,9 @@ def live_problem(
         if (share := slow.get(name)) is not None:
             problem, gpu = _with_slower(problem, node.gpu, share)
             entry = node.model_copy(update={"name": f"{node.name}-at-{share:.0%}", "gpu": gpu})
+        if name in untrained:
+            problem, gpu = _without_training(problem, entry.gpu)
+            entry = entry.model_copy(update={"name": f"{entry.name}-untrained", "gpu": gpu})
         classes[entry.name] = entry
         members[entry.name].append(name)
     if not classes:
@@ -122,24 +129,41 @@ def _with_slower(problem: Problem, gpu: str, share: float) -> tuple[Problem, str
     name = f"{gpu} at {share:.0%}"
     if name in problem.gpu_types:
         return problem, name
-    spec, constants = problem.gpu_types[gpu], problem.cost_model
+    spec = problem.gpu_types[gpu]
     slower = {"tflops_bf16": spec.tflops_bf16 * share, "hbm_GBps": spec.hbm_GBps * share}
     rates = tuple(
         rate.model_copy(update={"gpu": name, "tokens_per_second": rate.tokens_per_second * share})
         for rate in problem.measured_rates
         if rate.gpu == gpu
     )
+    return _with_type(problem, gpu, name, spec.model_copy(update=slower), rates), name
+
+
+def _without_training(problem: Problem, gpu: str) -> tuple[Problem, str]:
+    """The problem with a copy of a GPU type that is useless for training, and the new type's name."""
+    name = f"{gpu} that does not train"
+    if name in problem.gpu_types:
+        return problem, name
+    generating = (rate for rate in problem.measured_rates if rate.gpu == gpu and rate.role != "trainer")
+    rates = [rate.model_copy(update={"gpu": name}) for rate in generating]
+    rates.append(MeasuredRate(gpu=name, role="trainer", tokens_per_second=_NO_TOKENS_PER_SECOND))
+    return _with_type(problem, gpu, name, problem.gpu_types[gpu], rates), name
+
+
+def _with_type(problem: Problem, gpu: str, name: str, spec: GpuType, rates: Sequence[MeasuredRate]) -> Problem:
+    """The problem with a type that has the cost model's constants of another."""
+    constants = problem.cost_model
     by_type = {
         key: {**value, name: value.get(gpu, value["default"])}
         for key in ("mfu_train", "mfu_infer")
         if isinstance(value := getattr(constants, key), dict)
     }
     update = {
-        "gpu_types": {**problem.gpu_types, name: spec.model_copy(update=slower)},
+        "gpu_types": {**problem.gpu_types, name: spec},
         "measured_rates": (*problem.measured_rates, *rates),
         "cost_model": constants.model_copy(update=by_type),
     }
-    return problem.model_copy(update=update), name
+    return problem.model_copy(update=update)
 
 
 def _joined(planned: Problem, node: pb.Node) -> NodeClass | None:

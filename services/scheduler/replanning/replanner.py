@@ -58,8 +58,6 @@ class _Run:
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
     """The live problem that the plan in force was last judged on."""
-    untrained: frozenset[str] = frozenset()
-    """Machines that did not train then."""
 
     @property
     def growth(self) -> float:
@@ -74,7 +72,6 @@ class _Look:
     """What a look at a run's plan has to go by."""
 
     views: Sequence[pb.NodeView]
-    untrained: frozenset[str]
     time_left: TimeLeft
 
 
@@ -125,12 +122,12 @@ class Replanner:
                 missing=self._never_came(run, views, now_s),
                 growth=run.growth,
                 slow_before=run.slow,
+                untrained=frozenset() if run.task.keeps_trainers else not_training(views),
             )
             run.slow = live.slow
-            untrained = frozenset() if run.task.keeps_trainers else not_training(views)
-            if live.problem is None or (live.problem, untrained) == (run.looked_at, run.untrained):
+            if live.problem is None or live.problem == run.looked_at:
                 continue
-            look = _Look(views, untrained, make_budget())
+            look = _Look(views, make_budget())
             plan = await self._look(run, live, live.problem, now_s=now_s, look=look)
             if plan is not None:
                 revised.append(plan)
@@ -156,6 +153,8 @@ class Replanner:
         for index, keeps_pool in enumerate(ways):
             time_left = part_of(look.time_left, 1 / (len(ways) - index))
             found = await self._planned(run, problem, kept, keeps_pool=keeps_pool, time_left=time_left)
+            if found is not None and (fit := scales.trainable(document_of(found))) is not None:
+                found = await self._planned(run, problem, fit, keeps_pool=True, time_left=look.time_left)
             if found is None:
                 continue
             live.to_real(found)
@@ -169,7 +168,7 @@ class Replanner:
             _log.info("plan reconsidered", run_id=run_id, is_revised=verdict.is_revised, reason=verdict.reason)
             if verdict.is_revised and (best is None or worth(offer) > best[0]):
                 best = worth(offer), found, verdict
-        run.looked_at, run.untrained = problem, look.untrained
+        run.looked_at = problem
         if best is None or self._runs.get(run_id) is not run:
             return None
         _, found, verdict = best
@@ -215,6 +214,17 @@ class _Scales:
     def kept_rate(self) -> float:
         """Samples per second of the plan in force; 0 if it can no longer run."""
         return self.model.score(self.kept).samples_per_second
+
+    def trainable(self, plan: PlanDocument) -> PlanDocument | None:
+        """A plan in the live problem's names without the machines that do not train; None if it has no others, or none.
+
+        The cost model expects next to nothing of their GPUs, but as much memory as of others.
+        """
+        untrained = frozenset() if self.is_pool_fixed else not_training(self.views)
+        pool = [share for share in plan.train if self.live.node_ids.get(share.node, share.node) not in untrained]
+        if not pool or len(pool) == len(plan.train):
+            return None
+        return plan.model_copy(update={"train": tuple(pool)})
 
     def weighed(self, found: pb.Plan) -> tuple[Offer, str]:
         """A plan over real machines as an offer, and why it cannot be carried out; empty if it can."""
