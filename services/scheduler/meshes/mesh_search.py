@@ -7,7 +7,7 @@ of each kind are tried that treat machines of one entry alike; a pool is searche
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, permutations, product
 from math import gcd, inf
@@ -51,12 +51,18 @@ class MeshSearch:
 
     def best(self, pool: Sequence[Part], at_least: Trained | None) -> Trained | None:
         """The best mesh of these machines' GPUs; `at_least` is that of one copy over all, if it fits."""
-        best = at_least
         ideal_s = self._steps.ideal_s(pool)
         groups = _groups(pool)
-        for islands, mesh in chain(self._island_meshes(groups), self._pipelines(groups), self._splits(groups)):
+        best = at_least
+
+        def can_win(least_s: float) -> bool:
+            return best is None or least_s < best.step.step_s
+
+        for islands, mesh in chain(
+            self._island_meshes(groups), self._splits(groups), self._pipelines(groups, pool, can_win)
+        ):
             step = self._steps.step(islands, mesh)
-            if (best is None or step.step_s < best.step.step_s) and self._memory.error(islands, mesh) is None:
+            if can_win(step.step_s) and self._memory.error(islands, mesh) is None:
                 best = Trained(_pool_of(islands), mesh, step)
                 if step.step_s <= ideal_s * _GOOD:
                     break
@@ -136,7 +142,9 @@ class MeshSearch:
         """What a process of a part computes of what its island does."""
         return self._steps.rates[part.node.name] / sum(each.gpus * self._steps.rates[each.node.name] for each in run)
 
-    def _pipelines(self, groups: Sequence[_Group]) -> Iterator[tuple[list[Island], Mesh]]:
+    def _pipelines(
+        self, groups: Sequence[_Group], pool: Sequence[Part], can_win: Callable[[float], bool]
+    ) -> Iterator[tuple[list[Island], Mesh]]:
         total = sum(map(size_of, groups))
         common = gcd(*map(size_of, groups))
         for width in _divisors(total):
@@ -144,6 +152,8 @@ class MeshSearch:
             for copies in _divisors(common):
                 num_stages, rest = divmod(total, width * copies)
                 if rest or not 2 <= num_stages <= min(MAX_STAGES, self._steps.num_layers):
+                    continue
+                if not can_win(self._steps.least_pipeline_s(pool, num_stages)):
                     continue
                 for order in _orders(groups):
                     if (islands := _piped(order, width, copies)) is None:

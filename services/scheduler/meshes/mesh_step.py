@@ -74,6 +74,21 @@ class MeshSteps:
         rate = sum(part.gpus * self.rates[part.node.name] for part in pool)
         return self._demand.samples_per_step / rate + self._problem.cost_model.train_overhead_s
 
+    def least_pipeline_s(self, pool: Sequence[Part], num_stages: int) -> float:
+        """Less than any step of these GPUs in pipelines of so many stages: balanced, and without a network.
+
+        Of a pack's rounds all but the first take as long as balanced stages, the first no less than on the fastest
+        GPUs alone.
+        """
+        num_processes = size_of(pool)
+        samples = self._demand.samples_per_step * num_stages / num_processes
+        rounds = self.microbatches(samples / self.passes(samples), num_stages)
+        rates = [self.rates[part.node.name] for part in pool]
+        total = sum(part.gpus * rate for part, rate in zip(pool, rates, strict=True))
+        first = num_stages * total / num_processes / max(rates)
+        ideal_s = self._demand.samples_per_step / total
+        return ideal_s * (rounds - 1 + first) / rounds + self._problem.cost_model.train_overhead_s
+
     def island_speed(self, run: Sequence[Part]) -> float:
         """Samples per second of GPUs that shard a copy, with tokens by speed."""
         rates = [self.rates[part.node.name] for part in run]
