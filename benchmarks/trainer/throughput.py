@@ -27,9 +27,9 @@ from services.trainer.algorithms.dr_grpo import DR_GRPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.algorithms.terms.correction import Correction
 from services.trainer.batches.training_sample import TrainingSample
-from services.trainer.config import OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.model_loading import ModelSettings
+from services.trainer.run_sections import OptimizerConfig
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_report import StepReport
 from services.trainer.step.step_settings import StepSettings

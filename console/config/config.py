@@ -41,8 +41,8 @@ from services.generator.engines.base_config import BaseEngineConfig
 from services.generator.engines.registry import check_recorder, engine_keys, split_engine
 from services.reward.config import RewardModelConfig
 from services.scheduler.config import CostModelName
-from services.trainer.config import RunSections
 from services.trainer.parallel_config import ParallelConfig
+from services.trainer.run_sections import RunSections
 
 RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000

@@ -41,7 +41,7 @@ from penstock.storage.fetched import beside_loop
 from services.broker.storage.redis.authentication import RedisCredentials, protected_url
 from services.scheduler.problem.plan_document import node_classes, read_plan
 from services.scheduler.problem.problem import read_problem
-from services.trainer.config import TRACKER_PACKAGES
+from services.trainer.run_sections import TRACKER_PACKAGES
 
 _REWARD_IMPORT_TIMEOUT_S = 120.0
 

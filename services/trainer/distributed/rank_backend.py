@@ -35,7 +35,6 @@ from penstock.storage.storage import FileDigest
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.batches.packing import Pack
-from services.trainer.config import OptimizerConfig
 from services.trainer.data.tokenizer_files import copy_tokenizer
 from services.trainer.distributed.memory_share import memory_share
 from services.trainer.model.attention import packed_inputs, register_packed_attention
@@ -65,6 +64,7 @@ from services.trainer.model_state.shard_upload import upload_shards
 from services.trainer.model_state.weight_digests import digest_together
 from services.trainer.model_state.weight_file import Part, part_of, write_together
 from services.trainer.publishing.written_weights import WrittenWeights
+from services.trainer.run_sections import OptimizerConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

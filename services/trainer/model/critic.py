@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from services.trainer.algorithms.ppo import value_losses
 from services.trainer.batches.packing import Pack
-from services.trainer.config import OptimizerConfig
 from services.trainer.model.attention import packed_inputs
 from services.trainer.model.backend import NonFiniteLossError
 from services.trainer.model.learner import Learner
@@ -30,6 +29,7 @@ from services.trainer.model.precision import MASTER, computing_in
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.trained_model import checkpoint_layers
 from services.trainer.model.weight_loading import load_weights
+from services.trainer.run_sections import OptimizerConfig
 
 _HEAD = ("head.weight", "head.bias")
 

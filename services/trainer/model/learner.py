@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from services.trainer.config import OptimizerConfig
 from services.trainer.model.ranks import Ranks
+from services.trainer.run_sections import OptimizerConfig
 
 
 class Learner:

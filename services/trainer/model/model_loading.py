@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from services.trainer.config import LoraSection
 from services.trainer.model.packing_check import check_packing, check_rotary
 from services.trainer.model.precision import MASTER, compute_dtype
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.trained_model import TrainedModel, checkpoint_layers
 from services.trainer.model.weight_loading import load_weights
+from services.trainer.run_sections import LoraSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

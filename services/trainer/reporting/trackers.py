@@ -20,7 +20,7 @@ import structlog
 
 from penstock.config import ConfigError
 from penstock.security.plain_text import is_local
-from services.trainer.config import TRACKER_PACKAGES, TrackerName
+from services.trainer.run_sections import TRACKER_PACKAGES, TrackerName
 
 _log = structlog.get_logger()
 Numbers = Mapping[str, float]

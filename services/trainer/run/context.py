@@ -15,11 +15,12 @@ from penstock.model.routers import read_routers
 from penstock.storage.addresses import Address, below
 from penstock.v1 import broker_pb2
 from penstock.wire.routes import RoutingShape
-from services.trainer.config import SamplePolicyConfig, TrainingConfig
+from services.trainer.config import TrainingConfig
 from services.trainer.data.prompt_order import Tokenizer
 from services.trainer.folders.run_instance import RunInstance, write_instance
 from services.trainer.model.backend import Backend
 from services.trainer.reporting.progress import Progress
+from services.trainer.run_sections import SamplePolicyConfig
 
 # Generators and reward workers renew every few seconds; this long after one is lost, its work goes to another.
 LEASE_S = 15

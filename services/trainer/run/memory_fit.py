@@ -25,12 +25,13 @@ from penstock.model.training_memory import (
     published_bytes,
     working_bytes,
 )
-from services.trainer.config import LoraSection, TrainingConfig
+from services.trainer.config import TrainingConfig
 from services.trainer.distributed.memory_share import memory_share
 from services.trainer.distributed.stages import divided
 from services.trainer.model.backend import BackendError
 from services.trainer.model.precision import compute_dtype
 from services.trainer.model.ranks import Ranks
+from services.trainer.run_sections import LoraSection
 
 USABLE = 0.9
 """Of a device's memory: libraries and what an allocator cannot use take the rest."""

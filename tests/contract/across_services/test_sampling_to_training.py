@@ -20,9 +20,9 @@ from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.batches.training_sample import trajectory_of
-from services.trainer.config import OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.model_loading import ModelSettings
+from services.trainer.run_sections import OptimizerConfig
 from tests.unit.trainer.builders import save_tiny_qwen2, scores_of
 
 NUM_TOKENS = 24

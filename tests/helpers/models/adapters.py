@@ -13,10 +13,10 @@ from penstock.v1.weights_pb2 import AdapterInfo
 from services.generator.engine.engine import WeightUpdate
 from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.loss import LossSettings, policy_loss
-from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.adapters.lora import ADAPTER_FILE
 from services.trainer.model.model_loading import ModelSettings
+from services.trainer.run_sections import LoraSection, OptimizerConfig
 from tests.helpers.models.tiny_model import make_update
 
 LORA = LoraSection(rank=4, alpha=12.0, target_modules=("q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"))

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch.distributed as dist
 
-from services.trainer.config import RunSettings
 from services.trainer.distributed import launch
 from services.trainer.distributed.coordinator import lead
 from services.trainer.distributed.launch import StartedRanks, TorchrunRuns
 from services.trainer.distributed.sharded_backend import ShardedBackend
 from services.trainer.run.policy_loading import local_backend
+from services.trainer.run_sections import RunSettings
 from tests.helpers.trainers.two_processes import config_of, on_lost
 from tests.helpers.trainers.warm_ranks import HIDDEN, WarmRank
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import ConfigError, validate
-from services.trainer.config import ComputeConfig, TrainingConfig
+from services.trainer.config import TrainingConfig
+from services.trainer.run_sections import ComputeConfig
 
 
 def made(**settings: object) -> ComputeConfig:

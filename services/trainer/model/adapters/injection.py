@@ -18,11 +18,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.trainer.config import LoraSection
 from services.trainer.model.adapters.parts import own_part, placed
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.precision import MASTER
 from services.trainer.model.ranks import Ranks
+from services.trainer.run_sections import LoraSection
 
 OWN_NAME = "default"
 """PEFT's name of the one adapter."""

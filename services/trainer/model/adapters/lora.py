@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from penstock.model.adapter_layout import adapter_layout, factor_name
 from penstock.v1.weights_pb2 import AdapterInfo
-from services.trainer.config import LoraSection
 from services.trainer.model.adapters.injection import OWN_NAME, Injection, factor_of
 from services.trainer.model.backend import CheckpointMismatchError
 from services.trainer.model.precision import MASTER
 from services.trainer.model.trained_model import TrainedModel
+from services.trainer.run_sections import LoraSection
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FACTORS: tuple[Literal["A", "B"], ...] = ("A", "B")

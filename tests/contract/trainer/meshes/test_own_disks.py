@@ -14,8 +14,8 @@ from penstock.transfer.chunks import chunks_of
 from services.trainer.checkpoints import checkpoint
 from services.trainer.checkpoints.checkpoint import ResumeState
 from services.trainer.checkpoints.checkpoint_storage import CheckpointStorage
-from services.trainer.config import RunSettings
 from services.trainer.model_state import sent_parts
+from services.trainer.run_sections import RunSettings
 from tests.helpers.trainers.equal_training import train
 from tests.helpers.trainers.own_disks import needs_root, two_disks
 from tests.helpers.trainers.two_processes import alone, two_processes, weights

@@ -155,8 +155,7 @@ def outcomes(tmp_path: Path, fault: Callable[[int], None]) -> list[tuple[float, 
     path, store = tmp_path / "weights" / "v1", str(tmp_path / "store")
     pipes = [_forked.Pipe(duplex=False) for _ in range(2)]
     processes = [
-        _forked.Process(target=_rank, args=(rank, store, path, pipes[rank][1], fault), daemon=True)
-        for rank in range(2)
+        _forked.Process(target=_rank, args=(rank, store, path, pipes[rank][1], fault), daemon=True) for rank in range(2)
     ]
     for process in processes:
         process.start()

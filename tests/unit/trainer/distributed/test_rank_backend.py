@@ -15,7 +15,6 @@ from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.loss import LossInputs, LossOutputs, LossSettings, policy_loss
 from services.trainer.algorithms.terms.correction import Correction
 from services.trainer.batches.packing import pack_trajectories
-from services.trainer.config import OptimizerConfig
 from services.trainer.distributed import rank_backend
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.backend import (
@@ -26,6 +25,7 @@ from services.trainer.model.backend import (
     UnsupportedModelError,
 )
 from services.trainer.model.model_loading import ModelSettings
+from services.trainer.run_sections import OptimizerConfig
 from tests.helpers.models.model_families import save_tiny
 from tests.unit.trainer.builders import build_trajectory, save_tiny_qwen2, scores_of
 

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.trainer.batches.packing import Trajectory, join
-from services.trainer.config import LoraSection
 from services.trainer.model.attention import packed_inputs, register_packed_attention
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.model_loading import ModelSettings, load_trained
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.token_logprobs import TokenLogprobs
+from services.trainer.run_sections import LoraSection
 from tests.helpers.models.model_families import FAMILIES, VOCAB_SIZE, save_tiny
 
 CPU = torch.device("cpu")

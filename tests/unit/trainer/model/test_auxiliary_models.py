@@ -10,10 +10,10 @@ import torch
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.algorithms.ppo import PPO
 from services.trainer.batches.packing import pack_trajectories
-from services.trainer.config import OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.backend import BackendError, CheckpointMismatchError
 from services.trainer.model.model_loading import ModelSettings
+from services.trainer.run_sections import OptimizerConfig
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_settings import StepSettings
 from tests.unit.trainer.builders import VOCAB_SIZE, build_sample, build_trajectory, save_tiny_qwen2, scores_of

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from penstock.model.adapter_layout import NAME_PREFIX, model_digest
 from services.trainer.batches.packing import pack_trajectories
-from services.trainer.config import LoraSection
 from services.trainer.model.adapters.injection import Injection
 from services.trainer.model.attention import register_packed_attention
 from services.trainer.model.backend import CheckpointMismatchError, UnsupportedModelError
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.weight_loading import load_weights
+from services.trainer.run_sections import LoraSection
 from tests.helpers.models.model_families import save_tiny, tiny_config
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import one_of

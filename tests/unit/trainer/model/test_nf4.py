@@ -7,7 +7,6 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from transformers import AutoModelForCausalLM
 
-from services.trainer.config import LoraSection
 from services.trainer.model.adapters import nf4
 from services.trainer.model.adapters.injection import Injection
 from services.trainer.model.adapters.nf4 import Nf4Linear, pack, unpack
@@ -15,6 +14,7 @@ from services.trainer.model.attention import register_packed_attention
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.weight_loading import load_weights
+from services.trainer.run_sections import LoraSection
 from tests.helpers.models.model_families import save_tiny
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import one_of

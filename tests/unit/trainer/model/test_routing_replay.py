@@ -20,10 +20,11 @@ from penstock.wire.trajectory_groups import Sample, make_group, make_prompt
 from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.packing import Pack, Trajectory, divide, pack_trajectories
 from services.trainer.batches.training_sample import trajectory_of
-from services.trainer.config import LoraSection, TrainingConfig
+from services.trainer.config import TrainingConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.distributed.rank_worker import decoded, encoded
 from services.trainer.model.backend import UnsupportedModelError
+from services.trainer.run_sections import LoraSection
 from tests.helpers.models.model_families import save_tiny
 from tests.unit.trainer.builders import build_sample, save_tiny_qwen2
 from tests.unit.trainer.distributed.test_rank_backend import build_backend, gradients

@@ -16,10 +16,10 @@ from penstock.model.training_memory import held_bytes, working_bytes
 from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.loss import policy_loss
 from services.trainer.batches.packing import join
-from services.trainer.config import LoraSection, OptimizerConfig
 from services.trainer.distributed.stage_backend import StageBackend
 from services.trainer.model.model_loading import ModelSettings
 from services.trainer.run.memory_fit import with_adapter
+from services.trainer.run_sections import LoraSection, OptimizerConfig
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import LoneStage
 from tests.unit.trainer.builders import build_trajectory

@@ -14,8 +14,8 @@ from penstock.model.model_shape import read_shape
 from penstock.model.training_memory import TrainingMode, held_bytes, working_bytes
 from penstock.model.training_traffic import gathered_bytes, reduced_bytes
 from services.trainer.batches.packing import join
-from services.trainer.config import LoraSection
 from services.trainer.run.memory_fit import with_adapter
+from services.trainer.run_sections import LoraSection
 from tests.helpers.models.model_families import save_tiny
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import one_of

@@ -6,8 +6,9 @@ import pytest
 
 from penstock.config import ConfigError, validate
 from penstock.v1 import broker_pb2
-from services.trainer.config import SamplePolicyConfig, TrainingConfig
+from services.trainer.config import TrainingConfig
 from services.trainer.run.context import run_policy
+from services.trainer.run_sections import SamplePolicyConfig
 
 
 def test_the_defaults_are_the_brokers_own() -> None:

@@ -14,10 +14,10 @@ from services.trainer.algorithms.ppo import PPO
 from services.trainer.algorithms.terms.correction import Correction
 from services.trainer.batches.packing import pack_trajectories
 from services.trainer.batches.training_sample import trajectory_of
-from services.trainer.config import OptimizerConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.backend import NonFiniteLossError, PartialStepError
 from services.trainer.model.model_loading import ModelSettings
+from services.trainer.run_sections import OptimizerConfig
 from services.trainer.step.passes import LossItem, split
 from services.trainer.step.step import StepClosedError, TrainingStep
 from services.trainer.step.step_settings import StepSettings

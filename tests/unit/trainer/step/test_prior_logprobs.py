@@ -12,9 +12,10 @@ from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.algorithms.ppo import PPO
 from services.trainer.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS
 from services.trainer.algorithms.terms.correction import Correction
-from services.trainer.config import OptimizerConfig, TrainingConfig
+from services.trainer.config import TrainingConfig
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.model_loading import ModelSettings
+from services.trainer.run_sections import OptimizerConfig
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_settings import StepSettings, step_settings
 from tests.unit.trainer.builders import RecordingBackend, build_group, save_tiny_qwen2
