@@ -22,6 +22,7 @@ from services.reward.code.sandboxes import Limits, Place, Running, Sandbox, Sand
 from services.reward.code.suites import Assertions, Calls, Streams, Suite, same_output, same_result
 
 _SUITES: dict[str, type[Suite]] = {"streams": Streams, "calls": Calls, "assertions": Assertions}
+PROGRAM_FILE = "program.py"
 _KINDS = {kind: name for name, kind in _SUITES.items()}
 
 
@@ -32,7 +33,6 @@ class Job:
     program: str
     suite: Suite
     command: Sequence[str]
-    file_name: str
     readable: Sequence[str]
     limits: Limits
     stops_early: bool
@@ -85,7 +85,7 @@ def run(job: Job, sandbox: Sandbox) -> Verdict:
     """Run all tests. Raises SandboxError, OSError: nothing is known about the program."""
     with tempfile.TemporaryDirectory(prefix="penstock-code-") as folder:
         place = Place(folder=Path(folder), readable=[*python_folders(), *job.readable])
-        (place.folder / job.file_name).write_text(job.program, encoding="utf-8", errors="replace")
+        (place.folder / PROGRAM_FILE).write_text(job.program, encoding="utf-8", errors="replace")
         stage = _Stage(job, sandbox, place)
         match job.suite:
             case Streams():
@@ -129,7 +129,7 @@ class _Stage:
         """The program as a script, once for each input."""
         limits = self._job.limits
         for given, expected in zip(suite.inputs, suite.outputs, strict=True):
-            with self._started([*self._job.command, self._job.file_name]) as running:
+            with self._started([*self._job.command, PROGRAM_FILE]) as running:
                 deadline_s = time.monotonic() + limits.wall_s
                 try:
                     sent = given.encode("utf-8", "replace")
@@ -187,7 +187,7 @@ class _Stage:
             talk.close()
 
     def _harness(self) -> list[str]:
-        return [*self._own("harness.py"), self._job.file_name]
+        return [*self._own("harness.py"), PROGRAM_FILE]
 
     def _own(self, name: str) -> list[str]:
         """The command for a file of ours, which is put beside the program."""

@@ -72,7 +72,6 @@ class CodeReward(BatchReward):
             program=program,
             suite=suite,
             command=self._config.command,
-            file_name=self._config.file_name,
             readable=[str(path) for path in self._config.readable],
             limits=self._limits,
             stops_early=self._config.credit == "all",

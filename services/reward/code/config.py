@@ -22,8 +22,6 @@ class CodeConfig(StrictModel):
 
     command: list[str] = Field(default_factory=own_python, min_length=1, max_length=32)
     """Runs a program whose path is appended: by default this Python without installed packages."""
-    file_name: str = Field(default="program.py", pattern=r"[A-Za-z0-9_]{1,32}\.[A-Za-z0-9]{1,8}")
-    """Name of the program's file."""
     readable: list[Path] = Field(default_factory=list, max_length=64)
     """Further folders that programs may read, such as the installed packages of `command`."""
     cpu_s: float = Field(default=4.0, gt=0, le=600)
