@@ -5,11 +5,12 @@ The processes stand in the plan's mesh: their ranks follow the plan's list of ma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.config import ConfigError, Document
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import SHARE_DIGITS, PlanDocument, TrainShare
+from services.scheduler.problem.plan_document import SHARE_DIGITS, PlanDocument
 
 RENDEZVOUS_PORT = 7307
 MAX_RESTARTS = 20
@@ -53,30 +54,31 @@ def training_machines(model: CostModel, plan: PlanDocument, *, address: str | No
 
 
 def trainer_section(model: CostModel, plan: PlanDocument, stated: Document) -> Document:
-    """The section `trainer` of a run: one process per GPU, in the plan's mesh.
+    """The section `trainer` of a run: one process per GPU, in the plan's mesh; without one, with tokens by speed.
 
     Args:
         model: The problem and its cost model.
         plan: Who trains.
         stated: What the run's own configuration has there.
     """
-    section = {**stated, "processes": _processes(model, plan)}
     if plan.mesh is None:
-        return section
+        rates = (share.share or model.gpu_training_rate[model.nodes[share.node].name] for share in plan.train)
+        return {**stated, "processes": _processes(plan, rates)}
     if stated.get("parallel"):
         raise ConfigError("trainer.parallel: the plan states a mesh of its own; leave it out")
-    return {**section, "parallel": plan.mesh.parallel(plan.num_processes)}
+    return {**stated, **mesh_settings(plan)}
 
 
-def _processes(model: CostModel, plan: PlanDocument) -> int | list[float]:
-    """One per GPU; if GPUs differ, each one's share of tokens: the plan's, or without a mesh by its speed."""
+def mesh_settings(plan: PlanDocument) -> Document:
+    """`processes` and `parallel` of the section `trainer`, by a plan with a mesh."""
+    assert plan.mesh is not None
+    shares = (share.share or 1.0 for share in plan.train)
+    return {"processes": _processes(plan, shares), "parallel": plan.mesh.parallel(plan.num_processes)}
 
-    def share_of(trains: TrainShare) -> float:
-        if trains.share is None and plan.mesh is None:
-            return model.gpu_training_rate[model.nodes[trains.node].name]
-        return trains.share or 1.0
 
-    shares = [share_of(trains) for trains in plan.train for _ in range(trains.gpus)]
-    if len(set(shares)) == 1:
-        return len(shares)
-    return [round(share / max(shares), SHARE_DIGITS) for share in shares]
+def _processes(plan: PlanDocument, shares: Iterable[float]) -> int | list[float]:
+    """One per GPU; if shares of machines differ, each one's."""
+    own = [share for trains, share in zip(plan.train, shares, strict=True) for _ in range(trains.gpus)]
+    if len(set(own)) == 1:
+        return len(own)
+    return [round(share / max(own), SHARE_DIGITS) for share in own]

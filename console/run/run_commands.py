@@ -11,6 +11,7 @@ from console.config.derive import training_config
 from console.config.run_folder import RunFolder, open_folder
 from console.devices.device_table import run_table
 from console.run.local_run import execute_run
+from console.run.planned_mesh import with_planned_mesh
 from console.run.preflight import check_run
 from console.run.quick import prepare_task, quickstart_config
 from console.view.html_report import write_report
@@ -44,6 +45,9 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, res
     else:
         config, source = load_run_config(Path(arguments[0]), arguments[1:]), arguments[0]
     config = resolve(config, now_s=time.time())
+    if resume is None:
+        # What is resumed may have moved since.
+        config = with_planned_mesh(config)
     home = config.run.dir / config.run.id
     if resume is not None and not home.is_dir():
         # Otherwise the services would begin another run there, without its checkpoints.

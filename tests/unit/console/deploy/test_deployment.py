@@ -7,12 +7,13 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from console.config.config import load_run_config
+from console.config.config import load_run_config, parse_run_config
 from console.deploy.configurations import PLAIN_RUN
 from console.deploy.deployment import deployment, write_deployment
 from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
 from console.node.config import NodeConfig, read_node
+from console.run.planned_mesh import with_planned_mesh
 from console.run.run_plan import as_message
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError, read_document, validate
@@ -173,6 +174,29 @@ def test_processes_stand_in_the_plans_mesh(model):
     own = {**PLAIN_RUN, "trainer": {"parallel": {"shard": 12}}}
     with pytest.raises(ConfigError, match=r"trainer.parallel: the plan states a mesh of its own; leave it out"):
         deployed(model, of=islands, run=own)
+
+
+def test_a_run_stands_in_the_mesh_of_the_plan_that_it_begins_with(tmp_path):
+    path = tmp_path / "plan.yaml"
+    pool = [{"node": "a100-0", "gpus": 2, "share": 1.0}, {"node": "l40s-0", "gpus": 1, "share": 0.5}]
+    path.write_text(yaml.safe_dump({"gen": [], "train": pool, "mesh": {"islands": [2, 1]}}))
+
+    def run(**trainer):
+        scheduler = {"problem": "problem.yaml", "plan": str(path)}
+        document = {**PLAIN_RUN, "run": {"id": "r"}, "scheduler": scheduler, "trainer": trainer}
+        return parse_run_config(document, source="run.yaml")
+
+    planned = with_planned_mesh(run(num_threads=3)).trainer
+    assert planned.shares == (1.0, 1.0, 0.5)
+    assert planned.parallel.islands == (2, 1)
+    assert planned.num_threads == 3
+    assert with_planned_mesh(run(processes=[1, 1, 0.5], parallel={"islands": [2, 1]})).trainer == planned.model_copy(
+        update={"num_threads": 1}
+    )
+    with pytest.raises(ConfigError, match=r"trainer.processes: 4, and .*plan.yaml plans \(1.0, 1.0, 0.5\)"):
+        with_planned_mesh(run(processes=4))
+    path.write_text(yaml.safe_dump({"gen": [], "train": pool[:1]}))
+    assert with_planned_mesh(run(processes=4)) == run(processes=4)
 
 
 def test_stages_and_split_layers_are_what_the_trainer_calls_them(model):
