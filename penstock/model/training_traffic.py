@@ -34,7 +34,7 @@ def exchanged_bytes(
     experts: about 1 / n among n processes that divide them.
 
     Args:
-        shape: Of the model, all of whose layers have experts.
+        shape: Of the model.
         mode: How it is trained.
         num_tokens: Of its forward and backward passes.
         num_scoring_tokens: Of its forward passes alone.
@@ -44,7 +44,7 @@ def exchanged_bytes(
     copy = mode.weight_bytes * shape.hidden * shape.num_chosen_experts
     # There and back: forwards, once more where layers are computed again, and backwards.
     num_passes = (3 if mode.checkpoints_layers else 2) * num_tokens + num_scoring_tokens
-    return 2.0 * shape.num_layers * copy * num_passes
+    return 2.0 * (shape.num_layers - shape.num_dense_layers) * copy * num_passes
 
 
 def _gathered_params(shape: ModelShape, mode: TrainingMode) -> float:

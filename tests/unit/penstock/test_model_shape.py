@@ -99,6 +99,48 @@ def test_a_network_without_a_gate_keeps_what_its_activation_function_keeps(folde
     assert (shape.feed_forward, shape.num_feed_forward_copies) == (32, 5)
 
 
+def test_names_of_tensors_tell_norms_fused_queries_and_sinks(folder):
+    layer = "model.layers.0."
+    names = ("self_attn.qkv_proj.weight", "self_attn.sinks", "self_attn.q_norm.weight", "mlp.gate_up_proj.weight")
+    plain = read_shape(folder(CONFIG, model={"x": LAYERS}))
+    assert not any((plain.has_query_norms, plain.has_fused_queries, plain.has_sinks, plain.ends_in_norms))
+    assert plain.num_norm_copies == 2
+    tensors = {layer + name: LAYERS for name in names} | {layer + "input_layernorm.bias": (8,)}
+    shape = read_shape(folder(CONFIG, model=tensors | {layer + "post_mlp_layernorm.weight": (8,)}))
+    assert (shape.has_query_norms, shape.has_fused_queries, shape.has_sinks, shape.ends_in_norms) == (True,) * 4
+    # A norm with a bias is a fused one; two linear layers in one of two layers.
+    assert (shape.num_norm_copies, shape.num_inputs) == (1, 1.0)
+
+
+def test_latent_attention_has_keys_of_both_parts(folder):
+    latent = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2}
+    shape = read_shape(folder(CONFIG | latent, model={"x": LAYERS}))
+    assert (shape.latent_width, shape.query_width, shape.key_width) == (11, 4 * 5, 2 * 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({}, 16),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, 16),
+        ({"layer_types": ["full_attention"] * 2}, None),
+        ({"use_sliding_window": False}, None),
+        ({"sliding_window": None, "attention_chunk_size": 9, "layer_types": ["chunked_attention"] * 2}, 9),
+    ],
+)
+def test_a_window_counts_where_some_layer_has_it(folder, change, window):
+    assert read_shape(folder({**CONFIG, "sliding_window": 16} | change, model={"x": LAYERS})).window == window
+
+
+def test_layers_without_experts_are_told_by_the_files(folder):
+    config = {**CONFIG, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
+    layers = {f"model.layers.{index}.mlp.{name}": LAYERS for index, name in ((0, "up_proj"), (1, "experts.0.up_proj"))}
+    shape = read_shape(folder(config, model={"model.embed": EMBEDDING} | layers))
+    assert (shape.num_dense_layers, shape.dense_feed_forward, shape.feed_forward) == (1, 12, 10)
+    assert shape.largest_layer_params == 200 / 2 + 200
+    assert shape.layer_params == 200
+
+
 def test_a_language_model_within_another_is_read(folder):
     config = {"text_config": CONFIG, "tie_word_embeddings": False}
     shape = read_shape(folder(config, model={"x": LAYERS}))

@@ -48,6 +48,7 @@ def test_stages_of_one_and_three_layers_train_as_one_process(tmp_path, family, i
         assert_trains_as_one(two, one)
 
 
+@pytest.mark.grid
 def test_two_pipelines_of_two_stages_train_as_one_process(model):
     """One of them has no work in some rounds, and they divide packs into unlike numbers of microbatches."""
     one = alone(model)
