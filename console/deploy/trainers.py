@@ -56,11 +56,15 @@ def training_machines(model: CostModel, plan: PlanDocument, *, address: str | No
 def trainer_section(model: CostModel, plan: PlanDocument, stated: Document) -> Document:
     """The section `trainer` of a run: one process per GPU, in the plan's mesh; without one, with tokens by speed.
 
+    Packs are those that the plan was computed for, unless the run states its own.
+
     Args:
         model: The problem and its cost model.
         plan: Who trains.
         stated: What the run's own configuration has there.
     """
+    if (pack_tokens := model.problem.cost_model.train_pack_tokens) > 0:
+        stated = {"tokens_per_pack": pack_tokens, **stated}
     if plan.mesh is None:
         rates = (share.share or model.gpu_training_rate[model.nodes[share.node].name] for share in plan.train)
         return {**stated, "processes": _processes(plan, rates)}

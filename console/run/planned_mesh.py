@@ -6,7 +6,7 @@ from console.config.config import RunConfig
 from console.deploy.trainers import mesh_settings
 from penstock.config import ConfigError, validate
 from services.scheduler.problem.plan_document import read_plan
-from services.trainer.config import ComputeConfig
+from services.trainer.run_sections import ComputeConfig
 
 
 def with_planned_mesh(config: RunConfig) -> RunConfig:

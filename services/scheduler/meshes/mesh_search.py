@@ -63,7 +63,7 @@ class MeshSearch:
         ):
             step = self._steps.step(islands, mesh)
             if can_win(step.step_s) and self._memory.error(islands, mesh) is None:
-                best = Trained(_pool_of(islands), mesh, step)
+                best = Trained(pool_of(islands), mesh, step)
                 if step.step_s <= ideal_s * _GOOD:
                     break
         return best
@@ -270,7 +270,7 @@ def _piped(order: Sequence[_Group], width: int, copies: int) -> list[Island] | N
     return islands if len(changes) == len(set(changes)) else None
 
 
-def _pool_of(islands: Sequence[Island]) -> tuple[TrainShare, ...]:
+def pool_of(islands: Sequence[Island]) -> tuple[TrainShare, ...]:
     """The pool in the order of its ranks."""
     found: list[TrainShare] = []
     for part in (part for island in islands for stage in island for part in stage):

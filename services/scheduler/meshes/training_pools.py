@@ -10,7 +10,7 @@ from services.scheduler.cost_model.pool_memory import PoolMemory
 from services.scheduler.cost_model.training_step import TrainingStep, training_step
 from services.scheduler.meshes.islands import Island, Part, cut, islands_of, size_of
 from services.scheduler.meshes.mesh_memory import MeshMemory
-from services.scheduler.meshes.mesh_search import MeshSearch, Trained
+from services.scheduler.meshes.mesh_search import MeshSearch, Trained, pool_of
 from services.scheduler.meshes.mesh_step import MeshSteps
 from services.scheduler.problem.plan_document import Mesh, PlanDocument, TrainShare
 from services.scheduler.problem.problem import NodeClass, Problem
@@ -78,6 +78,22 @@ class TrainingPools:
             return tuple(pool), None
         real = [share.node for share in ordered]
         return tuple(each.model_copy(update={"node": real[int(each.node)]}) for each in found.pool), found.mesh
+
+    def headed(
+        self, pool: Sequence[TrainShare], mesh: Mesh | None, nodes: Nodes, *, region: str
+    ) -> tuple[tuple[TrainShare, ...], Mesh | None]:
+        """The same with its head in a region, if islands or machines of the pool are there; stages stay in order."""
+        if mesh is not None and (mesh.tensor > 1 or mesh.pipeline > 1):
+            return tuple(pool), mesh
+
+        def is_away(machine: TrainShare) -> bool:
+            return nodes[machine.node].region != region
+
+        if mesh is None:
+            return tuple(sorted(pool, key=is_away)), None
+        islands = sorted(islands_of(pool, mesh, nodes), key=lambda island: island[0][0].node.region != region)
+        sizes = tuple(sum(map(size_of, island)) for island in islands)
+        return pool_of(islands), mesh.model_copy(update={"islands": sizes})
 
     def _one_copy(self, parts: Sequence[Part]) -> Trained | None:
         pool = [(part.node, part.gpus) for part in parts]

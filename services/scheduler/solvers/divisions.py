@@ -7,6 +7,7 @@ the problem has meshes, it depends on how many GPUs train on which number of mac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -156,4 +157,10 @@ def plan_of(model: CostModel, parts: Sequence[Division], kept: PlanDocument | No
     if kept is not None:
         return PlanDocument(gen=tuple(gen), train=kept.train, mesh=kept.mesh)
     pool, mesh = model.pools.arranged(train, model.nodes)
+    if model.pool_memory.is_even and gen and len({model.nodes[share.node].region for share in pool}) > 1:
+        # New weights come from the head's region: best from where most generate.
+        generating = Counter[str]()
+        for each in gen:
+            generating[model.nodes[each.node].region] += each.tp * each.count
+        pool, mesh = model.pools.headed(pool, mesh, model.nodes, region=max(generating, key=lambda at: generating[at]))
     return PlanDocument(gen=tuple(gen), train=pool, mesh=mesh)

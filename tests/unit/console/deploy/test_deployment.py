@@ -171,6 +171,8 @@ def test_processes_stand_in_the_plans_mesh(model):
         # On one host a trainer starts all processes itself.
         assert ("trainer" in files["run.yaml"]["endpoints"]) is (address is None)
         assert document_of(as_message(islands)) == islands
+    by_trainer = CostModel(problem("tiny_04", "model.ffn=12288", "cost_model.train_pack_tokens=8192"))
+    assert deployed(by_trainer, of=islands)["run.yaml"]["trainer"]["tokens_per_pack"] == 8192
     own = {**PLAIN_RUN, "trainer": {"parallel": {"shard": 12}}}
     with pytest.raises(ConfigError, match=r"trainer.parallel: the plan states a mesh of its own; leave it out"):
         deployed(model, of=islands, run=own)

@@ -116,3 +116,17 @@ def test_a_revision_of_generators_keeps_the_trainers_mesh(model):
     assert found is not None
     assert (found.train, found.mesh) == (running.train, running.mesh)
     assert sum(each.tp * each.count for each in found.gen) > 8
+
+
+def test_the_head_stands_where_most_generate():
+    apart = NODES.replace("name: l4, gpu: L4, gpus: 8, count: 2, region: r0", "name: l4, gpu: L4, gpus: 8, region: r1")
+    apart = apart.replace("gpu: L40S, gpus: 8, region: r0", "gpu: L40S, gpus: 8, region: r1")
+    links = "links=[{a: r0, b: r1, bw_Gbps: 10}]"
+    model = CostModel(problem("tiny_04", apart, links, *SETTINGS[2:]))
+    islands = Mesh(islands=(4, 4, 8))
+    pool = meshed(islands, *BOTH).train
+    assert model.pools.headed(pool, islands, model.nodes, region="r0") == (pool, islands)
+    turned = (tuple(reversed(pool)), Mesh(islands=(8, 4, 4)))
+    assert model.pools.headed(pool, islands, model.nodes, region="r1") == turned
+    assert model.pools.headed(pool, STAGES, model.nodes, region="r1") == (pool, STAGES)
+    assert model.homes(meshed(islands, *BOTH)) == {"r0"}
