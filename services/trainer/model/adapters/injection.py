@@ -100,6 +100,10 @@ class Injection:
             first = {a: _drawn(name, tuple(a.weight.shape)), b: torch.zeros(b.weight.shape, dtype=MASTER)}
             for factor, whole in first.items():
                 factor.weight = nn.Parameter(placed(factor.weight, own_part(whole, factor.weight)))
+        assert self._base is not None
+        for name, parameter in self._base.named_parameters():
+            # Weights that were read into places without memory are to be trained, as far as `transformers` knows.
+            parameter.requires_grad_(".lora_" in name)
 
     def _pack(self, base: PreTrainedModel) -> None:
         """Replace all linear layers but the output layer by layers of 4 bits."""
