@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 MAX_STATIONS = 12
-MAX_TERMS = 50
+MAX_TERMS = 52
 PLACEHOLDER = "NAME"
 """Stands in a path for that of a file to be written."""
 EXTENSIONS = ("an algorithm", "a staleness policy", "a solver", "an engine", "a reward model", "a store")
