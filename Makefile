@@ -81,7 +81,7 @@ test-e2e: setup
 	$(PYTEST) tests/e2e -q $(RERUN) $(PARALLEL) 2 --durations=12
 
 plans: setup  ## Carry out drawn plans at toy size, of each kind of mesh as many as PLANS=5 says
-	PENSTOCK_DRAWN_PLANS=$(or $(PLANS),5) $(PYTEST) tests/e2e/test_drawn_plans.py -q
+	PENSTOCK_DRAWN_PLANS=$(or $(PLANS),5) $(PYTEST) tests/e2e/plans/test_drawn_plans.py -q
 
 mutants: setup  ## Break the core rules line by line, and list what no unit test notices (about an hour)
 	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements/mutants.txt

@@ -20,13 +20,14 @@ settings.load_profile("penstock")
 LONG_FILES = (
     "e2e/deployments/test_slurm.py",
     "e2e/test_quickstart.py",
-    "e2e/test_broker_faults.py",
-    "e2e/test_faults.py",
+    "e2e/faults/test_broker_faults.py",
+    "e2e/faults/test_faults.py",
     "e2e/test_lora.py",
     "e2e/test_scorers.py",
-    "e2e/test_full_disk.py",
-    "e2e/test_followed_plan.py",
-    "e2e/test_moved_trainer.py",
+    "e2e/faults/test_full_disk.py",
+    "e2e/plans/test_followed_plan.py",
+    "e2e/plans/test_moved_trainer.py",
+    "e2e/plans/test_drawn_plans.py",
     "e2e/test_mutual_tls.py",
     "e2e/test_reward_models.py",
     "e2e/test_broadcasts.py",
@@ -46,6 +47,7 @@ LONG_FILES = (
     "contract/generator/test_broken_links.py",
     "contract/trainer/meshes/test_sharded_trainer.py",
     "contract/engines/test_engines.py",
+    "contract/reward/test_code_attacks.py",
     "contract/broker/trajectories/test_large_groups.py",
 )
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from console.launch.ports import free_addresses
-from tests.e2e.machines import machine
+from tests.e2e.plans.machines import machine
 from tests.e2e.runs import RUN_ID, running, small_run
 from tests.helpers.console import write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
