@@ -25,7 +25,7 @@ _LATENT_COPIES = 3
 
 
 def kept_bytes(shape: ModelShape, *, weight_bytes: int) -> float:
-    """Of a token in all layers, with products in numbers of so many bytes."""
+    """Of a token in all layers, with products in numbers of that many bytes."""
     num_mixtures = shape.num_layers - shape.num_dense_layers
     of_dense = shape.num_dense_layers * _layer_bytes(_dense(shape), weight_bytes) if shape.num_dense_layers else 0.0
     return num_mixtures * _layer_bytes(shape, weight_bytes) + of_dense

@@ -169,7 +169,7 @@ class ObjectCache:
         self._locks[key] = descriptor
 
     def _make_room(self, needed: int, address: Address) -> None:
-        """Delete copies that nobody uses until there is room; raises ConfigError."""
+        """Delete copies out of use until there is room; raises ConfigError."""
         sizes = {folder: folder_bytes(folder) for folder in self._root.iterdir() if folder.is_dir()}
         for folder in sorted(sizes, key=_last_use_s):
             if self._lacks(needed, sum(sizes.values())) and self._delete(folder):

@@ -66,7 +66,7 @@ class Running(Protocol):
     """A program that was started; `end` it."""
 
     stdin: int
-    """Descriptor to write to; closed by whoever uses it up."""
+    """Descriptor to write to."""
     stdout: int
 
     def wait(self, timeout_s: float) -> Ended:

@@ -147,7 +147,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _undefined(setup: str, tests: Sequence[str]) -> list[str]:
-    """Names that tests use and nobody but the program can define, sorted."""
+    """Names that tests use and that only the program can define, sorted."""
     used: set[str] = set()
     defined: set[str] = set(dir(builtins))
     for source in (setup, *tests):

@@ -36,7 +36,7 @@ def islands_of(pool: Sequence[TrainShare], mesh: Mesh, nodes: Mapping[str, NodeC
 
 
 def cut(parts: Sequence[Part], sizes: Sequence[int]) -> Iterator[tuple[Part, ...]]:
-    """Runs of so many processes each, together all of them."""
+    """Runs of that many processes each, together all of them."""
     rest = list(reversed(parts))
     for size in sizes:
         taken, needed = list[Part](), size

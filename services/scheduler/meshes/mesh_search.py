@@ -250,7 +250,7 @@ def _halvings(whole: int) -> Iterator[int]:
 
 
 def _chunks(parts: _Group, width: int) -> Iterator[_Group]:
-    """Runs of so many machines; what is left over joins the last one."""
+    """Runs of that many machines; what is left over joins the last one."""
     starts = list(range(0, len(parts), width))
     if len(parts) % width and len(starts) > 1:
         starts.pop()
@@ -259,7 +259,7 @@ def _chunks(parts: _Group, width: int) -> Iterator[_Group]:
 
 
 def _piped(order: Sequence[_Group], width: int, copies: int) -> list[Island] | None:
-    """Pipelines with stages of so many processes; None if the ranks of a machine would not follow each other."""
+    """Pipelines with stages of that many processes; None if the ranks of a machine would not follow each other."""
     shares = [list(cut(group, (size_of(group) // copies,) * copies)) for group in order]
     islands: list[Island] = []
     for copy in range(copies):

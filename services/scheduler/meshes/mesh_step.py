@@ -75,7 +75,7 @@ class MeshSteps:
         return self._demand.samples_per_step / rate + self._problem.cost_model.train_overhead_s
 
     def least_pipeline_s(self, pool: Sequence[Part], num_stages: int) -> float:
-        """Less than any step of these GPUs in pipelines of so many stages: balanced, and without a network.
+        """Less than any step of these GPUs in pipelines of that many stages: balanced, and without a network.
 
         Of a pack's rounds all but the first take as long as balanced stages, the first no less than on the fastest
         GPUs alone.
@@ -115,7 +115,7 @@ class MeshSteps:
         )
 
     def _works(self, island: Island, mesh: Mesh, samples: float, alike: int) -> list[_Work]:
-        """Of one of so many equal islands; `samples` is what a share of 1 stands for."""
+        """Of one of that many equal islands; `samples` is what a share of 1 stands for."""
         if mesh.pipeline > 1:
             return [self._pipeline(island, mesh, samples, alike)]
         (parts,) = island
@@ -132,7 +132,7 @@ class MeshSteps:
         ]
 
     def passes(self, samples: float) -> int:
-        """Packs of so many samples."""
+        """Packs of that many samples."""
         return max(1, math.ceil(samples * self._demand.trained_tokens / self._pack_tokens * (1 - 1e-9)))
 
     def pass_s(self, parts: Sequence[Part], num_shards: int, *, tensor: int = 1, alike: int = 1) -> float:
@@ -174,7 +174,7 @@ class MeshSteps:
         return self._passage(islands[0], samples, len(islands))
 
     def _passage(self, island: Island, samples: float, alike: int) -> Passage:
-        """Of one of the packs of so many samples, which one process of each stage of an island has in a step."""
+        """Of one of the packs of that many samples, which one process of each stage of an island has in a step."""
         packs = self.passes(samples)
         rounds = self.microbatches(samples / packs, len(island))
         microbatch = samples / packs / rounds
@@ -199,7 +199,7 @@ class MeshSteps:
         return Passage(tuple(costs), tuple(links_s), rounds, self._problem.cost_model.dp_overlap)
 
     def microbatches(self, samples: float, stages: int) -> int:
-        """Of a pack of so many samples."""
+        """Of a pack of that many samples."""
         return max(1, min(MICROBATCHES_PER_STAGE * stages, math.floor(samples + 1e-9)))
 
     def _hop_s(self, one: Sequence[Part], other: Sequence[Part], alike: int) -> float:

@@ -72,11 +72,11 @@ class Mesh(StrictModel):
         return self
 
     def sizes(self, num_processes: int) -> tuple[int, ...]:
-        """Processes of each island, among so many."""
+        """Processes of each island, among that many."""
         return self.islands or (num_processes,)
 
     def error(self, num_processes: int) -> str | None:
-        """Why so many processes are no such mesh; None if they are."""
+        """Why that many processes are no such mesh; None if they are."""
         sizes = self.sizes(num_processes)
         if sum(sizes) != num_processes:
             return f"mesh.islands: {list(sizes)} are {sum(sizes)} processes, and train has {num_processes} GPUs"

@@ -1,4 +1,4 @@
-"""Programs run in a real sandbox: what passes, what does not, and what is nobody's fault."""
+"""Programs run in a real sandbox: what passes, what does not, and what is not the fault of a program."""
 
 import pytest
 

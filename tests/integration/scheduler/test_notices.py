@@ -222,7 +222,7 @@ async def test_half_of_a_fleet_leaves_on_notice_and_comes_back(tmp_path: Path, m
             for sample in samples:
                 assert (int32_array(sample.token_ids, "token_ids") == script(sample.key.sample_index, tmp_path)).all()
             assert len(samples) == NUM_GROUPS * GROUP_SIZE
-            assert max(sample.key.attempt for sample in samples) == 0, "none began anew"
+            assert max(sample.key.attempt for sample in samples) == 0, "none began again"
             assert sum(sample.num_leases > 1 for sample in samples) >= 2
             audit = await site.broker.audit(RUN)
             assert (audit.submitted, audit.trained, dict(audit.dropped)) == (len(samples), len(samples), {})

@@ -20,7 +20,7 @@ def config(folder, *, trains=True):
 
 
 def plan(**pool):
-    """A plan that trains on so many GPUs of each machine, which are all alike."""
+    """A plan that trains on that many GPUs of each machine, which are all alike."""
     made, num_gpus = pb.Plan(run_id="r"), sum(pool.values())
     for name, gpus in pool.items():
         made.assignments.add(node_id=name, role=pb.ROLE_TRAINER, accelerator_indices=range(gpus), share=gpus / num_gpus)

@@ -94,7 +94,7 @@ def test_a_cloud_that_announces_the_end_is_heeded_and_one_that_does_not_is_not(c
     noticed = threading.Event()
     with metadata(monkeypatch) as (server, address):
         heed(NoticeSources(url=url.format(url=address)), on_notice=noticed.set)
-        # Nobody knows anything, then this machine stays, then it is to leave.
+        # Nothing is known, then this machine stays, then it is to leave.
         for answers in ({}, staying):
             server.answers = answers
             for _ in range(6):
