@@ -26,12 +26,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import structlog
 from blake3 import blake3
 
 from penstock.config import ConfigError
 from penstock.process.disk import folder_bytes, free_bytes, is_full
 from penstock.process.durable_files import replace_file, sync_file
+from penstock.process.logger import get_logger
 from penstock.storage.addresses import Address, last_name
 from penstock.storage.manifest import MANIFEST_NAME, ManifestError, manifest_text, read_manifest
 from penstock.storage.storage import FileDigest, Storage, StorageError, StoredFile, digest_of
@@ -43,7 +43,7 @@ SPARE_BYTES = 256 * 1024**2
 _NUM_STREAMS = 4
 _FIRST_REPORT_S, _REPORT_EVERY_S = 2.0, 10.0
 _INDEX = "INDEX.json"
-_log = structlog.get_logger()
+_log = get_logger()
 
 
 class ObjectCache:
