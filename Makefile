@@ -62,7 +62,7 @@ soak: setup  ## An hour of the quick start's task under faults of every kind; AR
 	$(BIN)/python -m tests.soak $(ARGS)
 
 test-grids: setup  ## What `make test` shows with one or two, on the other families, meshes and stores (some minutes)
-	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 2 -m grid --durations=12
+	$(ONE_THREAD) $(PYTEST) tests -q $(RERUN) $(PARALLEL) 2 -m grid --durations=12
 
 test-unit: setup
 	$(ONE_THREAD) $(PYTEST) tests/unit -q $(PARALLEL) 2 -m "not grid"

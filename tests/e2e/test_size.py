@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.size.__main__ import main
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.grid, pytest.mark.e2e, pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 WITH_A_MODEL = {"trainer", "trainer-1", "generator-0", "engine"}
 
 

@@ -43,6 +43,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    """Stages take adapters by the code by which tensor-parallel workers do."""
+    return [pytest.mark.vllm, *([pytest.mark.grid] if "stages" in name else [])]
+
+
 @pytest.fixture(scope="module")
 def backend(model_path: Path) -> RankBackend:
     torch.set_num_threads(1)
@@ -52,7 +57,7 @@ def backend(model_path: Path) -> RankBackend:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["transformers", *(pytest.param(name, marks=pytest.mark.vllm) for name in VLLM_WORKERS)],
+    params=["transformers", *(pytest.param(name, marks=_marks(name)) for name in VLLM_WORKERS)],
 )
 async def engine(request: pytest.FixtureRequest, model_path: Path) -> AsyncIterator[Engine]:
     built: Engine

@@ -14,6 +14,7 @@ COMMAND = [sys.executable, "-m", "console", "bench", "scale"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.grid
 def test_a_quick_run_prints_every_key_as_json() -> None:
     done = subprocess.run([*COMMAND, "--quick", "--json"], capture_output=True, text=True, timeout=230, check=False)
     assert done.returncode == 0, done.stderr

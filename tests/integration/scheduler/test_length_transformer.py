@@ -52,6 +52,7 @@ def learner(model: Path, tmp_path: Path) -> Iterator[TransformerLearner]:
     learner.close()
 
 
+@pytest.mark.grid
 def test_it_learns_what_the_prompt_shows(learner: TransformerLearner, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, logs = made()
     monkeypatch.setattr(transformer, "_FIRST_EPOCHS", 16)
