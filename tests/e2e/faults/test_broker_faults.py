@@ -1,6 +1,6 @@
 """Brokers, Redis, generators, workers, a producer and the trainer killed, paused and cut off at random, for minutes.
 
-PENSTOCK_FAULT_S sets for how long (default 45 s of faults), PENSTOCK_FAULT_SEED the schedule (default random, printed),
+PENSTOCK_FAULT_S sets for how long (default 75 s of faults), PENSTOCK_FAULT_SEED the schedule (default random, printed),
 PENSTOCK_FAULT_FSYNC Redis' appendfsync (default always: what was answered is not lost; with everysec a kill may lose
 the last second, and the trainer's ledger brings the broker up to date).
 """
@@ -26,7 +26,7 @@ from tests.helpers.faults.stage import Stage
 from tests.helpers.faults.trainer import Checkpoint
 from tests.helpers.stores.redis_groups import SentinelGroup
 
-FAULT_S = float(os.environ.get("PENSTOCK_FAULT_S", "45"))
+FAULT_S = float(os.environ.get("PENSTOCK_FAULT_S", "75"))
 SEED = int(os.environ.get("PENSTOCK_FAULT_SEED", random.randrange(1 << 30)))
 FSYNC = os.environ.get("PENSTOCK_FAULT_FSYNC", "always")
 SETTLE_S = 120.0
