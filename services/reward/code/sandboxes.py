@@ -2,7 +2,7 @@
 
 | | confined by | memory | needs |
 |---|---|---|---|
-| `sandlock` | Landlock and seccomp (package sandlock) | of all processes together | Linux 6.7 |
+| `sandlock` | Landlock and seccomp (package sandlock) | of all processes together | Linux 6.7, `prlimit` |
 | `bubblewrap` | namespaces (`bwrap`) | of each process | user namespaces, `prlimit` |
 
 Programs may write no file at all. A program that ends, or is ended, takes all its processes with it.
@@ -91,6 +91,7 @@ class SandlockSandbox:
             import sandlock
         except (ImportError, OSError) as error:
             raise SandboxError(f"sandlock: {error}: pip install sandlock") from error
+        _require("prlimit", "sandlock")
         found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
         if found < needed:
             raise SandboxError(f"sandlock: this kernel has Landlock ABI {found}, {needed} is needed (Linux 6.7)")
@@ -113,7 +114,8 @@ class SandlockSandbox:
         try:
             return _SandlockRunning(box.popen(_limited(argv, limits), stdin=piped, stdout=piped, stderr=none))
         except (RuntimeError, OSError, ValueError, library.SandlockError) as error:
-            raise SandboxError(f"sandlock: {error}") from error
+            hint = "a container's seccomp profile has to allow Landlock and seccomp, as seccomp=unconfined does"
+            raise SandboxError(f"sandlock: {error} ({hint})") from error
 
 
 class _SandlockRunning:
@@ -143,8 +145,7 @@ class BubblewrapSandbox:
 
     def __init__(self) -> None:
         for name in ("bwrap", "prlimit"):
-            if shutil.which(name) is None:
-                raise SandboxError(f"bubblewrap: there is no {name} here: apt-get install bubblewrap util-linux")
+            _require(name, "bubblewrap")
 
     def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Running:
         """Start a program."""
@@ -228,11 +229,15 @@ def _try(sandbox: Sandbox) -> None:
 
 
 def _limited(argv: Sequence[str], limits: Limits, bounds: Sequence[str] = ()) -> list[str]:
-    prlimit = shutil.which("prlimit")
-    if prlimit is None:
-        return list(argv)
     seconds = max(1, round(limits.cpu_s))
-    return [prlimit, f"--cpu={seconds}:{seconds + 1}", "--core=0", *bounds, "--", *argv]
+    return [str(shutil.which("prlimit")), f"--cpu={seconds}:{seconds + 1}", "--core=0", *bounds, "--", *argv]
+
+
+def _require(program: str, sandbox: str) -> None:
+    """Without prlimit nothing would bound CPU time."""
+    if shutil.which(program) is None:
+        package = {"bwrap": "bubblewrap", "prlimit": "util-linux"}[program]
+        raise SandboxError(f"{sandbox}: there is no {program} here: apt-get install {package}")
 
 
 def _existing(paths: Sequence[str]) -> list[str]:

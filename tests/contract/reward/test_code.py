@@ -122,5 +122,7 @@ async def test_the_reward_is_built_by_name_with_its_settings():
 
 def test_without_a_sandbox_the_reward_refuses_to_start(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(RewardLoadError, match="bubblewrap: there is no bwrap here: apt-get install"):
-        CodeReward(CodeConfig(sandbox="bubblewrap"))
+    with pytest.raises(RewardLoadError) as caught:
+        CodeReward(CodeConfig())
+    assert "bubblewrap: there is no bwrap here: apt-get install bubblewrap" in str(caught.value)
+    assert "sandlock: " in str(caught.value)
