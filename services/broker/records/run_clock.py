@@ -18,7 +18,8 @@ and neither does a step of the store's own clock:
 - One that is short of a core (`rules.saturation`) says by its advances that it lives, but not that it has heard
   anybody: streams may wait in line. The end of leases waits for it, but MOST_BEHIND_S at most.
 - If one of them does not advance the clock for `max_gap_s`, that is a gap too: its holders could not be heard. After
-  BROKER_LIFE_S it is taken for dead, and waited for no more.
+  BROKER_LIFE_S it is taken for dead, and waited for no more. One that is started again tells the store at once that its
+  predecessor serves nothing (`run_registry`): it may take long until a stream comes to it.
 """
 
 from __future__ import annotations

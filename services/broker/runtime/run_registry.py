@@ -169,9 +169,13 @@ class RunRegistry:
 
     async def _care_for_runs(self, set_serving: Callable[[bool], Awaitable[None]]) -> None:
         is_serving: bool | None = None
+        has_succeeded = False
         while True:
             try:
                 await self.store.ping()
+                if not has_succeeded:
+                    await self._succeed()
+                    has_succeeded = True
                 # Between two advances of a run's clock all is read that had arrived by the first (`run_clock`).
                 for _ in range(TURNS_TO_READ):
                     await asyncio.sleep(0)
@@ -186,6 +190,11 @@ class RunRegistry:
                 await set_serving(is_serving)
                 _log.info("health changed", is_serving=is_serving)
             await asyncio.sleep(POLL_EVERY_S)
+
+    async def _succeed(self) -> None:
+        """Look at every run once, so that none waits for a predecessor by this process's name that was killed."""
+        for run_id in await self.store.run_ids():
+            self.replica(run_id)
 
     async def _care_for_each(self) -> None:
         """Look after each run once, whatever happens to another one. Raises ServiceUnavailableError."""

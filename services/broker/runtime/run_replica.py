@@ -49,8 +49,9 @@ class RunReplica(Replica[RunState]):
         """Name of the process among the brokers that serve the run (`run_clock`)."""
         self._saturation = saturation or Saturation()
         """Of the process."""
-        self._is_serving = self._may_be_known = False
-        """Whether the store knows that it serves the run, and whether it may know: an answer may have been lost."""
+        self._is_serving, self._may_be_known = False, True
+        """Whether the store knows that it serves the run, and whether it may know: an answer may have been lost, or a
+        process that had this one's name served the run when it was killed."""
         self._advancing: asyncio.Task[None] | None = None
         """The last advance of the run's clock."""
         self.books_read_s = -math.inf

@@ -131,6 +131,7 @@ def deployment(warm_task: Any, tmp_path: Path, secrets: Path) -> Iterator[Deploy
         "services": {
             "prepare": {"entrypoint": ["true"]},
             "trainer": {"volumes": [model]},
+            "reward": {"volumes": [model]},
             "generator": {
                 "volumes": [model],
                 "command": ["serve", "generator", "--config", "/config/generator.yaml", "run_id=c1", *generator],

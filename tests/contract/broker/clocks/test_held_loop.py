@@ -15,6 +15,7 @@ from penstock.errors import PenstockError
 from penstock.network import rpc
 from penstock.process.tasks import end
 from penstock.v1 import broker_pb2, broker_pb2_grpc
+from services.broker.records.run_clock import BROKER_LIFE_S
 from services.broker.storage.redis.redis_store import RedisStore
 from tests.helpers.broker_model.profile import IS_LONG
 from tests.helpers.brokers.broker import (
@@ -142,18 +143,24 @@ async def test_another_broker_waits_for_what_a_held_one_has_not_read(
         assert lease.prefix_token_ids
 
 
-async def test_leases_end_although_a_broker_of_the_run_was_killed(redis: RedisProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("goes_to", ["restarted", "other"])
+async def test_leases_end_although_a_broker_of_the_run_was_killed(
+    redis: RedisProcess, tmp_path: Path, goes_to: str
+) -> None:
     async with pair(redis, tmp_path, 2.0) as (held, other, channel):
         await other.submit(prompt("a", group_size=2))
         generator = Generator.connect(channel)
         generator.beat(credits=2)
         await generator.leases(2)
         held.process.kill()
+        clock = other.run_registry.replica(RUN).clock
+        killed_s = clock.now_s()
         with held_broker(tmp_path, redis.url, int(held.address.rpartition(":")[2])) as restarted:
             assert restarted.address == held.address
-            # It takes the place of its predecessor once a stream is open.
+            # It takes the place of its predecessor, whether or not a stream comes back to it.
             async with rpc.open_channel(restarted.address) as again:
                 await eventually(is_serving(again), timeout_s=60.0)
-                heir = Generator.connect(again, "gen-2")
+                heir = Generator.connect(again if goes_to == "restarted" else other.channel, "gen-2")
                 heir.beat(credits=2)
                 assert len(await heir.leases(2)) == 2
+                assert clock.now_s() - killed_s < BROKER_LIFE_S
