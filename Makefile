@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests start hundreds of Python processes: what one has compiled is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart soak plans mutants test test-fast test-parts test-runs test-grids test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check lock sbom results images gpu-check clean
+.PHONY: help setup quickstart soak plans mutants test test-fast test-parts test-runs test-grids test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check metrics lock sbom results images gpu-check clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -110,6 +110,10 @@ proto-check: setup
 	$(BIN)/buf lint
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python scripts/access_table.py --check
+	$(BIN)/python scripts/metrics_page.py --check
+
+metrics: setup  ## Write the tables of docs/metrics.md again
+	$(BIN)/python scripts/metrics_page.py
 
 lock: setup  ## Pin all dependencies again (requirements/*.txt)
 	$(BIN)/python scripts/lock.py

@@ -43,7 +43,7 @@ MODERATE_S = 5.0
 POLL_S = 0.5
 START_TIMEOUT_S = 120.0
 _EXPIRED, _STALLS = "penstock_broker_leases_expired_total", "penstock_broker_loop_stall_seconds_bucket"
-_DELAY = "penstock_broker_heartbeat_longest_delay_s"
+_DELAY = "penstock_broker_heartbeat_longest_delay_seconds"
 
 
 class _Generator:

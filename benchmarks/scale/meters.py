@@ -16,9 +16,9 @@ from services.broker.records.shard_ids import shard_id
 from services.broker.storage.redis.keys import RunKeys
 
 STALLS = "penstock_broker_loop_stall_seconds"
-LONGEST_STALL = "penstock_broker_loop_longest_stall_s"
+LONGEST_STALL = "penstock_broker_loop_longest_stall_seconds"
 GAPS = "penstock_broker_heartbeat_gap_seconds"
-LONGEST_DELAY = "penstock_broker_heartbeat_longest_delay_s"
+LONGEST_DELAY = "penstock_broker_heartbeat_longest_delay_seconds"
 CONFLICTS = "penstock_broker_commit_conflicts"
 SHARD_CONFLICTS = "penstock_broker_shard_commit_conflicts_total"
 READ_TIMEOUT_S = 30.0

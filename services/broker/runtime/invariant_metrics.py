@@ -44,7 +44,7 @@ class InvariantMetrics:
         )
         self.unattested = counter("attested_weights_refused_chunks", "Chunks of versions not reached yet")
         self._longest = gauge(
-            "no_endless_wait_longest_s", "Longest time that any part of the run has been waiting, seconds"
+            "no_endless_wait_longest_seconds", "Longest time that any part of the run has been waiting, seconds"
         )
         self._fill = gauge("bounded_fill_ratio", "How full a queue is, 0 to 1", "queue")
         self.refusals = counter("bounded_refusals", "Items refused because a queue was full", "queue")

@@ -78,7 +78,7 @@ class BrokerMetrics:
             registry=registry,
         )
         self.longest_loop_stall = Gauge(
-            "penstock_broker_loop_longest_stall_s", "Longest time the event loop was held", registry=registry
+            "penstock_broker_loop_longest_stall_seconds", "Longest time the event loop was held", registry=registry
         )
         self.load = Gauge("penstock_broker_load_ratio", "Load that both intervals follow, 0 to 1", registry=registry)
         self.is_behind = Gauge(
@@ -87,10 +87,12 @@ class BrokerMetrics:
             registry=registry,
         )
         self.flush_interval = Gauge(
-            "penstock_broker_flush_interval_s", "Flush interval asked of generators, 0 for their own", registry=registry
+            "penstock_broker_flush_interval_seconds",
+            "Flush interval asked of generators, 0 for their own",
+            registry=registry,
         )
         self.heartbeat_interval = Gauge(
-            "penstock_broker_heartbeat_interval_s",
+            "penstock_broker_heartbeat_interval_seconds",
             "Heartbeat interval asked of generators with long leases, 0 for their own",
             registry=registry,
         )
@@ -101,10 +103,10 @@ class BrokerMetrics:
             registry=registry,
         )
         self._longest_heartbeat_gap = Gauge(
-            "penstock_broker_heartbeat_longest_gap_s", "Longest of those times", registry=registry
+            "penstock_broker_heartbeat_longest_gap_seconds", "Longest of those times", registry=registry
         )
         self._longest_heartbeat_delay = Gauge(
-            "penstock_broker_heartbeat_longest_delay_s",
+            "penstock_broker_heartbeat_longest_delay_seconds",
             "Longest time by which one exceeded the interval that the generator was to keep",
             registry=registry,
         )

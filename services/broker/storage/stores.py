@@ -49,16 +49,17 @@ def _open_memory(_settings: StoreSettings) -> Store:
     return MemoryStore()
 
 
+def _redis_faults(registry: CollectorRegistry) -> Counter:
+    return Counter(
+        "penstock_broker_redis_faults", "Calls to Redis that failed, retries included", ["kind"], registry=registry
+    )
+
+
 def _open_redis(settings: StoreSettings) -> Store:
     from services.broker.storage.redis.authentication import RedisCredentials, protected_url
     from services.broker.storage.redis.redis_store import RedisStore
 
-    faults = Counter(
-        "penstock_broker_redis_faults",
-        "Calls to Redis that failed, retries included",
-        ["kind"],
-        registry=settings.registry,
-    )
+    faults = _redis_faults(settings.registry)
     credentials = RedisCredentials.from_environment(settings.security)
     url = protected_url(settings.url, credentials, setting="redis_url", security=settings.security)
     return RedisStore.from_url(

@@ -25,7 +25,7 @@ async def test_a_heartbeat_is_late_once_the_longest_interval_that_was_in_force_i
         """After a heartbeat so long after the last one: by how much one was late so far."""
         clock.advance(gap_s)
         hints.note_beat()
-        return registry.get_sample_value("penstock_broker_heartbeat_longest_delay_s") or 0.0
+        return registry.get_sample_value("penstock_broker_heartbeat_longest_delay_seconds") or 0.0
 
     assert late_s(60.0) == 0.0
     assert late_s(2.0) == 0.0

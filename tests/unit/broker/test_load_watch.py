@@ -39,8 +39,8 @@ async def test_a_busy_loop_is_measured_and_what_it_asks_for_is_shown(monkeypatch
     await end(watch)
     assert BUSY < interval.load < 1.0
     assert registry.get_sample_value("penstock_broker_load_ratio") == interval.load
-    assert registry.get_sample_value("penstock_broker_flush_interval_s") == interval.asked_s
-    assert registry.get_sample_value("penstock_broker_heartbeat_interval_s") == beats.asked_s(math.inf) > 2.0
+    assert registry.get_sample_value("penstock_broker_flush_interval_seconds") == interval.asked_s
+    assert registry.get_sample_value("penstock_broker_heartbeat_interval_seconds") == beats.asked_s(math.inf) > 2.0
 
 
 async def test_a_thread_that_waits_for_a_core_all_the_time_makes_the_broker_hold_leases(

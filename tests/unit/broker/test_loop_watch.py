@@ -26,7 +26,7 @@ async def test_stalls_are_counted_and_the_longest_is_shown() -> None:
         clock.advance(held_s + EVERY_S)
         await until(lambda: num_over(1.0) == number)  # noqa: B023 -- awaited at once
     assert num_over(30.0) == 1
-    longest_s = registry.get_sample_value("penstock_broker_loop_longest_stall_s")
+    longest_s = registry.get_sample_value("penstock_broker_loop_longest_stall_seconds")
     assert longest_s is not None
     assert abs(longest_s - 40.0) < 1e-6
     await end(watch)

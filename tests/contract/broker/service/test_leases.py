@@ -86,7 +86,7 @@ async def test_the_time_between_heartbeats_is_measured_for_each_stream(broker: R
         for _ in range(3):
             generator.beat(credits=1)
         await until(is_counted(number))
-    longest_s = registry.get_sample_value("penstock_broker_heartbeat_longest_gap_s")
+    longest_s = registry.get_sample_value("penstock_broker_heartbeat_longest_gap_seconds")
     total_s = registry.get_sample_value("penstock_broker_heartbeat_gap_seconds_sum")
     assert longest_s is not None
     assert total_s is not None
@@ -115,7 +115,7 @@ async def test_a_busy_broker_asks_for_fewer_heartbeats_until_it_is_calm(broker: 
         pass
     assert not (await broker.call("GetRun", broker_pb2.GetRunRequest(run_id=RUN))).HasField("heartbeat_interval")
     # None came later than it was to.
-    assert registry.get_sample_value("penstock_broker_heartbeat_longest_delay_s") == 0.0
+    assert registry.get_sample_value("penstock_broker_heartbeat_longest_delay_seconds") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_runs_gauges_follow_it_and_later_repetitions_are_counted(
     assert scene.value("staleness_bound_versions", run="run-1") == 1
     assert scene.value("staleness_violations_samples", run="run-1") == 0
     assert scene.value("conservation_imbalance_samples", run="run-1") == 0
-    assert scene.value("no_endless_wait_longest_s", run="run-1") > 0
+    assert scene.value("no_endless_wait_longest_seconds", run="run-1") > 0
 
 
 def test_broken_books_and_a_broken_bound_show() -> None:

@@ -1,0 +1,1 @@
+"""What Prometheus is given: rules, and the names they use."""
