@@ -19,7 +19,7 @@ import yaml
 from tests.helpers.console import ROOT
 from tests.helpers.docker import reason_to_skip
 
-NUM_STEPS = 40
+NUM_STEPS = 100
 STEP_S = 300.0
 GENERATORS = ("generator_1", "generator_2", "generator_3")
 RUN_SETTINGS = {
