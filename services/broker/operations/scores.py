@@ -35,12 +35,13 @@ MAX_NAME_CHARACTERS = 64
 """Of a component, and of a reward model."""
 MAX_MESSAGE_CHARACTERS = 1024
 
+_NOT_DROPPED = (types_pb2.SCORE_STATUS_UNSPECIFIED, types_pb2.SCORE_STATUS_OK)
 _DROP_REASONS: dict[int, str] = {
-    types_pb2.SCORE_STATUS_ABSTAINED: "reward_abstained",
-    types_pb2.SCORE_STATUS_TIMEOUT: "reward_timeout",
-    types_pb2.SCORE_STATUS_FAILED: "reward_failed",
-    types_pb2.SCORE_STATUS_INVALID: "reward_invalid",
+    status: f"reward_{name.removeprefix('SCORE_STATUS_').lower()}"
+    for name, status in types_pb2.ScoreStatus.items()
+    if status not in _NOT_DROPPED
 }
+"""By status: `reward_abstained` and so on."""
 REFERENCE_FAILED = "reference_failed"
 """Why a sample is dropped of which a scorer has no log-probs."""
 

@@ -40,6 +40,9 @@ EVALUATE = types_pb2.PURPOSE_EVALUATE
         (types_pb2.SCORE_STATUS_TIMEOUT, "reward_timeout"),
         (types_pb2.SCORE_STATUS_FAILED, "reward_failed"),
         (types_pb2.SCORE_STATUS_INVALID, "reward_invalid"),
+        (types_pb2.SCORE_STATUS_CANDIDATE_LIMIT, "reward_candidate_limit"),
+        (types_pb2.SCORE_STATUS_SANDBOX_ERROR, "reward_sandbox_error"),
+        (types_pb2.SCORE_STATUS_JUDGE_ERROR, "reward_judge_error"),
     ],
 )
 def test_a_failed_score_drops_the_sample_by_its_reason(status: types_pb2.ScoreStatus.ValueType, reason: str) -> None:
@@ -47,6 +50,7 @@ def test_a_failed_score_drops_the_sample_by_its_reason(status: types_pb2.ScoreSt
     submit(state, "a")
     finish(state, lease(state, 3))
     first, *others = lease_scoring(state, 9)
+    scores.check_result(broker_pb2.ScoreResult(score=types_pb2.Score(status=status)))
     score(state, first, status)
     for grant in others:
         score(state, grant)
