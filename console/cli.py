@@ -175,11 +175,11 @@ def reward_check(
 
 
 @command(reward_app, "resolve", hidden=True)
-def reward_resolve(model: Annotated[str, typer.Argument(metavar="MODEL")]) -> None:
-    """Check that a reward model's name can be loaded here; `penstock run` does so before it starts anything."""
+def reward_resolve(models: Annotated[list[str], typer.Argument(metavar="MODEL...")]) -> None:
+    """Check that reward models' names can be loaded here; `penstock run` does so before it starts anything."""
     from console.serve.rewards import resolve_reward
 
-    resolve_reward(model)
+    resolve_reward(models)
 
 
 @command(app)

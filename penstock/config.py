@@ -177,6 +177,8 @@ def _known_keys(model: type[BaseModel], parents: list[str]) -> list[str]:
     current: type[BaseModel] | None = model
     known: list[str] = list(model.model_fields)
     for name in parents:
+        if name.isdecimal():  # an element of a list, whose model was found with the list
+            continue
         field = current.model_fields.get(name) if current else None
         current = _model_of(field.annotation) if field else None
         stated = [each for each in field.metadata if isinstance(each, KnownKeys)] if field else []

@@ -184,7 +184,7 @@ class RunConfig(RunSections, NetworkConfig):
     generator: AnyGeneratorSection = Field(default_factory=lambda: _read_section({}))
     """The generators."""
     reward: RewardModelConfig = RewardModelConfig()
-    """The reward model; a plain string is its name."""
+    """The reward model; a plain string is its name, a list its parts, whose weighted values add up."""
     scorers: int = Field(default=1, ge=0, le=64)
     """Scorers that are started here for algorithm.reference service, with the trainer's device, threads and packs; 0 if
     all of them are elsewhere: they come by themselves."""
@@ -218,11 +218,6 @@ class RunConfig(RunSections, NetworkConfig):
         if isinstance(value, Path) and value.suffix not in RECORDING_SUFFIXES:
             raise ValueError(f"must be true, false, or a file that ends in {' or '.join(RECORDING_SUFFIXES)}")
         return value
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _a_string_names_the_reward_model(cls, value: Any) -> Any:
-        return {"model": value} if isinstance(value, str) else value
 
     @property
     def starts_generators(self) -> bool:

@@ -168,7 +168,8 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
 
 
 def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
-    first, reward = config.generator.openai_listen, config.reward.model
+    # A composite is no server that endpoints could call.
+    first, reward = config.generator.openai_listen, "" if config.reward.parts else config.reward.model
     host, _, port = (first or "").rpartition(":")
     return OpenAIConfig(
         listen=None if first is None else f"{host}:{int(port) + index}",

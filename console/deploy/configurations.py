@@ -173,7 +173,7 @@ class Configurations:
                     "run_id": self.config["run"]["id"],
                     "broker": self.center["broker"],
                     "tokenizer_path": self.config["model"]["path"],
-                    "reward": _reward(self.config),
+                    "reward": self.config.get("reward", {}),
                 }
             ),
         }
@@ -331,11 +331,6 @@ def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emula
 def _trains_a_critic(problem: Problem) -> bool:
     """Whether more than the policy is trained."""
     return sum(task.kind == "train" for task in problem.workload.train_tasks) > 1
-
-
-def _reward(config: Document) -> Document:
-    stated = config.get("reward", {})
-    return {"model": stated} if isinstance(stated, str) else stated
 
 
 def _trainer_roots(config: Document) -> list[str]:

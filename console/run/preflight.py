@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +85,8 @@ async def check_run(
         (problems if finding.is_error else warnings).append(finding.text)
     problems += await _network_problems(config, security)
     if config.endpoints.reward is None:
-        problems += await reward_problems(config.reward.model, is_insecure=config.insecure)
+        models = list(dict.fromkeys(each.model for each in config.reward.models))
+        problems += await reward_problems(models, is_insecure=config.insecure)
     devices, misfits, notes = await asyncio.to_thread(_devices, config)
     problems += misfits
     if problems:
@@ -158,20 +159,22 @@ def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:
     return [f"record: {config.record} exists already; remove it, or name another file"]
 
 
-async def reward_problems(model: str, *, is_insecure: bool) -> list[str]:
-    """Check that the reward model of that name can be used. Raises ConfigError."""
-    if model.startswith(THIRD_PARTY):
-        judges = Security.from_environment(JUDGES, insecure=is_insecure)
-        problem = await service_problem(model.removeprefix(THIRD_PARTY), "reward", security=judges)
-        return [f"reward.model: reward server: {problem}; start it first"] if problem else []
-    return await asyncio.to_thread(_local_reward_problems, model)
+async def reward_problems(models: Sequence[str], *, is_insecure: bool) -> list[str]:
+    """Check that the reward models of these names can be used. Raises ConfigError."""
+    remote = [model for model in models if model.startswith(THIRD_PARTY)]
+    judges = Security.from_environment(JUDGES, insecure=is_insecure)
+    found = [await service_problem(each.removeprefix(THIRD_PARTY), "reward", security=judges) for each in remote]
+    problems = [f"reward.model: reward server: {problem}; start it first" for problem in found if problem]
+    local = tuple(model for model in models if model not in remote)
+    return problems + (await asyncio.to_thread(_local_reward_problems, local) if local else [])
 
 
-def _local_reward_problems(model: str) -> list[str]:
+def _local_reward_problems(models: tuple[str, ...]) -> list[str]:
     # In a separate process: importing runs the user's code, which may import anything.
+    names = ", ".join(models)
     try:
         result = subprocess.run(
-            console_argv("reward", "resolve", model),
+            console_argv("reward", "resolve", *models),
             env=service_environment(os.environ, num_threads=1),
             capture_output=True,
             text=True,
@@ -179,11 +182,11 @@ def _local_reward_problems(model: str) -> list[str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [f"reward.model: importing {model} took longer than {_REWARD_IMPORT_TIMEOUT_S:g} s"]
+        return [f"reward.model: importing {names} took longer than {_REWARD_IMPORT_TIMEOUT_S:g} s"]
     if result.returncode == 0:
         return []
     said = [line for line in result.stderr.strip().splitlines() if line.strip()]
-    return [f"reward.model: {said[-1].removeprefix('penstock: ') if said else f'{model} cannot be loaded'}"]
+    return [f"reward.model: {said[-1].removeprefix('penstock: ') if said else f'{names} cannot be loaded'}"]
 
 
 def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:

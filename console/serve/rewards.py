@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import uvloop
 
@@ -38,12 +39,13 @@ def check_reward(target: str) -> int:
     return 1 if has_failed else 0
 
 
-def resolve_reward(model: str) -> None:
-    """Load the Python object that a reward model's name refers to, if it is Python. Raises ConfigError."""
+def resolve_reward(models: Sequence[str]) -> None:
+    """Load the Python objects that reward models' names refer to, if they are Python. Raises ConfigError."""
     try:
-        check_name(model)
-        if ":" in model and "://" not in model:
-            load_reward(model)
+        for model in models:
+            check_name(model)
+            if ":" in model and "://" not in model:
+                load_reward(model)
     except RewardLoadError as error:
         raise ConfigError(str(error)) from error
 

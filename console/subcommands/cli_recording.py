@@ -76,7 +76,12 @@ def replay(
 def rescore(
     file: Recording,
     reward: Annotated[
-        str, typer.Option("--reward", metavar="MODEL", help="HOST:PORT, module:function, or a built-in name.")
+        str,
+        typer.Option(
+            "--reward",
+            metavar="MODEL",
+            help="HOST:PORT, module:function, a built-in name, or a YAML file with a section reward.",
+        ),
     ],
     out: NewRecording,
     tokenizer: Annotated[
@@ -90,6 +95,7 @@ def rescore(
     Examples:
       penstock rescore my-run.parquet --reward exact_match --out exact.parquet
       penstock rescore my-run.jsonl --reward 127.0.0.1:7310 --out judged.jsonl
+      penstock rescore my-run.jsonl --reward composed.yaml --out composed.jsonl
     """
     from console.trajectories.rescore_recording import rescore_command
 

@@ -20,7 +20,7 @@ from typing import Any
 from console.recording.reader import read_samples
 from console.recording.recorded_sample import Recorded
 from console.recording.writer import RecordingWriter, open_writer
-from penstock.config import ConfigError
+from penstock.config import ConfigError, StrictModel, read_document, validate
 from penstock.process.log_setup import configure_logging
 from penstock.process.tasks import end, uninterrupted
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
@@ -38,6 +38,10 @@ PATIENCE_S = 300.0
 SAME = 1e-9
 """Rewards that differ by less count as equal."""
 _ADDRESS = re.compile(r"[^/]+:\d{1,5}")
+
+
+class _RewardDocument(StrictModel):
+    reward: RewardModelConfig
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,13 +110,13 @@ class Comparison:
 def rescore_command(file: Path, *, reward: str, out: Path, tokenizer: Path | None = None, as_json: bool) -> int:
     """Write a recording with new scores; returns the exit status. Raises ConfigError."""
     configure_logging("console", level="error")
-    name = f"grpc://{reward}" if _ADDRESS.fullmatch(reward) else reward
+    config = _reward_config(reward)
     try:
         texts = None if tokenizer is None else TokenTexts.of_model(tokenizer)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tokenizer: {error}; give the directory of the model that the recording is of") from error
     try:
-        comparison = asyncio.run(_rescored(file, out, name, texts))
+        comparison = asyncio.run(_rescored(file, out, config, texts))
     except (RewardLoadError, ModelAwayError) as error:
         raise ConfigError(str(error)) from error
     if as_json:
@@ -124,13 +128,23 @@ def rescore_command(file: Path, *, reward: str, out: Path, tokenizer: Path | Non
     return 0
 
 
-async def _rescored(file: Path, out: Path, name: str, texts: TextReader | None) -> Comparison:
-    model = build_model(name, judges=Security.from_environment(JUDGES))
+def _reward_config(reward: str) -> RewardModelConfig:
+    """The section of a configuration file, or a model by its name. Raises ConfigError."""
+    if not reward.endswith((".yaml", ".yml")):
+        return RewardModelConfig(model=f"grpc://{reward}" if _ADDRESS.fullmatch(reward) else reward)
+    document = read_document(Path(reward))
+    if "reward" not in document:
+        raise ConfigError(f"{reward}: has no section reward; name the configuration of a run, or a reward model")
+    return validate(_RewardDocument, {"reward": document["reward"]}, source=reward).reward
+
+
+async def _rescored(file: Path, out: Path, config: RewardModelConfig, texts: TextReader | None) -> Comparison:
+    model = build_model(config, judges=Security.from_environment(JUDGES))
     try:
         await model.probe()
         writer = open_writer(out)
         try:
-            comparison = await rescore(read_samples(file), writer, model, texts=texts)
+            comparison = await rescore(read_samples(file), writer, model, config=config, texts=texts)
         except BaseException:
             writer.discard()
             raise
@@ -145,6 +159,7 @@ async def rescore(
     writer: RecordingWriter,
     model: RewardModel,
     *,
+    config: RewardModelConfig | None = None,
     texts: TextReader | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Comparison:
@@ -152,7 +167,7 @@ async def rescore(
 
     Raises ConfigError if no score arrives for `patience_s` seconds.
     """
-    config, comparison = RewardModelConfig(model=model.name), Comparison(is_decoded=texts is not None)
+    config, comparison = config or RewardModelConfig(), Comparison(is_decoded=texts is not None)
     pool = ScoringPool(model=model, config=config, texts=texts)
     turn = asyncio.Semaphore(config.max_concurrent_batches)
 

@@ -152,6 +152,7 @@ class GetRewardModelResponse(_message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     WANTS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for logs and reports. Unset means the server's address."""
     max_batch_size: _builtins.int
@@ -160,6 +161,10 @@ class GetRewardModelResponse(_message.Message):
     """Whether ScoreItem.token_ids should be filled."""
     version: _builtins.str
     """Version of the model, free text."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardPart]:
+        """What a composite model adds up; empty for any other."""
+
     def __init__(
         self,
         *,
@@ -167,11 +172,46 @@ class GetRewardModelResponse(_message.Message):
         max_batch_size: _builtins.int = ...,
         wants_token_ids: _builtins.bool = ...,
         version: _builtins.str = ...,
+        parts: _abc.Iterable[Global___RewardPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "name", b"name", "version", b"version", "wants_token_ids", b"wants_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "name", b"name", "parts", b"parts", "version", b"version", "wants_token_ids", b"wants_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRewardModelResponse: _TypeAlias = GetRewardModelResponse  # noqa: Y015
+
+@_typing.final
+class RewardPart(_message.Message):
+    """One part of a composite reward model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its component's name in each Score."""
+    weight: _builtins.float
+    """What its value is multiplied by in the sum."""
+    model: _builtins.str
+    """The name it gives itself."""
+    version: _builtins.str
+    """Its version, free text."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "name", b"name", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardPart: _TypeAlias = RewardPart  # noqa: Y015

@@ -89,7 +89,7 @@ class _ScoreStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreStat
     SCORE_STATUS_OK: _ScoreStatus.ValueType  # 1
     """`value` holds the score."""
     SCORE_STATUS_ABSTAINED: _ScoreStatus.ValueType  # 2
-    """The reward model declines to judge this sample; the sample is dropped with reason `reward_abstained`."""
+    """The reward model declines to judge this sample. Like any other but OK it drops the sample, as `reward_abstained`."""
     SCORE_STATUS_TIMEOUT: _ScoreStatus.ValueType  # 3
     """The reward model did not answer inside its deadline, retries included."""
     SCORE_STATUS_FAILED: _ScoreStatus.ValueType  # 4
@@ -111,7 +111,7 @@ SCORE_STATUS_UNSPECIFIED: ScoreStatus.ValueType  # 0
 SCORE_STATUS_OK: ScoreStatus.ValueType  # 1
 """`value` holds the score."""
 SCORE_STATUS_ABSTAINED: ScoreStatus.ValueType  # 2
-"""The reward model declines to judge this sample; the sample is dropped with reason `reward_abstained`."""
+"""The reward model declines to judge this sample. Like any other but OK it drops the sample, as `reward_abstained`."""
 SCORE_STATUS_TIMEOUT: ScoreStatus.ValueType  # 3
 """The reward model did not answer inside its deadline, retries included."""
 SCORE_STATUS_FAILED: ScoreStatus.ValueType  # 4

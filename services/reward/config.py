@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from penstock.config import MeasuredConfig, RunId, StrictModel, Targets
 from penstock.storage.addresses import StoredPath
 from services.reward.code.config import CodeConfig
+from services.reward.models.config import FormatConfig, LengthConfig, NgramRepetitionConfig
+
+NEED_ANSWERS = frozenset({"exact_match", "numeric", "math"})
+"""Built-in rewards that compare with a row's reference answer."""
+MAX_PARTS = 16
 
 
-class RewardModelConfig(StrictModel):
-    """The reward model, and how patiently it is called."""
+class ModelConfig(StrictModel):
+    """What scores, and its own settings."""
 
     model: str = "exact_match"
     """A built-in name, `module:function`, or `grpc://host:port` of a RewardService."""
+    candidate_limit: Literal["wrong", "drop"] = "wrong"
+    """A completion whose own program exceeded its time, memory or output is worth 0 (with `code`: has failed that
+    test), or its sample is dropped."""
+    code: CodeConfig = Field(default_factory=CodeConfig)
+    """Of the reward `code`."""
+    format: FormatConfig = FormatConfig()
+    """Of the reward `format`."""
+    length: LengthConfig | None = None
+    """Of the reward `length`, which needs them."""
+    ngram_repetition: NgramRepetitionConfig = NgramRepetitionConfig()
+    """Of the reward `ngram_repetition`."""
+
+    @model_validator(mode="after")
+    def _length_says_how_long(self) -> Self:
+        if self.model == "length" and self.length is None:
+            raise ValueError("length: required by the reward length: max_tokens and buffer_tokens, or target_tokens")
+        return self
+
+
+class RewardPart(ModelConfig):
+    """One part of a composite reward."""
+
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,31})?$")
+    """Its component's name; if empty, that of the built-in reward or of the function."""
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    """What its value is multiplied by in the sum; 0 reports it only."""
+
+    @property
+    def component(self) -> str:
+        """The name of its component."""
+        return self.name or self.model.rpartition(":")[2]
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if not self.name and "://" in self.model:
+            raise ValueError(f"name: required for {self.model}: what its component is called in metrics and recordings")
+        return self
+
+
+class RewardModelConfig(ModelConfig):
+    """The reward model, and how patiently it is called. A string is its `model`, a list its `parts`."""
+
+    parts: tuple[RewardPart, ...] = Field(default=(), max_length=MAX_PARTS)
+    """In place of `model`: several models, whose weighted values add up."""
     timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """Deadline of one batch, seconds."""
     max_retries: int = Field(default=3, ge=0, le=20)
@@ -26,11 +75,39 @@ class RewardModelConfig(StrictModel):
     """Most samples in one call of the reward model."""
     max_concurrent_batches: int = Field(default=4, ge=1, le=256)
     """Most calls under way at once."""
-    code: CodeConfig = Field(default_factory=CodeConfig)
-    """Of the reward `code`."""
     trusts_generator_text: bool = False
     """Score the text that generators send, unchecked, instead of decoding their token ids: for models without a
     tokenizer.json."""
+
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """What scores: the parts, or the one model."""
+        return self.parts or (self,)
+
+    @property
+    def needs_answer(self) -> str:
+        """The first reward that compares with a row's reference answer; empty if none does."""
+        return next((each.model for each in self.models if each.model in NEED_ANSWERS), "")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_string_is_the_model_and_a_list_the_parts(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"model": value}
+        return {"parts": value} if isinstance(value, list | tuple) else value
+
+    @model_validator(mode="after")
+    def _parts_stand_alone(self) -> Self:
+        if not self.parts:
+            return self
+        for name, field in ModelConfig.model_fields.items():
+            if getattr(self, name) != field.get_default(call_default_factory=True):
+                raise ValueError(f"{name}: has no effect beside parts; state it in the part that it is for")
+        names = [part.component for part in self.parts]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"parts: {names.count(name)} are called {name}; give each a name of its own")
+        return self
 
 
 class RewardConfig(MeasuredConfig):

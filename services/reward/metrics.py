@@ -5,6 +5,11 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 SCORES = Counter("penstock_reward_scores", "Samples scored, by reward model and outcome.", ["model", "status"])
+PART_SCORES = Counter(
+    "penstock_reward_part_scores",
+    "Scores by the parts of a composite reward; of the status unanswered where the call failed.",
+    ["part", "status"],
+)
 BATCH_SECONDS = Histogram(
     "penstock_reward_batch_seconds",
     "Time from taking a batch to having its scores, retries included, seconds.",

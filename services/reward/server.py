@@ -43,7 +43,7 @@ async def serve(config: RewardConfig) -> None:
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     judges = Security.from_environment(JUDGES, insecure=config.insecure)
-    model = build_model(config.reward.model, judges=judges, code=config.reward.code)
+    model = build_model(config.reward, judges=judges)
     max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size
     session = ScoringSession(
         Connection(config.broker, security=security),

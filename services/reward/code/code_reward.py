@@ -26,13 +26,17 @@ class CodeReward(BatchReward):
 
     name = "code"
 
-    def __init__(self, config: CodeConfig) -> None:
-        """Raises RewardLoadError: no sandbox works here."""
+    def __init__(self, config: CodeConfig, *, drops_at_limit: bool = False) -> None:
+        """`drops_at_limit` gives a program that exceeds a limit the status CANDIDATE_LIMIT, in place of a failed test.
+
+        Raises RewardLoadError: no sandbox works here.
+        """
         try:
             self.sandbox, _ = find_sandbox(config.sandbox)
         except SandboxError as error:
             raise RewardLoadError(f"reward 'code' needs a sandbox, and none works here: {error}") from error
         self._config = config
+        self._drops_at_limit = drops_at_limit
         self._limits = Limits(
             cpu_s=config.cpu_s,
             wall_s=config.wall_s,
@@ -94,7 +98,7 @@ class CodeReward(BatchReward):
             return RewardResult(status=ScoreStatus.SANDBOX_ERROR, message=verdict.error)
         if verdict.invalid:
             return RewardResult(status=ScoreStatus.INVALID, message=verdict.invalid)
-        if verdict.limit and self._config.on_limit == "drop":
+        if verdict.limit and self._drops_at_limit:
             return RewardResult(status=ScoreStatus.CANDIDATE_LIMIT, message=f"the program exceeded {verdict.limit}")
         share = verdict.num_passed / verdict.num_tests
         value = share if self._config.credit == "share" else float(verdict.num_passed == verdict.num_tests)

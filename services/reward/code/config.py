@@ -36,8 +36,6 @@ class CodeConfig(StrictModel):
     """Most that a program may print or return for one test."""
     credit: Literal["all", "share"] = "all"
     """1 for a program that passes all tests, else 0; or the share of tests passed."""
-    on_limit: Literal["wrong", "drop"] = "wrong"
-    """A program that exceeds its time, memory or output has failed that test; or its sample is dropped."""
     num_cells: int = Field(default=2, ge=1, le=256)
     """Programs run at once."""
     sandbox: Literal["auto", "sandlock", "bubblewrap"] = "auto"

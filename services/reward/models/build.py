@@ -1,10 +1,13 @@
-"""Builds the reward model that a configured name stands for."""
+"""Builds the reward model that a configuration stands for."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from penstock.rewards import BatchReward, RewardItem, RewardLoadError, RewardModel, RewardResult, load_reward
 from penstock.rewards.local import LocalModel
@@ -12,9 +15,14 @@ from penstock.rewards.outcomes import read_error
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
 from services.reward.code.code_reward import CodeReward
-from services.reward.code.config import CodeConfig
+from services.reward.config import ModelConfig, RewardModelConfig
+from services.reward.models.composite import CompositeModel, Part
 from services.reward.models.exact_match import exact_match
+from services.reward.models.format import has_format
+from services.reward.models.length import length_value, num_completion_tokens
+from services.reward.models.limits import WrongAtLimit
 from services.reward.models.math_reward import MathReward
+from services.reward.models.ngram_repetition import ngram_repetition
 from services.reward.models.numeric import numeric
 from services.reward.models.remote import RemoteModel
 
@@ -24,13 +32,25 @@ class InlineReward(BatchReward):
 
     max_batch_size = 1024
 
-    def __init__(self, function: Callable[[RewardItem], float], *, name: str) -> None:
+    def __init__(
+        self, function: Callable[[RewardItem], float], *, name: str, version: str = "", wants_token_ids: bool = False
+    ) -> None:
         self.name = name
+        self.version = version
+        self.wants_token_ids = wants_token_ids
         self._function = function
 
     async def score(self, items: Sequence[RewardItem]) -> Sequence[RewardResult]:
         """One result per item, in order."""
-        return [self._score_one(item) for item in items]
+        results = []
+        begun_s = time.monotonic()
+        for item in items:
+            results.append(self._score_one(item))
+            if time.monotonic() - begun_s > _MOST_AT_ONCE_S:
+                # Long texts take their time, and leases are renewed meanwhile.
+                await asyncio.sleep(0)
+                begun_s = time.monotonic()
+        return results
 
     def _score_one(self, item: RewardItem) -> RewardResult:
         try:
@@ -39,27 +59,63 @@ class InlineReward(BatchReward):
             return read_error(error, name=self.name)
 
 
-BUILT_IN: dict[str, Callable[[CodeConfig], BatchReward]] = {
+def _format(config: ModelConfig) -> BatchReward:
+    return InlineReward(lambda item: float(has_format(item.completion, config.format)), name="format")
+
+
+def _length(config: ModelConfig) -> BatchReward:
+    settings = config.length
+    assert settings is not None, "the configuration has been checked"
+
+    def value(item: RewardItem) -> float:
+        return length_value(num_completion_tokens(item), settings)
+
+    return InlineReward(value, name="length", wants_token_ids=True)
+
+
+def _ngram_repetition(config: ModelConfig) -> BatchReward:
+    settings = config.ngram_repetition
+    rule = partial(ngram_repetition, config=settings)
+    return InlineReward(rule, name="ngram_repetition", wants_token_ids=settings.unit == "tokens")
+
+
+BUILT_IN: dict[str, Callable[[ModelConfig], BatchReward]] = {
     "exact_match": lambda _: InlineReward(exact_match, name="exact_match"),
     "numeric": lambda _: InlineReward(numeric, name="numeric"),
     "math": lambda _: MathReward(),
-    "code": CodeReward,
+    "code": lambda config: CodeReward(config.code, drops_at_limit=config.candidate_limit == "drop"),
+    "format": _format,
+    "length": _length,
+    "ngram_repetition": _ngram_repetition,
 }
 """The built-in rules by name; a new one is a file beside this one and a line here."""
 _ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
+_MOST_AT_ONCE_S = 0.01
 
 
-def build_model(name: str, *, judges: Security = NO_SECURITY, code: CodeConfig | None = None) -> RewardModel:
-    """The model behind a built-in name, `module:function` or grpc://host:port, which is shown `judges`.
-
-    `code` are the settings of the reward of that name.
+def build_model(config: RewardModelConfig | str, *, judges: Security = NO_SECURITY) -> RewardModel:
+    """The reward model of a configuration, or of a name alone; servers at grpc://host:port are shown `judges`.
 
     Raises RewardLoadError.
     """
-    check_name(name)
+    if isinstance(config, str):
+        config = RewardModelConfig(model=config)
+    for each in config.models:
+        check_name(each.model)
+    if not config.parts:
+        return _build(config, judges)
+    parts = [Part(name=each.component, weight=each.weight, model=_build(each, judges)) for each in config.parts]
+    return CompositeModel(parts)
+
+
+def _build(config: ModelConfig, judges: Security) -> RewardModel:
+    name = config.model
+    model: RewardModel
     if name.startswith(THIRD_PARTY):
-        return RemoteModel(name, security=judges)
-    return LocalModel(load_reward(name) if ":" in name else BUILT_IN[name](code or CodeConfig()))
+        model = RemoteModel(name, security=judges)
+    else:
+        model = LocalModel(load_reward(name) if ":" in name else BUILT_IN[name](config))
+    return model if config.candidate_limit == "drop" else WrongAtLimit(model)
 
 
 def check_name(name: str) -> None:

@@ -111,6 +111,21 @@ def test_a_built_in_model_scores_by_its_name(tmp_path: Path, capsys: pytest.Capt
     assert "0.0 % of 1 agree; mean 0.0000 before, 1.0000 now, change +1.0000" in shown
 
 
+def test_a_composite_of_a_configuration_scores_with_its_components(tmp_path: Path) -> None:
+    good = recorded(value=0.0)
+    good.trajectory.text = "<think>1+1</think> 2"
+    file, config = write(tmp_path / "a.jsonl", good), tmp_path / "run.yaml"
+    parts = "[{model: exact_match}, {model: format, weight: 0.5, format: {tags: [think]}}]"
+    config.write_text(f"run: {{id: other}}\nreward: {parts}\n")
+    assert rescored(file, tmp_path / "b.jsonl", str(config)) == 0
+    [found] = read_samples(tmp_path / "b.jsonl")
+    score = found.trajectory.score
+    assert (score.value, dict(score.components)) == (1.5, {"exact_match": 1.0, "format": 1.0})
+    config.write_text("run: {id: other}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: has no section reward"):
+        rescored(file, tmp_path / "c.jsonl", str(config))
+
+
 class _Slow:
     """A model that answers batches in no particular order, the first one only when no more samples are read."""
 

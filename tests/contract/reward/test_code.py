@@ -29,8 +29,8 @@ ADD, SCRIPT = "def add(a, b):\n    return a + b", "a, b = map(int, input().split
 PASSED, WRONG = (ScoreStatus.OK, 1.0), (ScoreStatus.OK, 0.0)
 
 
-async def scores(*cases, **settings):
-    reward = CodeReward(CodeConfig(**settings))
+async def scores(*cases, drops_at_limit=False, **settings):
+    reward = CodeReward(CodeConfig(**settings), drops_at_limit=drops_at_limit)
     try:
         items = [RewardItem(completion=f"Well:\n```python\n{body}\n```", metadata=row) for body, row in cases]
         results = await reward.score(items)
@@ -85,7 +85,7 @@ async def test_a_program_that_exceeds_a_limit_is_wrong_or_dropped_as_configured(
     assert found == [WRONG] * 4
     if SANDBOX == "sandlock":
         assert [result.components["exceeded_limit"] for result in results] == [1.0] * 4
-        dropped, _ = await scores(*cases, **bounds, on_limit="drop")
+        dropped, _ = await scores(*cases, **bounds, drops_at_limit=True)
         assert dropped == [(ScoreStatus.CANDIDATE_LIMIT, None)] * 4
 
 
@@ -115,7 +115,7 @@ async def test_a_process_that_ends_is_a_sandbox_error_and_the_next_one_is_new(mo
 
 async def test_the_reward_is_built_by_name_with_its_settings():
     config = RewardModelConfig.model_validate({"model": "code", "code": {"credit": "share"}})
-    model = build_model(config.model, code=config.code)
+    model = build_model(config)
     assert model.name == "code"
     await model.close()
 

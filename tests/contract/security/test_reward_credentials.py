@@ -152,7 +152,7 @@ async def by_rescoring(world: World, target: str, _judge: Judge) -> None:
 
 
 async def by_the_preflight(_world: World, target: str, _judge: Judge) -> None:
-    assert await reward_problems(f"grpc://{target}", is_insecure=False) == []
+    assert await reward_problems([f"grpc://{target}"], is_insecure=False) == []
 
 
 CALLERS = [by_the_worker, by_the_endpoint, by_the_check, by_rescoring, by_the_preflight]
@@ -216,7 +216,7 @@ def test_a_served_reward_model_takes_the_judges_token_and_not_the_clusters(world
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
     try:
-        while asyncio.run(reward_problems(f"grpc://{address}", is_insecure=False)):
+        while asyncio.run(reward_problems([f"grpc://{address}"], is_insecure=False)):
             assert process.poll() is None
         assert check_reward(address) == 0
         monkeypatch.setenv("PENSTOCK_JUDGE_TOKEN", CLUSTER_TOKEN)
