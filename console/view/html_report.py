@@ -18,6 +18,7 @@ from console.view.forecast_quality import lengths_table
 from console.view.formats import duration, number
 from console.view.outcome import audit_line, change, loss_by_length, read_lines, read_summary, restarts_text
 from console.view.run_view import (
+    COMPONENT,
     IDLE_S,
     LENGTH,
     MAX_STALENESS,
@@ -32,6 +33,7 @@ from penstock.process.durable_files import replace_file
 
 Line = Mapping[str, float]
 _VERSION = "policy_version"
+MAX_COMPONENTS = 8
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem;
   color: #1f2328; background: #fff; }
@@ -102,8 +104,10 @@ def charts(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
     sampled = Series(name="sampled", points=_points(evaluations, "sampled_accuracy"), has_markers=True)
     greedy = Series(name="greedy", points=_points(evaluations, "greedy_accuracy"), has_markers=True)
     smooth = Series(name="mean of 10 steps", points=_smoothed(_points(steps, REWARD), window=10))
+    parts = [line(key.removeprefix(COMPONENT), key) for key in _components(steps)]
     return [
         line_chart("Training reward", [line("each step", REWARD), smooth], y_label="reward"),
+        *([line_chart("Components of the reward", parts, y_label="mean")] if parts else []),
         line_chart("Held-out accuracy", [sampled, greedy], y_label="accuracy"),
         line_chart("Completion length", [line("mean", LENGTH), line("longest", "length/max")], y_label="tokens"),
         line_chart(
@@ -116,6 +120,12 @@ def charts(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
         ),
         line_chart("Idle time of the trainer", [Series(name="idle", points=_idle(steps))], y_label="% of step"),
     ]
+
+
+def _components(steps: Sequence[Line]) -> list[str]:
+    """The keys of the reward's components, those of its parts first; as many as a chart can show."""
+    found = {key for step in steps for key in step if key.startswith(COMPONENT)}
+    return sorted(found, key=lambda key: (key.count("/"), key))[:MAX_COMPONENTS]
 
 
 def _waits(summary: Mapping[str, Any]) -> str:

@@ -50,6 +50,7 @@ def _sample(
             trajectory.policy_versions, num_tokens=int(tokens.size), field="trajectory.policy_versions"
         ),
         reward=score.value if is_scored else None,
+        components=dict(score.components) if is_scored else {},
         loss_mask=_loss_mask(trajectory.loss_mask, num_tokens=int(tokens.size)),
         temperature=temperature,
         advantages=(float32_array(trajectory.advantages, "trajectory.advantages") if trajectory.advantages else None),

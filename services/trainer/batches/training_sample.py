@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ class TrainingSample:
     """int64[C], the version that sampled each token."""
     reward: float | None
     """The group-comparable score; None when it could not be scored."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, for reports."""
     temperature: float = 1.0
     """Sampling temperature of its tokens, > 0."""
     loss_mask: npt.NDArray[np.bool_] | None = None

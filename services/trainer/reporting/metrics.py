@@ -5,7 +5,8 @@ Promises:
 - A line is whole or absent, and names its `policy_version` and `time` (Unix seconds).
 - After a resume the file holds exactly the steps of the surviving history: lines after the resumed version are removed.
 
-Keys: reward/{mean,std}; length/{mean,max} in completion tokens; staleness/{min,mean,max} in versions;
+Keys: reward/{mean,std}; component/NAME, means of the reward's components; length/{mean,max} in completion tokens;
+staleness/{min,mean,max} in versions;
 throughput/{samples_per_second,response_tokens_per_second} over the step's wall time;
 time/{step_s,train_s,idle_s,publish_s} since the step before; wait/{samples,acknowledging,publishing,checkpointing}_s,
 the parts of that in which the trainer waited for these; publish/pause_share, wait/publishing_s over time/step_s;
@@ -119,6 +120,7 @@ def step_line(report: StepReport, times: StepTimes, *, policy_version: int, now_
     line |= {f"wait/{cause.value}_s": seconds for cause, seconds in times.waits_s.items()}
     if report.pack_fill is not None:
         line["step/pack_fill"] = report.pack_fill
+    line |= {f"component/{name}": value for name, value in report.component_means.items()}
     line |= {f"loss/{name}": value for name, value in report.loss_metrics.items()}
     return {name: value for name, value in line.items() if math.isfinite(value)}
 

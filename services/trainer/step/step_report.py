@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,9 @@ from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.model.backend import StepMetrics
 from services.trainer.step.passes import Passes
 from services.trainer.step.sample_filter import SkippedSample
+
+MAX_COMPONENTS = 32
+"""Reported of a step; reward models may name others for each sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,8 @@ class StepReport:
     """Groups whose samples all had the same reward, which have no gradient."""
     reward_mean: float
     reward_std: float
+    component_means: dict[str, float]
+    """By component of the reward, over the samples that have it; of at most MAX_COMPONENTS names."""
     max_completion_tokens: int
     staleness: tuple[int, ...]
     """Of each sample, in versions, by its oldest token."""
@@ -54,6 +60,7 @@ class _Trained:
     num_completion_tokens: int
     num_loss_tokens: int
     reward: float
+    components: Mapping[str, float]
     staleness: int
 
 
@@ -78,6 +85,7 @@ class StepCounts:
                 num_completion_tokens=int(sample.completion_token_ids.size),
                 num_loss_tokens=int(trajectory.loss_mask.sum()),
                 reward=float(sample.reward or 0.0),
+                components=sample.components,
                 staleness=self._policy_version - int(sample.policy_versions.min()),
             )
         )
@@ -106,8 +114,18 @@ class StepCounts:
             num_zero_advantage_groups=num_zero_advantage_groups,
             reward_mean=float(rewards.mean()),
             reward_std=float(rewards.std()),
+            component_means=_component_means([sample.components for sample in self._fresh]),
             max_completion_tokens=max(sample.num_completion_tokens for sample in self._fresh),
             staleness=tuple(sample.staleness for sample in self._fresh),
             loss_metrics=passes.totals.means(),
             skipped=skipped,
         )
+
+
+def _component_means(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for components in samples:
+        for name, value in components.items():
+            if name in found or len(found) < MAX_COMPONENTS:
+                found.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(found.items())}

@@ -11,7 +11,7 @@ import pytest
 
 from console.config.run_folder import RunFolder
 from console.view.charts import Series, line_chart, ticks
-from console.view.html_report import newest_checkpoint, render_report, write_report
+from console.view.html_report import charts, newest_checkpoint, render_report, write_report
 from console.view.outcome import read_lines
 
 STEPS = [
@@ -40,6 +40,16 @@ def test_every_plot_is_drawn_and_is_well_formed() -> None:
     titles = [element.attrib["aria-label"] for element in map(ElementTree.fromstring, drawn)]
     wanted = ("reward", "accuracy", "length", "Staleness", "Throughput", "Idle time")
     assert [word for word in wanted if not any(word in title for title in titles)] == []
+
+
+def test_components_of_the_reward_have_a_plot_if_there_are_any() -> None:
+    assert "Components of the reward" not in page()
+    steps = [{**step, "component/math": 0.5, "component/math/passed": 1.0, "component/brevity": -0.1} for step in STEPS]
+    drawn = charts(steps, EVALUATIONS)[1]
+    assert 'aria-label="Components of the reward"' in drawn
+    assert re.findall(r"(brevity|math/passed|math)\b", drawn) == ["brevity", "math", "math/passed"]
+    many = charts([{**STEPS[0], **{f"component/part{index:02}": 1.0 for index in range(30)}}], [])[1]
+    assert re.findall(r"part\d\d", many) == [f"part{index:02}" for index in range(8)]
 
 
 def test_it_needs_no_network_and_no_script() -> None:
