@@ -68,9 +68,10 @@ class RewardModelConfig(ModelConfig):
     timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """Deadline of one batch, seconds."""
     max_retries: int = Field(default=3, ge=0, le=20)
-    """Further attempts of a batch whose reward model was away or too slow."""
+    """Further attempts of what the reward model did not answer in time, or failed to judge."""
     max_error_share: float = Field(default=0.2, ge=0, le=1)
-    """Above this share of the last 64 samples for which the grader itself failed (sandbox, judge), samples wait."""
+    """Above this share of the last 64 samples for which the grader itself failed (its sandbox or judge did not work, it
+    raised, it did not answer in time), samples wait instead of being dropped."""
     max_batch_size: int = Field(default=32, ge=1, le=1024)
     """Most samples in one call of the reward model."""
     max_concurrent_batches: int = Field(default=4, ge=1, le=256)

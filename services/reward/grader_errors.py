@@ -9,12 +9,20 @@ from penstock.v1 import types_pb2
 
 WINDOW, LEAST = 64, 16
 """Samples looked back on, and how many say anything."""
-_ERRORS = frozenset({types_pb2.SCORE_STATUS_SANDBOX_ERROR, types_pb2.SCORE_STATUS_JUDGE_ERROR})
+_PASSING = frozenset(
+    {types_pb2.SCORE_STATUS_SANDBOX_ERROR, types_pb2.SCORE_STATUS_JUDGE_ERROR, types_pb2.SCORE_STATUS_FAILED}
+)
+_ERRORS = _PASSING | {types_pb2.SCORE_STATUS_TIMEOUT}
 
 
 def is_grader_error(score: types_pb2.Score) -> bool:
-    """Whether the grader failed, which says nothing about the sample."""
+    """Whether the grader failed: its sandbox or its judge, it raised, or it took too long."""
     return score.status in _ERRORS
+
+
+def may_pass(score: types_pb2.Score) -> bool:
+    """Whether such an error is tried again at once. A call that took too long would take as long again."""
+    return score.status in _PASSING
 
 
 class GraderErrors:
@@ -25,17 +33,22 @@ class GraderErrors:
         self._max_share = max_share
         self._recent: deque[bool] = deque(maxlen=WINDOW)
 
-    def broken_by(self, scores: Sequence[types_pb2.Score]) -> str:
+    @property
+    def is_broken(self) -> bool:
+        """Whether the grader counts as broken."""
+        return len(self._recent) >= LEAST and sum(self._recent) > self._max_share * len(self._recent)
+
+    def broken_by(self, scores: Sequence[types_pb2.Score], *, are_new: bool = True) -> str:
         """Why the grader counts as broken with these scores, in words; empty if it does not.
 
-        A batch without an error ends that, and begins a new count.
+        A batch without an error ends that, and begins a new count. Samples count once: unless `are_new`, these do not.
         """
         errors = [score for score in scores if is_grader_error(score)]
-        if not errors and sum(self._recent) > self._max_share * len(self._recent):
+        if not errors and self.is_broken:
             self._recent.clear()
-        self._recent.extend(is_grader_error(score) for score in scores)
-        num_errors = sum(self._recent)
-        if not errors or len(self._recent) < LEAST or num_errors <= self._max_share * len(self._recent):
+        if are_new:
+            self._recent.extend(is_grader_error(score) for score in scores)
+        if not errors or not self.is_broken:
             return ""
         name = types_pb2.ScoreStatus.Name(errors[-1].status).removeprefix("SCORE_STATUS_")
-        return f"{name} for {num_errors} of the last {len(self._recent)} samples: {errors[-1].message}"
+        return f"{name} for {sum(self._recent)} of the last {len(self._recent)} samples: {errors[-1].message}"

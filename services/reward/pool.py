@@ -5,7 +5,8 @@ Invariants:
 - An error is never a value: what cannot be judged gets a status that says why.
 - A model that is away costs no sample: work waits, its leases renewed. Only what happens to a call that reached the
   model counts as an attempt, and UNAVAILABLE only now and then while no call succeeds: it says little of the samples.
-- What a grader's own errors (sandbox, judge) concern is tried again; a grader that fails too often is waited for.
+- What a grader's own errors concern is tried again; a grader that fails too often is waited for.
+- Nothing that has its score waits for what is tried again.
 - One bad sample costs its neighbours nothing: a batch that keeps failing is halved until the bad ones stand alone.
 - At most `max_concurrent_batches` calls are under way; further leases wait with the source, which bounds them.
 """
@@ -29,12 +30,14 @@ from penstock.v1 import broker_pb2, types_pb2
 from services.reward.attempts import Attempts
 from services.reward.breaker import Breaker
 from services.reward.config import RewardModelConfig
-from services.reward.grader_errors import GraderErrors, is_grader_error
+from services.reward.grader_errors import GraderErrors, is_grader_error, may_pass
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
 
 _LOG_EVERY_S = 10.0
 
 _log = structlog.get_logger()
+
+_Answer = Callable[[Sequence[broker_pb2.ScoreResult]], None]
 
 
 class LeaseSource(Protocol):
@@ -105,55 +108,77 @@ class ScoringPool:
         while True:
             leases = await source.take(max_items=self._config.max_batch_size)
             HELD_SAMPLES.set(source.num_held)
-            source.answer(await self.score(leases))
+            await self._score(leases, source.answer)
             HELD_SAMPLES.set(source.num_held)
 
     async def score(self, leases: Sequence[broker_pb2.ScoringLease]) -> list[broker_pb2.ScoreResult]:
         """The result of each lease that is not lost meanwhile, in any order."""
-        started_s = self._monotonic_s()
-        faults = {} if self._texts is None else await self._texts.read(leases)
-        results = [self._unreadable(lease, faults[lease.lease_id]) for lease in leases if lease.lease_id in faults]
-        results += await self._judge([lease for lease in leases if lease.lease_id not in faults], self._attempts())
-        latency_s = self._monotonic_s() - started_s
-        for result in results:
-            self._complete(result.score, latency_s)
-        BATCH_SECONDS.labels(self._model.name).observe(latency_s)
+        results: list[broker_pb2.ScoreResult] = []
+        await self._score(leases, results.extend)
         return results
 
-    async def _judge(
-        self, leases: Sequence[broker_pb2.ScoringLease], attempts: Attempts
-    ) -> list[broker_pb2.ScoreResult]:
-        results: list[broker_pb2.ScoreResult] = []
+    async def _score(self, leases: Sequence[broker_pb2.ScoringLease], answer: _Answer) -> None:
+        """Answer each lease as soon as it has its result."""
+        started_s = self._monotonic_s()
+
+        def complete(results: Sequence[broker_pb2.ScoreResult]) -> None:
+            for result in results:
+                self._complete(result.score, self._monotonic_s() - started_s)
+            answer(results)
+
+        faults = {} if self._texts is None else await self._texts.read(leases)
+        complete([self._unreadable(lease, faults[lease.lease_id]) for lease in leases if lease.lease_id in faults])
+        await self._judge([lease for lease in leases if lease.lease_id not in faults], self._attempts(), complete)
+        BATCH_SECONDS.labels(self._model.name).observe(self._monotonic_s() - started_s)
+
+    async def _judge(self, leases: Sequence[broker_pb2.ScoringLease], attempts: Attempts, complete: _Answer) -> None:
         num_repeats = 0
         for delay_s in backoff_s():
             leases = [lease for lease in leases if self._source is None or self._source.is_held(lease.lease_id)]
             if not leases:
-                return results
-            answer = await self._try(leases)
+                return
+            answer = await self._try(leases, are_new=not num_repeats)
+            may_repeat = num_repeats < self._config.max_retries
+            if not isinstance(answer, list | ModelAwayError) and attempts.are_exhausted_by(answer):
+                if len(leases) > 1:
+                    await self._halve(leases, attempts, complete)
+                    return
+                answer, may_repeat = self._given_up(answer, are_new=not num_repeats), False
             if isinstance(answer, list):
-                judged = list(zip(leases, answer, strict=True))
-                leases = [lease for lease, score in judged if is_grader_error(score)]
-                # While the grader is broken nothing is given up; a sample that breaks it each time is, later.
-                goes_on = bool(leases) and (self._breaker.is_open or num_repeats < self._config.max_retries)
-                done = [pair for pair in judged if not (goes_on and is_grader_error(pair[1]))]
-                results += [_result(lease, score) for lease, score in done]
-                if not goes_on:
-                    return results
+                leases = self._completed(leases, answer, may_repeat=may_repeat, complete=complete)
+                if not leases:
+                    return
                 num_repeats += 1
-            elif not isinstance(answer, ModelAwayError) and attempts.are_exhausted_by(answer):
-                return results + await self._settle(leases, answer, attempts)
             RETRIES.labels(self._model.name).inc()
             await asyncio.sleep(delay_s)
         raise AssertionError("unreachable: backoff_s never ends")
 
-    async def _try(self, leases: Sequence[broker_pb2.ScoringLease]) -> list[types_pb2.Score] | PenstockError:
+    def _completed(
+        self,
+        leases: Sequence[broker_pb2.ScoringLease],
+        scores: Sequence[types_pb2.Score],
+        *,
+        may_repeat: bool,
+        complete: _Answer,
+    ) -> list[broker_pb2.ScoringLease]:
+        """Complete what has its result; returns what is to be tried again."""
+
+        def is_repeated(score: types_pb2.Score) -> bool:
+            # While the grader is broken nothing is given up; a sample that breaks it each time is, later.
+            return is_grader_error(score) and (self._errors.is_broken or (may_repeat and may_pass(score)))
+
+        judged = list(zip(leases, scores, strict=True))
+        complete([_result(lease, score) for lease, score in judged if not is_repeated(score)])
+        return [lease for lease, score in judged if is_repeated(score)]
+
+    async def _try(
+        self, leases: Sequence[broker_pb2.ScoringLease], *, are_new: bool
+    ) -> list[types_pb2.Score] | PenstockError:
         items = [lease.item for lease in leases]
         async with self._breaker.permit():
             try:
                 scores = await self._model.score(items, timeout_s=self._config.timeout_s)
-                if broken := self._errors.broken_by(scores):
-                    self._breaker.failed(broken, is_away=True, what="cannot judge")
-                elif not all(map(is_grader_error, scores)):
+                if not self._note_errors(scores, are_new=are_new) and not all(map(is_grader_error, scores)):
                     self._breaker.succeeded()
                 return scores
             except PenstockError as error:
@@ -166,17 +191,25 @@ class ScoringPool:
             finally:
                 IS_HOLDING_BACK.set(self._breaker.is_open)
 
-    async def _settle(
-        self, leases: Sequence[broker_pb2.ScoringLease], error: PenstockError, attempts: Attempts
-    ) -> list[broker_pb2.ScoreResult]:
-        if len(leases) > 1:
-            middle = len(leases) // 2
+    async def _halve(self, leases: Sequence[broker_pb2.ScoringLease], attempts: Attempts, complete: _Answer) -> None:
+        middle = len(leases) // 2
+        for half in (leases[:middle], leases[middle:]):
             attempts.grant_one_more()
-            first = await self._judge(leases[:middle], attempts)
-            attempts.grant_one_more()
-            return first + await self._judge(leases[middle:], attempts)
+            await self._judge(half, attempts, complete)
+
+    def _given_up(self, error: PenstockError, *, are_new: bool) -> list[types_pb2.Score]:
+        """The score of the one sample whose attempts are used up."""
         status = ScoreStatus.TIMEOUT if error.is_retryable else ScoreStatus.FAILED
-        return [_result(lease, failed_score(str(error), model=self._model.name, status=status)) for lease in leases]
+        scores = [failed_score(str(error), model=self._model.name, status=status)]
+        self._note_errors(scores, are_new=are_new)
+        return scores
+
+    def _note_errors(self, scores: Sequence[types_pb2.Score], *, are_new: bool) -> bool:
+        """Count the grader's errors, each sample once; returns whether they are too many, which holds work back."""
+        broken = self._errors.broken_by(scores, are_new=are_new)
+        if broken:
+            self._breaker.failed(broken, is_away=True, what="cannot judge")
+        return bool(broken)
 
     def _unreadable(self, lease: broker_pb2.ScoringLease, fault: str) -> broker_pb2.ScoreResult:
         return _result(lease, failed_score(fault, model=self._model.name, status=ScoreStatus.INVALID))

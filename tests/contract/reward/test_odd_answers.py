@@ -46,9 +46,11 @@ async def test_the_worker_outlives_every_odd_answer(form):
     script = [scoring_item(index, completion=text) for index, text in enumerate(_surrounded(kinds))]
     broker = ScriptedBroker(script)
     model = build_model(f"tests.helpers.rewards.odd_rewards:{form}")
+    # A real one that errs as often would be waited for.
+    config = RewardModelConfig(max_batch_size=3, timeout_s=20, max_retries=0, max_error_share=1)
     async with serving(broker.service()) as (_, target):
         session = ScoringSession(Connection(target), run_id="r", worker_id="w", max_leases=12)
-        pool = ScoringPool(source=session, model=model, config=RewardModelConfig(max_batch_size=3, timeout_s=20))
+        pool = ScoringPool(source=session, model=model, config=config)
         tasks = [asyncio.create_task(session.run()), asyncio.create_task(pool.run())]
         try:
             await until(lambda: len(broker.results) == len(script) or any(map(asyncio.Task.done, tasks)), timeout_s=40)

@@ -386,3 +386,32 @@ async def test_components_reach_the_broker():
 
     assert dict(broker.results[0].components) == {"style": 0.25}
     assert broker.results[0].value == 0.5
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+async def test_samples_wait_while_a_users_own_reward_fails_for_all_and_none_is_lost(is_served):
+    """Nothing in the user's function, or server, says how: it raises while what it asks is out of order."""
+    outage = [ConnectionError("api.example refused")]
+
+    @reward
+    async def judge(completion: str) -> float:
+        for error in outage:
+            raise error
+        return float(len(completion))
+
+    broker, model = ScriptedBroker(items(40)), LocalModel(judge)
+    async with serving(broker.service(), reward_service(model)) as (_, target):
+        used = RemoteModel(f"grpc://{target}") if is_served else model
+        session = session_to(target, max_leases=40)
+        config = RewardModelConfig(max_batch_size=20, max_retries=1)
+        pool = ScoringPool(source=session, model=used, config=config)
+        session.holding_reason = lambda: pool.holding_reason
+        async with running(session.run(), pool.run()):
+            await until(lambda: "judge raised ConnectionError: api.example refused" in pool.holding_reason)
+            assert pool.holding_reason.startswith("reward model judge cannot judge: FAILED for ")
+            assert not broker.results
+            outage.clear()
+            await until(lambda: len(broker.results) == 40)
+        await used.close()
+    assert {score.value for score in broker.results.values()} == {6.0}
+    assert pool.holding_reason == ""

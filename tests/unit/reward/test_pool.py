@@ -293,10 +293,11 @@ class ErringModel(FakeModel):
     def __init__(self, breaks):
         super().__init__(lambda items: [1.0] * len(items))
         self.breaks = breaks
+        self.status = types_pb2.SCORE_STATUS_SANDBOX_ERROR
 
     async def score(self, items, *, timeout_s):
         await super().score(items, timeout_s=timeout_s)
-        broken = types_pb2.Score(status=types_pb2.SCORE_STATUS_SANDBOX_ERROR, message="no namespaces")
+        broken = types_pb2.Score(status=self.status, message="no namespaces")
         return [broken if self.breaks(item) else types_pb2.Score(status=OK, value=1.0) for item in items]
 
 
@@ -327,3 +328,66 @@ async def test_samples_wait_for_a_broken_grader_and_are_scored_when_it_works_aga
         task.cancel()
     assert [score.status for score in source.scores.values()] == [OK] * 40
     assert pool.holding_reason == ""
+
+
+async def test_what_is_judged_is_answered_while_others_of_its_batch_are_tried_again():
+    source = FakeSource(8)
+    model = ErringModel(lambda item: item.key.sample_index in (2, 5))
+    pool = ScoringPool(model=model, config=RewardModelConfig(max_retries=20, max_error_share=1), source=source)
+    task = asyncio.create_task(pool.run())
+    try:
+        await until(lambda: model.num_calls > 2)
+        assert sorted(source.scores) == [0, 1, 3, 4, 6, 7]
+        assert sorted(source.held) == ["2", "5"]
+        model.breaks = lambda _: False
+        await until(lambda: not source.held)
+    finally:
+        task.cancel()
+    assert {score.status for score in source.scores.values()} == {OK}
+
+
+def raising(error):
+    def behave(items):
+        raise error
+
+    return FakeModel(behave)
+
+
+def failing(status):
+    model = ErringModel(lambda _: True)
+    model.status = status
+    return model
+
+
+@pytest.mark.parametrize("kind", [InternalError("bug"), DeadlineError("slow"), FAILED, TIMEOUT])
+async def test_a_grader_that_fails_too_often_is_waited_for_however_it_fails(kind):
+    source = FakeSource(64)
+    model = raising(kind) if isinstance(kind, Exception) else failing(kind)
+    pool = ScoringPool(model=model, config=RewardModelConfig(max_retries=0, max_batch_size=4), source=source)
+    task = asyncio.create_task(pool.run())
+    try:
+        await until(lambda: "cannot judge" in pool.holding_reason)
+        num_dropped, num_calls = len(source.scores), model.num_calls
+        await until(lambda: model.num_calls > num_calls + 50)
+        # Those given up before it was known; with each worker one more at most.
+        assert len(source.scores) <= max(num_dropped, 16) + 4
+        model.behave, model.breaks = right, lambda _: False
+        await until(lambda: not source.held)
+    finally:
+        task.cancel()
+    assert pool.holding_reason == ""
+    assert sum(score.status == OK for score in source.scores.values()) >= 64 - 20
+
+
+async def test_a_function_that_raises_is_called_again_and_one_that_took_too_long_is_not():
+    for status, num_calls in ((FAILED, 3), (TIMEOUT, 1)):
+        source, model = FakeSource(1), failing(status)
+        await run_pool(source, model, lambda source=source: not source.held, max_retries=2)
+        assert (source.scores[0].status, model.num_calls) == (status, num_calls)
+
+
+async def test_each_sample_counts_once_however_often_it_is_tried():
+    # One of eight fails, which is less than the share, and each is tried three times more.
+    source, model = FakeSource(64), ErringModel(lambda item: item.key.sample_index % 8 == 0)
+    await run_pool(source, model, lambda: not source.held, max_retries=3, max_concurrent_batches=1)
+    assert sorted(index for index, score in source.scores.items() if score.status != OK) == list(range(0, 64, 8))
