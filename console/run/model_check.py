@@ -118,12 +118,13 @@ def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
     """Problems of the data files, and notes on them for the user."""
     problems: list[str] = []
     warnings: list[str] = []
+    needs_answer = "" if config.endpoints.reward is not None else config.reward.needs_answer
     for key, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if source is None:
             continue
         try:
             path = fetched(key, source)
-            rows = read_rows(path)
+            rows = read_rows(path, needs_answer=needs_answer)
         except DataError as error:
             problems.append(f"{key}: {error}")
             continue

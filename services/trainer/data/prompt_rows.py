@@ -1,8 +1,8 @@
 """Data rows as users write them: JSONL or parquet, checked line by line. Light: no tokenizer, no torch.
 
-A row has a prompt (`prompt`, `question` or `problem`; text, or chat messages) and an answer (`answer`, `label`,
-`ground_truth` or `solution`). Every other column is metadata and passed on unread to the reward model. An unusable row
-raises a DataError that names the file and the row; nothing is skipped silently.
+A row has a prompt (`prompt`, `question` or `problem`; text, or chat messages) and, if its reward compares with one, an
+answer (`answer`, `label`, `ground_truth` or `solution`). Every other column is metadata and passed on unread to the
+reward model. An unusable row raises a DataError that names the file and the row; nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -42,19 +42,22 @@ class Row:
     prompt: str | tuple[Message, ...]
     """Plain text, or chat turns; the last one is not the assistant's."""
     answer: str
-    """Reference answer."""
+    """Reference answer; empty if there is none."""
     metadata_json: str
     """The other columns as one JSON object."""
 
 
-def read_rows(path: Path) -> list[Row]:
-    """All rows of a data file, in file order. Raises DataError."""
+def read_rows(path: Path, *, needs_answer: str = "") -> list[Row]:
+    """All rows of a data file, in file order. Raises DataError.
+
+    `needs_answer` names a reward that compares with answers; a row without one is then unusable.
+    """
     if not path.exists():
         raise DataError(f"{path}: no such file; give a JSONL or parquet file of rows with prompt and answer")
     if not path.is_file():
         raise DataError(f"{path}: not a file; give a JSONL or parquet file of rows with prompt and answer")
     records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
-    rows = [_row(where, record) for where, record in records]
+    rows = [_row(where, record, needs_answer) for where, record in records]
     if not rows:
         raise DataError(f"{path}: holds no rows")
     return rows
@@ -91,25 +94,28 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
 
 
-def _row(where: str, record: Any) -> Row:
+def _row(where: str, record: Any, needs_answer: str) -> Row:
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: must be an object with prompt and answer, found {type(record).__name__}")
-    prompt_key = _only_key(where, record, PROMPT_KEYS)
-    answer_key = _only_key(where, record, ANSWER_KEYS)
+    prompt_key = _first(record, PROMPT_KEYS)
+    answer_key = _first(record, ANSWER_KEYS)
+    if prompt_key is None:
+        raise DataError(f"{where}: no prompt; give one of the columns {', '.join(PROMPT_KEYS)}")
+    answer = "" if answer_key is None else _answer(f"{where}: {answer_key}", record[answer_key])
+    if needs_answer and not answer:
+        columns = ", ".join(ANSWER_KEYS)
+        raise DataError(f"{where}: no answer, which the reward {needs_answer} needs; give one of the columns {columns}")
     metadata = {key: value for key, value in record.items() if key not in (prompt_key, answer_key)}
     return Row(
         prompt=_prompt(f"{where}: {prompt_key}", record[prompt_key]),
-        answer=_answer(f"{where}: {answer_key}", record[answer_key]),
+        answer=answer,
         metadata_json=_metadata(where, metadata),
     )
 
 
-def _only_key(where: str, record: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    # A row may have both a short answer and a long solution: the first name in our order takes precedence.
-    for name in names:
-        if record.get(name) is not None:
-            return name
-    raise DataError(f"{where}: no {names[0]}; give one of the columns {', '.join(names)}")
+def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """The first of these columns that the row has: a row may have both a short answer and a long solution."""
+    return next((name for name in names if record.get(name) not in (None, "")), None)
 
 
 def _prompt(where: str, value: Any) -> str | tuple[Message, ...]:
@@ -139,9 +145,7 @@ def _message(where: str, value: Any) -> Message:
 def _answer(where: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise DataError(f"{where}: must be text or a number, found {type(value).__name__}")
-    text = str(value)
-    if not text.strip():
-        raise DataError(f"{where}: empty")
+    text = str(value) if str(value).strip() else ""
     if len(text) > MAX_ANSWER_CHARACTERS:
         raise DataError(f"{where}: longer than {MAX_ANSWER_CHARACTERS} characters")
     return text

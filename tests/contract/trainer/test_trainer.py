@@ -329,13 +329,13 @@ async def test_bad_requests_name_the_key_and_start_nothing(tmp_path, model) -> N
 
 async def test_a_data_error_found_while_loading_fails_the_run_with_its_line(tmp_path, model) -> None:
     rows = tmp_path / "bad.jsonl"
-    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2="}\n')
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"answer": "4"}\n')
     document = {**run_document(tmp_path, model, "127.0.0.1:9"), "data": {"train": str(rows)}}
     async with running_trainer() as trainer:
         await trainer.start(document)
         finished = finish_of(await trainer.events())
     assert finished.outcome == trainer_pb2.RUN_OUTCOME_FAILED
-    assert "line 2: no answer" in finished.message
+    assert "line 2: no prompt" in finished.message
 
 
 async def test_one_run_at_a_time_and_the_same_name_again_is_fine(tmp_path, model, broker) -> None:

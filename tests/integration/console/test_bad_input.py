@@ -87,7 +87,10 @@ def test_a_row_without_an_answer_is_reported_with_its_line(tmp_path: Path) -> No
     value = document(tmp_path)
     write_rows(Path(value["data"]["train"]), {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2="})
     line = refused(tmp_path, value)
-    assert "train.jsonl, line 2: no answer" in line
+    assert "train.jsonl, line 2: no answer, which the reward exact_match needs" in line
+    for reward in ("code", "[{model: format}]"):
+        scored = penstock_in_process("run", "config.yaml", "--dry-run", f"reward={reward}", cwd=tmp_path)
+        assert scored.exit_code == 0, scored.output
 
 
 def test_a_port_in_use_is_reported(tmp_path: Path) -> None:

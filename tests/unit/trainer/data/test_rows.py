@@ -40,14 +40,29 @@ def test_parquet_rows_read_like_jsonl_rows(tmp_path):
     pyarrow.parquet.write_table(table, path)
     assert [(row.prompt, row.answer) for row in read_rows(path)] == [("a", "1"), ("b", "2")]
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a", "b"], "answer": ["1", None]}), path)
-    with pytest.raises(DataError, match="row 2: no answer"):
-        read_rows(path)
+    assert [row.answer for row in read_rows(path)] == ["1", ""]
+    with pytest.raises(
+        DataError, match="row 2: no answer, which the reward math needs; give one of the columns answer"
+    ):
+        read_rows(path, needs_answer="math")
 
 
 def test_blank_lines_do_not_shift_line_numbers(tmp_path):
-    path = write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"}, "", {"prompt": "b"})
-    with pytest.raises(DataError, match="line 3: no answer"):
+    path = write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "1"}, "", {"label": "b"})
+    with pytest.raises(DataError, match="line 3: no prompt"):
         read_rows(path)
+
+
+@pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": ""}, {"answer": " ", "tests": []}])
+def test_only_a_reward_that_compares_needs_answers(tmp_path, answer):
+    path = write(tmp_path / "d.jsonl", {"prompt": "a", **answer})
+    assert [row.answer for row in read_rows(path)] == [""]
+    with pytest.raises(DataError, match="line 1: no answer, which the reward exact_match needs"):
+        read_rows(path, needs_answer="exact_match")
+
+
+def test_an_empty_answer_gives_way_to_another_column(tmp_path):
+    assert read_rows(write(tmp_path / "d.jsonl", {"prompt": "a", "answer": "", "solution": 0}))[0].answer == "0"
 
 
 @pytest.mark.parametrize(
@@ -56,10 +71,7 @@ def test_blank_lines_do_not_shift_line_numbers(tmp_path):
         ("{", "line 1: not valid JSON"),
         ("[1]", "must be an object"),
         ({"answer": "1"}, "no prompt"),
-        ({"prompt": "a"}, "no answer"),
-        ({"prompt": "a", "answer": None}, "no answer"),
         ({"prompt": " ", "answer": "1"}, "prompt: empty"),
-        ({"prompt": "a", "answer": ""}, "answer: empty"),
         ({"prompt": "a", "answer": ["1"]}, "answer: must be text or a number"),
         ({"prompt": 3, "answer": "1"}, "text or a list of chat messages"),
         ({"prompt": [], "answer": "1"}, "text or a list of chat messages"),
