@@ -7,6 +7,7 @@ import difflib
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from penstock.rewards import BatchReward, RewardItem, RewardLoadError, RewardModel, RewardResult, load_reward
@@ -59,31 +60,45 @@ class InlineReward(BatchReward):
             return read_error(error, name=self.name)
 
 
-def _format(config: ModelConfig) -> BatchReward:
-    return InlineReward(lambda item: float(has_format(item.completion, config.format)), name="format")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInSettings:
+    """What a reward model is built from."""
+
+    config: ModelConfig
+    judges: Security = NO_SECURITY
+    """What third parties' reward models are shown."""
 
 
-def _length(config: ModelConfig) -> BatchReward:
-    settings = config.length
-    assert settings is not None, "the configuration has been checked"
+def _format(settings: BuiltInSettings) -> BatchReward:
+    config = settings.config.format
+    return InlineReward(lambda item: float(has_format(item.completion, config)), name="format")
+
+
+def _length(settings: BuiltInSettings) -> BatchReward:
+    config = settings.config.length
+    assert config is not None, "the configuration has been checked"
 
     def value(item: RewardItem) -> float:
-        return length_value(num_completion_tokens(item), settings)
+        return length_value(num_completion_tokens(item), config)
 
     return InlineReward(value, name="length", wants_token_ids=True)
 
 
-def _ngram_repetition(config: ModelConfig) -> BatchReward:
-    settings = config.ngram_repetition
-    rule = partial(ngram_repetition, config=settings)
-    return InlineReward(rule, name="ngram_repetition", wants_token_ids=settings.unit == "tokens")
+def _ngram_repetition(settings: BuiltInSettings) -> BatchReward:
+    config = settings.config.ngram_repetition
+    value = partial(ngram_repetition, config=config)
+    return InlineReward(value, name="ngram_repetition", wants_token_ids=config.unit == "tokens")
 
 
-BUILT_IN: dict[str, Callable[[ModelConfig], BatchReward]] = {
+def _code(settings: BuiltInSettings) -> BatchReward:
+    return CodeReward(settings.config.code, drops_at_limit=settings.config.candidate_limit == "drop")
+
+
+BUILT_IN: dict[str, Callable[[BuiltInSettings], BatchReward]] = {
     "exact_match": lambda _: InlineReward(exact_match, name="exact_match"),
     "numeric": lambda _: InlineReward(numeric, name="numeric"),
     "math": lambda _: MathReward(),
-    "code": lambda config: CodeReward(config.code, drops_at_limit=config.candidate_limit == "drop"),
+    "code": _code,
     "format": _format,
     "length": _length,
     "ngram_repetition": _ngram_repetition,
@@ -103,19 +118,23 @@ def build_model(config: RewardModelConfig | str, *, judges: Security = NO_SECURI
     for each in config.models:
         check_name(each.model)
     if not config.parts:
-        return _build(config, judges)
-    parts = [Part(name=each.component, weight=each.weight, model=_build(each, judges)) for each in config.parts]
-    return CompositeModel(parts)
+        return _build(BuiltInSettings(config=config, judges=judges))
+    return CompositeModel(
+        [
+            Part(name=each.component, weight=each.weight, model=_build(BuiltInSettings(config=each, judges=judges)))
+            for each in config.parts
+        ]
+    )
 
 
-def _build(config: ModelConfig, judges: Security) -> RewardModel:
-    name = config.model
+def _build(settings: BuiltInSettings) -> RewardModel:
+    name = settings.config.model
     model: RewardModel
     if name.startswith(THIRD_PARTY):
-        model = RemoteModel(name, security=judges)
+        model = RemoteModel(name, security=settings.judges)
     else:
-        model = LocalModel(load_reward(name) if ":" in name else BUILT_IN[name](config))
-    return model if config.candidate_limit == "drop" else WrongAtLimit(model)
+        model = LocalModel(load_reward(name) if ":" in name else BUILT_IN[name](settings))
+    return model if settings.config.candidate_limit == "drop" else WrongAtLimit(model)
 
 
 def check_name(name: str) -> None:

@@ -14,7 +14,7 @@ from penstock.rewards import FunctionReward, RewardItem, RewardResult, ScoreStat
 from penstock.rewards.local import LocalModel
 from penstock.v1 import types_pb2
 from services.reward.config import ModelConfig, RewardModelConfig
-from services.reward.models.build import BUILT_IN, build_model
+from services.reward.models.build import BUILT_IN, BuiltInSettings, build_model
 from services.reward.models.config import FormatConfig, LengthConfig, NgramRepetitionConfig
 from services.reward.models.format import has_format
 from services.reward.models.length import length_value
@@ -121,7 +121,7 @@ def test_repetition_is_counted_as_by_listing_every_ngram(units: list[int], n: in
 
 
 def rule(name: str, **sections: object) -> Callable[[RewardItem], object]:
-    return BUILT_IN[name](ModelConfig.model_validate({"model": name, **sections}))._function
+    return BUILT_IN[name](BuiltInSettings(config=ModelConfig.model_validate({"model": name, **sections})))._function
 
 
 def test_repetition_is_of_words_whatever_their_case_or_of_tokens_up_to_a_cap():
@@ -137,7 +137,7 @@ def test_repetition_is_of_words_whatever_their_case_or_of_tokens_up_to_a_cap():
     [("length", {"length": {"target_tokens": 5}}), ("ngram_repetition", {"ngram_repetition": {"unit": "tokens"}})],
 )
 async def test_without_token_ids_tokens_are_not_counted(name: str, sections: dict[str, object]):
-    model = LocalModel(BUILT_IN[name](ModelConfig.model_validate({"model": name, **sections})))
+    model = LocalModel(BUILT_IN[name](BuiltInSettings(config=ModelConfig.model_validate({"model": name, **sections}))))
     assert (await model.describe()).wants_token_ids
     item = scoring_item(0)
     item.ClearField("token_ids")
