@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,9 +26,10 @@ from penstock.errors import (
 from penstock.network.rpc import call, open_channel
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.types import RewardItem
-from penstock.rewards.wire import CREDENTIALS_HINT, check_score, write_item
+from penstock.rewards.wire import CREDENTIALS_HINT, GRADER_ERRORS, check_score, write_item
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+from penstock.wire.codec import int32_bytes
 
 SERVICE_NAME = "penstock.v1.RewardService"
 LONG_COMPLETION_CHARACTERS = 300_000
@@ -75,6 +78,7 @@ async def check_server(target: str, *, timeout_s: float = 30.0, security: Securi
             ("health", server.reports_health),
             ("reflection", server.offers_reflection),
             ("description", server.describes_itself),
+            ("verdicts", server.gives_verdicts),
             ("one score per item, in order", server.keeps_order),
             ("repeatable", server.repeats_itself),
             ("odd samples", server.survives_odd_samples),
@@ -107,6 +111,7 @@ class _Checked:
         self._timeout_s = timeout_s
         self._stub = reward_pb2_grpc.RewardServiceStub(channel)
         self._max_batch_size = DEFAULT_MAX_BATCH_SIZE
+        self._wants_token_ids = False
 
     async def answers(self) -> str:
         try:
@@ -148,14 +153,30 @@ class _Checked:
         except NotOfferedError as error:
             raise _Note(f"GetRewardModel is not offered; batches of {DEFAULT_MAX_BATCH_SIZE} are assumed") from error
         self._max_batch_size = answer.max_batch_size or DEFAULT_MAX_BATCH_SIZE
-        return f"name {answer.name or self._target!r}, at most {self._max_batch_size} items a batch"
+        self._wants_token_ids = answer.wants_token_ids
+        parts = ", ".join(f"{part.weight:g} {part.name}" for part in answer.parts)
+        total = f"; adds up {parts}" if parts else ""
+        return f"name {answer.name or self._target!r}, at most {self._max_batch_size} items a batch{total}"
+
+    async def gives_verdicts(self) -> str:
+        scores = await self._score([_item(number) for number in range(min(8, self._max_batch_size))])
+        counts = Counter(_status(score) for score in scores)
+        shown = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        message = next((score.message for score in scores if score.message), "no message")
+        if all(score.status in GRADER_ERRORS for score in scores):
+            raise _ViolationError(f"its grader fails for every sample: {shown} ({message})")
+        if any(score.status in GRADER_ERRORS for score in scores):
+            raise _Note(f"its grader failed for some: {shown} ({message}); a run tries them again")
+        if not counts["OK"]:
+            raise _Note(f"no probed sample got a value: {shown} ({message}); such samples are dropped")
+        return shown
 
     async def keeps_order(self) -> str:
         items = [_item(number) for number in range(min(8, self._max_batch_size))]
         batch = await self._score(items)
         singles = [(await self._score([item]))[0] for item in items]
         for index, (in_batch, alone) in enumerate(zip(batch, singles, strict=True)):
-            if not _alike(in_batch, alone):
+            if not _has_erred(in_batch, alone) and not _alike(in_batch, alone):
                 raise _ViolationError(
                     f"item {index} scores {_brief(in_batch)} in a batch and {_brief(alone)} alone; is the order kept?"
                 )
@@ -165,6 +186,8 @@ class _Checked:
 
     async def repeats_itself(self) -> str:
         first, second = (await self._score([_item(3)]))[0], (await self._score([_item(3)]))[0]
+        if _has_erred(first, second):
+            raise _Note(f"its grader failed: {_brief(first)}, then {_brief(second)}")
         if not _alike(first, second):
             raise _ViolationError(f"the same sample scored {_brief(first)}, then {_brief(second)}")
         return _brief(first)
@@ -214,6 +237,9 @@ class _Checked:
 
     async def _score(self, items: Sequence[reward_pb2.ScoreItem]) -> list[types_pb2.Score]:
         request = reward_pb2.ScoreRequest(items=items)
+        if self._wants_token_ids:
+            for item in request.items:
+                item.token_ids = _made_up_tokens(item.completion_text)
         response = await call(self._stub.Score, request, peer=self._target, timeout_s=self._timeout_s)
         if len(response.scores) != len(items):
             raise _ViolationError(f"{len(items)} items were sent, {len(response.scores)} scores came back")
@@ -233,10 +259,22 @@ def _item(number: int) -> reward_pb2.ScoreItem:
     return write_item(item)
 
 
+def _made_up_tokens(text: str) -> bytes:
+    # Words in place of tokens, equal for equal words: only a model's own tokenizer makes its ids.
+    return int32_bytes([zlib.crc32(word.encode()) % 1000 for word in text.split()])
+
+
+def _has_erred(*scores: types_pb2.Score) -> bool:
+    return any(score.status in GRADER_ERRORS for score in scores)
+
+
 def _alike(one: types_pb2.Score, other: types_pb2.Score) -> bool:
     return one.status == other.status and math.isclose(one.value, other.value, rel_tol=1e-4, abs_tol=1e-6)
 
 
 def _brief(score: types_pb2.Score) -> str:
-    status = types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_")
-    return f"{score.value:.6g}" if score.HasField("value") else status
+    return f"{score.value:.6g}" if score.HasField("value") else _status(score)
+
+
+def _status(score: types_pb2.Score) -> str:
+    return types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_")

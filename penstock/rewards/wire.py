@@ -21,6 +21,16 @@ THIRD_PARTY = "grpc://"
 CREDENTIALS_HINT = "it is shown PENSTOCK_JUDGE_TOKEN and PENSTOCK_JUDGE_TLS_*, never the cluster's own credentials"
 MAX_METADATA_BYTES = 64 * 1024
 
+GRADER_ERRORS = frozenset(
+    {
+        types_pb2.SCORE_STATUS_TIMEOUT,
+        types_pb2.SCORE_STATUS_FAILED,
+        types_pb2.SCORE_STATUS_SANDBOX_ERROR,
+        types_pb2.SCORE_STATUS_JUDGE_ERROR,
+    }
+)
+"""Statuses that say that the grader failed: its sandbox or its judge, it raised, or it took too long."""
+
 _STATUS_TO_WIRE = {status: types_pb2.ScoreStatus.Value(f"SCORE_STATUS_{status.name}") for status in ScoreStatus}
 
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from penstock.rewards.wire import GRADER_ERRORS
 from penstock.v1 import types_pb2
 
 WINDOW, LEAST = 64, 16
 """Samples looked back on, and how many say anything."""
-_PASSING = frozenset(
-    {types_pb2.SCORE_STATUS_SANDBOX_ERROR, types_pb2.SCORE_STATUS_JUDGE_ERROR, types_pb2.SCORE_STATUS_FAILED}
-)
-_ERRORS = _PASSING | {types_pb2.SCORE_STATUS_TIMEOUT}
 
 
 def is_grader_error(score: types_pb2.Score) -> bool:
-    """Whether the grader failed: its sandbox or its judge, it raised, or it took too long."""
-    return score.status in _ERRORS
+    """Whether the grader failed, in whatever way."""
+    return score.status in GRADER_ERRORS
 
 
 def may_pass(score: types_pb2.Score) -> bool:
     """Whether such an error is tried again at once. A call that took too long would take as long again."""
-    return score.status in _PASSING
+    return is_grader_error(score) and score.status != types_pb2.SCORE_STATUS_TIMEOUT
 
 
 class GraderErrors:

@@ -18,7 +18,9 @@ from penstock.errors import InvalidFieldError
 from penstock.network.rpc import call, open_channel, service_of, wait_until_serving
 from penstock.rewards.check import SERVICE_NAME, CheckStatus, check_server, conforms
 from penstock.rewards.serving import reward_service
+from penstock.rewards.wire import GRADER_ERRORS
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
 from tests.helpers.brokers.scripted_scoring import scoring_item
 from tests.helpers.serving import serving
@@ -43,6 +45,25 @@ class Foreign(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ScoreResponse(scores=[types_pb2.Score(status=OK, value=value) for value in values])
 
 
+class Verdicts(reward_pb2_grpc.RewardServiceServicer):
+    """A server that answers each item with the status, or Score, that `verdict(item)` says."""
+
+    def __init__(self, verdict):
+        self.verdict = verdict
+
+    async def Score(self, request, context):
+        if not request.items:
+            raise InvalidFieldError("items: none given")
+        return reward_pb2.ScoreResponse(scores=[self._score(self.verdict(item), item) for item in request.items])
+
+    def _score(self, verdict, item):
+        if isinstance(verdict, types_pb2.Score):
+            return verdict
+        if verdict == OK:
+            return types_pb2.Score(status=OK, value=float(len(item.completion_text)))
+        return types_pb2.Score(status=verdict, message="said so")
+
+
 def foreign(answer, **options):
     return service_of(Foreign(answer, **options))
 
@@ -51,19 +72,62 @@ def lengths(items):
     return [float(len(item.completion_text)) for item in items]
 
 
-async def failures(service):
+async def checked(service):
     async with serving(service) as (_, target):
-        results = await check_server(target, timeout_s=10)
-    return {result.name for result in results if result.status is CheckStatus.FAILED}
+        return {result.name: result for result in await check_server(target, timeout_s=10)}
 
 
-@pytest.mark.parametrize("name", ["exact_match", "numeric", "math"])
-async def test_built_in_models_conform(name):
-    model = build_model(name)
+async def failures(service):
+    results = await checked(service)
+    return {name for name, result in results.items() if result.status is CheckStatus.FAILED}
+
+
+COMPOSITE = {
+    "parts": [
+        {"model": "exact_match"},
+        {"model": "format", "weight": 0.1},
+        {"model": "length", "weight": 0.5, "length": {"target_tokens": 8}},
+        {"model": "ngram_repetition", "ngram_repetition": {"unit": "tokens"}},
+    ]
+}
+
+
+@pytest.mark.parametrize("stated", ["exact_match", "numeric", "math", COMPOSITE], ids=lambda each: str(each)[:11])
+async def test_built_in_models_conform(stated):
+    model = build_model(RewardModelConfig.model_validate(stated))
     try:
-        assert await failures(reward_service(model)) == set()
+        results = await checked(reward_service(model))
     finally:
         await model.close()
+    assert conforms(results.values())
+    assert results["verdicts"].detail == "OK 8"
+    if stated is COMPOSITE:
+        assert "adds up 1 exact_match, 0.1 format, 0.5 length, 1 ngram_repetition" in results["description"].detail
+
+
+async def test_each_verdict_is_accepted_without_a_value_and_shown():
+    statuses = [status for _, status in types_pb2.ScoreStatus.items() if status > OK]
+    for status in statuses:
+        results = await checked(service_of(Verdicts(lambda _, status=status: status)))
+        name = types_pb2.ScoreStatus.Name(status).removeprefix("SCORE_STATUS_")
+        assert f"{name} 8 (said so)" in results["verdicts"].detail
+        assert (results["verdicts"].status is CheckStatus.FAILED) == (status in GRADER_ERRORS)
+        others = [result for result in results.values() if result.name != "verdicts"]
+        assert conforms(others)
+
+
+async def test_a_grader_that_fails_now_and_then_is_noted_and_its_order_checked_without_those():
+    turns = itertools.cycle([OK, OK, types_pb2.SCORE_STATUS_JUDGE_ERROR])
+    results = await checked(service_of(Verdicts(lambda _: next(turns))))
+    assert conforms(results.values())
+    assert results["verdicts"].status is CheckStatus.NOTED
+    assert "a run tries them again" in results["verdicts"].detail
+
+
+async def test_a_value_beside_an_error_is_a_breach():
+    limit = types_pb2.Score(status=types_pb2.SCORE_STATUS_CANDIDATE_LIMIT, value=0.0)
+    results = await checked(service_of(Verdicts(lambda _: limit)))
+    assert "value must be set if and only if status is OK" in results["answers"].detail
 
 
 async def test_a_minimal_server_conforms():
