@@ -8,8 +8,8 @@ from itertools import islice
 
 from penstock.errors import InvalidFieldError
 from penstock.process.logger import get_logger
-from penstock.rewards.model import BatchReward
-from penstock.rewards.outcomes import clean_text, is_own_cancellation, read_error
+from penstock.rewards.model import BatchReward, ModelAwayError
+from penstock.rewards.outcomes import clean_text, describe, is_own_cancellation, read_error
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, UnscorableError
 from penstock.rewards.wire import read_item, write_score
 from penstock.v1 import reward_pb2, types_pb2
@@ -20,7 +20,7 @@ _PENDING = object()
 
 
 class LocalModel:
-    """Scores in this process. Always available, and never fails as a whole."""
+    """Scores in this process. Fails as a whole only where its reward says that what it calls is away."""
 
     def __init__(self, reward: BatchReward) -> None:
         self._reward = reward
@@ -31,7 +31,13 @@ class LocalModel:
         return clean_text(self._reward.name or type(self._reward).__name__)
 
     async def probe(self) -> None:
-        """Return at once: an in-process model is always available."""
+        """Return when the reward can score. Raises ModelAwayError."""
+        try:
+            await self._reward.probe()
+        except Exception as error:  # a user's class may raise anything
+            if isinstance(error, ModelAwayError):
+                raise
+            raise ModelAwayError(f"its probe raised {describe(error)}") from error
 
     async def describe(self) -> reward_pb2.GetRewardModelResponse:
         """The reward's name, version, limits and preferences."""
@@ -43,7 +49,7 @@ class LocalModel:
         )
 
     async def score(self, items: Sequence[reward_pb2.ScoreItem], *, timeout_s: float) -> list[types_pb2.Score]:
-        """One score per item, in order."""
+        """One score per item, in order. Raises ModelAwayError where the reward does."""
         results: list[object] = []
         readable: list[RewardItem] = []
         for message in items:
@@ -70,6 +76,8 @@ class LocalModel:
         except TimeoutError:
             message = f"{self.name} did not answer within {timeout_s:.3g} s"
             return [RewardResult(status=ScoreStatus.TIMEOUT, message=message)] * len(items)
+        except ModelAwayError:
+            raise
         except BaseException as error:  # a user's class may raise anything; it concerns this batch only
             if isinstance(error, GeneratorExit) or is_own_cancellation(error):
                 raise

@@ -66,12 +66,18 @@ class BatchReward(ABC):
 
     @abstractmethod
     async def score(self, items: Sequence[RewardItem]) -> Sequence[RewardResult]:
-        """One result per item, in order; raising fails every item of the batch."""
+        """One result per item, in order; raising fails every item of the batch.
+
+        ModelAwayError fails none: it says that what this reward calls is away, and samples wait until `probe` returns.
+        """
 
     async def score_within(self, items: Sequence[RewardItem], *, timeout_s: float) -> Sequence[RewardResult]:
         """`score` for a caller that waits `timeout_s` seconds; override to give up on single items instead of all."""
         del timeout_s
         return await self.score(items)
+
+    async def probe(self) -> None:  # noqa: B027 -- most rewards call nothing that could be away
+        """Return when what this reward calls answers; raises ModelAwayError when it does not within seconds."""
 
     async def close(self) -> None:  # noqa: B027 -- most rewards hold nothing, so this is optional to override
         """Release what it holds; called once, when serving ends."""

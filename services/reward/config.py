@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from penstock.config import MeasuredConfig, RunId, StrictModel, Targets
 from penstock.storage.addresses import StoredPath
 from services.reward.code.config import CodeConfig
+from services.reward.judge.config import JudgeConfig
 from services.reward.models.config import FormatConfig, LengthConfig, NgramRepetitionConfig
 
 NEED_ANSWERS = frozenset({"exact_match", "numeric", "math"})
@@ -26,6 +27,8 @@ class ModelConfig(StrictModel):
     test), or its sample is dropped."""
     code: CodeConfig = Field(default_factory=CodeConfig)
     """Of the reward `code`."""
+    judge: JudgeConfig | None = None
+    """Of the reward `judge`, which needs them."""
     format: FormatConfig = FormatConfig()
     """Of the reward `format`."""
     length: LengthConfig | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import importlib.util
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -94,6 +95,16 @@ def _code(settings: BuiltInSettings) -> BatchReward:
     return CodeReward(settings.config.code, drops_at_limit=settings.config.candidate_limit == "drop")
 
 
+def _judge(settings: BuiltInSettings) -> BatchReward:
+    if importlib.util.find_spec("httpx2") is None:
+        raise RewardLoadError("reward 'judge' needs the package httpx2: pip install httpx2")
+    from services.reward.judge.judge_reward import JudgeReward
+
+    if settings.config.judge is None:
+        raise RewardLoadError("reward 'judge' needs reward.judge.url and reward.judge.model: which endpoint judges")
+    return JudgeReward(settings.config.judge, security=settings.judges)
+
+
 BUILT_IN: dict[str, Callable[[BuiltInSettings], BatchReward]] = {
     "exact_match": lambda _: InlineReward(exact_match, name="exact_match"),
     "numeric": lambda _: InlineReward(numeric, name="numeric"),
@@ -102,6 +113,7 @@ BUILT_IN: dict[str, Callable[[BuiltInSettings], BatchReward]] = {
     "format": _format,
     "length": _length,
     "ngram_repetition": _ngram_repetition,
+    "judge": _judge,
 }
 """The built-in rules by name; a new one is a file beside this one and a line here."""
 _ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")

@@ -7,48 +7,15 @@ from structlog.testing import capture_logs
 
 from penstock.errors import DeadlineError, InternalError, InvalidFieldError, QueueFullError, ServiceUnavailableError
 from penstock.rewards import ModelAwayError
-from penstock.v1 import broker_pb2, reward_pb2, types_pb2
+from penstock.v1 import reward_pb2, types_pb2
 from services.reward.attempts import Attempts
 from services.reward.breaker import Breaker
 from services.reward.config import RewardModelConfig
 from services.reward.pool import ScoringPool
-from tests.helpers.brokers.scripted_scoring import scoring_item
+from tests.helpers.rewards.fake_source import FakeSource
 from tests.helpers.waiting import until
 
 OK, TIMEOUT, FAILED = types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_TIMEOUT, types_pb2.SCORE_STATUS_FAILED
-
-
-class FakeSource:
-    """A queue of leases; the pool's other side."""
-
-    def __init__(self, num_samples):
-        self._queue = asyncio.Queue()
-        self.held = {}
-        self.scores = {}
-        self.num_answers = 0
-        for number in range(num_samples):
-            lease = broker_pb2.ScoringLease(lease_id=str(number), item=scoring_item(number))
-            self.held[lease.lease_id] = lease
-            self._queue.put_nowait(lease)
-
-    @property
-    def num_held(self):
-        return len(self.held)
-
-    def is_held(self, lease_id):
-        return lease_id in self.held
-
-    async def take(self, *, max_items):
-        leases = [await self._queue.get()]
-        while len(leases) < max_items and not self._queue.empty():
-            leases.append(self._queue.get_nowait())
-        return leases
-
-    def answer(self, results):
-        for result in results:
-            self.num_answers += 1
-            if self.held.pop(result.lease_id, None) is not None:
-                self.scores[result.key.sample_index] = result.score
 
 
 class FakeModel:

@@ -1,0 +1,154 @@
+"""A language model's grade of the completion, from 0 to 1: the reward `judge`.
+
+Invariants:
+- What a judge says is a number only if it has exactly the form asked for; anything else is JUDGE_ERROR.
+- What a completion says is data (`prompts`): it cannot change what the judge is asked.
+- A vote that can be used is paid for once while the cache holds it, also where its batch is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from penstock.rewards import BatchReward, ModelAwayError, RewardItem, RewardLoadError, RewardResult, ScoreStatus
+from penstock.security import NO_SECURITY, Security
+from services.reward.judge.answer_cache import Answer, AnswerCache
+from services.reward.judge.config import JudgeConfig
+from services.reward.judge.endpoint import Endpoint
+from services.reward.judge.metrics import REQUESTS, VOTES
+from services.reward.judge.prompts import Prompt, Prompts
+from services.reward.judge.verdicts import UnusableAnswerError, Verdict, read_verdict
+from services.reward.judge.votes import joined
+
+DEFAULT_TIMEOUT_S = 60.0
+_MAX_SHOWN_CHARACTERS = 48
+_Result = TypeVar("_Result")
+_Vote = tuple[Verdict | UnusableAnswerError, Answer | None]
+
+
+class JudgeReward(BatchReward):
+    """Asks a judge for `votes` answers on each sample."""
+
+    def __init__(self, config: JudgeConfig, *, security: Security = NO_SECURITY) -> None:
+        """`security` is what third parties' reward models are shown. Raises RewardLoadError and ConfigError."""
+        self._config = config
+        self._prompts = Prompts(config)
+        self._endpoint = Endpoint(config, security=security)
+        self._cache = AnswerCache(max_bytes=config.cache_mb * 1024**2)
+        self.name = f"judge:{config.model[:_MAX_SHOWN_CHARACTERS]}"
+        self.version = self._prompts.version
+        if self._endpoint.shows_key_in_plain and not security.allows_plain:
+            raise RewardLoadError(
+                f"reward.judge.url {config.url}: the key in {config.key_variable} would go there in plain text; use "
+                f"https, unset {config.key_variable}, or set insecure: true inside a private network"
+            )
+
+    async def score(self, items: Sequence[RewardItem]) -> Sequence[RewardResult]:
+        """One result per item, in order. Raises ModelAwayError."""
+        return await self.score_within(items, timeout_s=DEFAULT_TIMEOUT_S)
+
+    async def score_within(self, items: Sequence[RewardItem], *, timeout_s: float) -> Sequence[RewardResult]:
+        """One result per item, in order; those without a verdict after `timeout_s` seconds are JUDGE_ERROR.
+
+        Raises ModelAwayError where the endpoint judges nothing at present; what it had judged is in the cache.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        return await _all(self._score_one(item, deadline_s, timeout_s) for item in items)
+
+    async def probe(self) -> None:
+        """Return when the endpoint answers. Raises ModelAwayError."""
+        await self._endpoint.probe()
+
+    async def check(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+        """Have a sample judged, and say by whom, in words.
+
+        Raises ModelAwayError, of which JudgeRefusesError is the part that waiting does not mend, and RewardLoadError
+        where the answer cannot be used.
+        """
+        item = RewardItem(prompt="What is 2 + 3?", completion="2 + 3 = 5", answer="5")
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        prompt = self._prompts.write(prompt=item.prompt, completion=item.completion, reference=item.answer)
+        try:
+            answer = await self._endpoint.answer(self._body(prompt, self._config.seed), deadline_s=deadline_s)
+            verdict = read_verdict(answer.content, self._config)
+        except UnusableAnswerError as error:
+            hint = (
+                "" if self._config.response_format == "none" else "; perhaps reward.judge.response_format: none helps"
+            )
+            raise RewardLoadError(f"judge {self._config.url}: {error}{hint}") from error
+        except TimeoutError as error:
+            raise ModelAwayError(f"judge {self._config.url} did not answer within {timeout_s:.3g} s") from error
+        return f"{answer.model or self._config.model} gives a right answer {verdict.value:.3g}"
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._endpoint.close()
+
+    async def _score_one(self, item: RewardItem, deadline_s: float, timeout_s: float) -> RewardResult:
+        if not self._config.rubric and not item.answer.strip():
+            return _invalid("this row has no reference answer, which a judge without a rubric compares with")
+        num_characters = len(item.prompt) + len(item.completion) + len(item.answer)
+        if num_characters > self._config.max_characters:
+            return _invalid(
+                f"{num_characters} characters; reward.judge.max_characters is {self._config.max_characters}"
+            )
+        prompt = self._prompts.write(prompt=item.prompt, completion=item.completion, reference=item.answer)
+        votes = await _all(self._vote(prompt, number, deadline_s, timeout_s) for number in range(self._config.votes))
+        return joined([vote for vote, _ in votes], self._config)
+
+    async def _vote(self, prompt: Prompt, number: int, deadline_s: float, timeout_s: float) -> _Vote:
+        seed = self._config.seed + number
+        key = AnswerCache.key(self._config.url, self._body_beside_messages(seed), self.version, prompt.canonical())
+        answer = self._cache.get(key)
+        if answer is not None:
+            REQUESTS.labels(self._config.model, "cached").inc()
+            return read_verdict(answer.content, self._config), answer
+        try:
+            answer = await self._endpoint.answer(self._body(prompt, seed), deadline_s=deadline_s)
+            verdict = read_verdict(answer.content, self._config)
+        except (UnusableAnswerError, TimeoutError) as error:
+            VOTES.labels(self._config.model, "unusable").inc()
+            return error if isinstance(error, UnusableAnswerError) else _too_late(timeout_s), None
+        VOTES.labels(self._config.model, "usable").inc()
+        self._cache.put(key, answer)
+        return verdict, answer
+
+    def _body(self, prompt: Prompt, seed: int) -> dict[str, Any]:
+        return {"messages": prompt.messages(), **self._body_beside_messages(seed)}
+
+    def _body_beside_messages(self, seed: int) -> dict[str, Any]:
+        config = self._config
+        body: dict[str, Any] = {
+            "model": config.model,
+            "temperature": config.temperature,
+            "seed": seed,
+            "max_tokens": config.max_tokens,
+        }
+        if config.response_format == "json_schema":
+            schema = {"name": "verdict", "strict": True, "schema": self._prompts.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif config.response_format == "json_object":
+            body["response_format"] = {"type": "json_object"}
+        return {name: value for name, value in {**body, **config.body}.items() if value is not None}
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """What all calls return, or the error of the first that raised, once none of them runs any more."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+def _too_late(timeout_s: float) -> UnusableAnswerError:
+    return UnusableAnswerError(
+        f"no answer within {timeout_s:.3g} s; more of reward.judge.max_concurrent or reward.timeout_s, or less of "
+        "reward.max_batch_size, leaves more time for each"
+    )
+
+
+def _invalid(message: str) -> RewardResult:
+    return RewardResult(status=ScoreStatus.INVALID, message=message)
