@@ -23,6 +23,7 @@ _SCORE = pa.struct(
         ("status", pa.string()),
         ("value", pa.float64()),
         ("components", pa.map_(pa.string(), pa.float64())),
+        ("details", pa.map_(pa.string(), pa.string())),
         ("message", pa.string()),
         ("model", pa.string()),
         ("latency_s", pa.float64()),
@@ -126,7 +127,7 @@ def _column(field: Any, values: list[Any]) -> Any:
 
 def _with_pairs(score: Row) -> Row:
     """Pyarrow accepts a mapping as a list of pairs."""
-    return {**score, "components": list(dict(score["components"]).items())}
+    return {**score, **{name: list(dict(score[name]).items()) for name in ("components", "details")}}
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[str, Row]]:

@@ -119,6 +119,7 @@ def _score_row(score: types_pb2.Score) -> Row:
         "status": types_pb2.ScoreStatus.Name(score.status).removeprefix(_STATUS_PREFIX).lower(),
         "value": _given(score, "value"),
         "components": dict(sorted(score.components.items())),
+        "details": dict(sorted(score.details.items())),
         "message": score.message,
         "model": score.model,
         "latency_s": score.latency.ToNanoseconds() / 1e9 if score.HasField("latency") else None,
@@ -245,6 +246,7 @@ def _score(row: Mapping[str, Any]) -> types_pb2.Score:
         status=types_pb2.ScoreStatus.Value(_STATUS_PREFIX + row["status"].upper()),
         value=row.get("value"),
         components=dict(row.get("components") or ()),
+        details=dict(row.get("details") or ()),
         message=row.get("message") or "",
         model=row.get("model") or "",
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from penstock.rewards.types import RewardResult, ScoreStatus, UnscorableError
-from penstock.wire.score_rules import MAX_REWARD, is_reward
+from penstock.wire.score_rules import MAX_DETAIL_CHARACTERS, MAX_DETAILS, MAX_REWARD, is_reward
 
 MAX_MESSAGE_CHARACTERS = 1024
 MAX_COMPONENTS = 32
@@ -77,7 +77,8 @@ def _read(result: RewardResult) -> RewardResult:
     value = _finite(result.value, rule)
     if not is_reward(value):
         raise _MalformedError(f"{rule}, got {_shown(result.value)}")
-    return RewardResult(value, _read_components(result.components), message=message)
+    details = _read_details(result.details)
+    return RewardResult(value, _read_components(result.components), message=message, details=details)
 
 
 def _read_status(status: object) -> ScoreStatus:
@@ -95,6 +96,15 @@ def _read_components(components: object) -> dict[str, float]:
     for name, part in islice(components.items(), MAX_COMPONENTS):
         read[clean_text(name, MAX_NAME_CHARACTERS)] = _finite(part, f"component {_shown(name)} must be a finite number")
     return read
+
+
+def _read_details(details: object) -> dict[str, str]:
+    if not isinstance(details, Mapping):
+        raise _MalformedError(f"details must map names to texts, got {_shown(details)}")
+    return {
+        clean_text(name, MAX_NAME_CHARACTERS): clean_text(text, MAX_DETAIL_CHARACTERS)
+        for name, text in islice(details.items(), MAX_DETAILS)
+    }
 
 
 def _finite(value: object, rule: str) -> float:

@@ -70,3 +70,5 @@ class RewardResult:
     """Anything but OK carries no value."""
     message: str = ""
     """What went wrong, in words."""
+    details: Mapping[str, str] = field(default_factory=dict)
+    """How the value came about, for recordings, such as which model judged; at most 16 texts of 256 characters."""

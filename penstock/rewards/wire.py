@@ -14,7 +14,7 @@ from penstock.rewards.outcomes import MAX_COMPONENTS, MAX_NAME_CHARACTERS, clean
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, Turn
 from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.codec import int32_array
-from penstock.wire.score_rules import MAX_REWARD, is_reward
+from penstock.wire.score_rules import MAX_REWARD, details_problem, is_reward
 
 THIRD_PARTY = "grpc://"
 """Scheme of reward models that are shown PENSTOCK_JUDGE_*, never the cluster's credentials."""
@@ -73,6 +73,7 @@ def write_score(result: object, *, model: str) -> types_pb2.Score:
         score.value = read.value
         score.message = ""
         score.components.update(read.components)
+        score.details.update(read.details)
     return score
 
 
@@ -84,7 +85,7 @@ def check_score(score: types_pb2.Score) -> str | None:
         return "value must be set if and only if status is OK"
     if score.HasField("value") and not is_reward(score.value):
         return f"value must be finite and at most {MAX_REWARD:g} in magnitude, got {score.value}"
-    return _check_components(score)
+    return _check_components(score) or details_problem(score)
 
 
 def _check_components(score: types_pb2.Score) -> str | None:

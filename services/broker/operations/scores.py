@@ -19,7 +19,7 @@ import numpy as np
 from penstock.errors import require
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import float32_array
-from penstock.wire.score_rules import MAX_REWARD, is_reward
+from penstock.wire.score_rules import MAX_REWARD, details_problem, is_reward
 from services.broker.operations import drops
 from services.broker.records.store import SampleId
 from services.broker.records.stored_sample import reference_element
@@ -236,6 +236,8 @@ def check_result(result: broker_pb2.ScoreResult) -> None:
     require(is_good, "score.components", len(score.components), f"at most {MAX_COMPONENTS}, all finite")
     longest = max(map(len, score.components), default=0)
     _check_length("score.components", longest, MAX_NAME_CHARACTERS)
+    problem = details_problem(score)
+    require(problem is None, "score.details", len(score.details), problem or "")
     _check_length("score.model", len(score.model), MAX_NAME_CHARACTERS)
     _check_length("score.message", len(score.message), MAX_MESSAGE_CHARACTERS)
 

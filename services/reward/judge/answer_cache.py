@@ -20,6 +20,11 @@ class Answer:
     fingerprint: str
     """Its `system_fingerprint`; empty if it has none."""
 
+    @property
+    def told_by(self) -> str:
+        """Both in one text."""
+        return f"{self.model}@{self.fingerprint}" if self.fingerprint else self.model
+
 
 class AnswerCache:
     """Forgets the least recently used first."""

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -96,7 +97,20 @@ class JudgeReward(BatchReward):
             )
         prompt = self._prompts.write(prompt=item.prompt, completion=item.completion, reference=item.answer)
         votes = await _all(self._vote(prompt, number, deadline_s, timeout_s) for number in range(self._config.votes))
-        return joined([vote for vote, _ in votes], self._config)
+        result = joined([vote for vote, _ in votes], self._config)
+        if result.value is None:
+            return result
+        return RewardResult(result.value, result.components, details=self._details(votes))
+
+    def _details(self, votes: Sequence[_Vote]) -> dict[str, str]:
+        answers = [answer for _, answer in votes if answer is not None]
+        values = [round(vote.value, 4) if isinstance(vote, Verdict) else None for vote, _ in votes]
+        return {
+            "judge": self._config.model,
+            "answered": ", ".join(sorted({answer.told_by for answer in answers})),
+            "prompt": self.version,
+            "votes": json.dumps(values),
+        }
 
     async def _vote(self, prompt: Prompt, number: int, deadline_s: float, timeout_s: float) -> _Vote:
         seed = self._config.seed + number

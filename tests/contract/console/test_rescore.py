@@ -22,6 +22,7 @@ from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
 from tests.helpers.brokers.recordings import recorded
 from tests.helpers.models.tokenizer_kinds import letters
+from tests.helpers.rewards.scripted_judge import scripted_judge, verdict
 from tests.helpers.serving import serving
 from tests.helpers.stores.redis_server import free_port
 
@@ -108,7 +109,36 @@ def test_a_built_in_model_scores_by_its_name(tmp_path: Path, capsys: pytest.Capt
     assert (found.trajectory.score.value, found.trajectory.score.model) == (1.0, "exact_match")
     shown = capsys.readouterr().out
     assert "1 samples scored: ok 1" in shown
-    assert "0.0 % of 1 agree; mean 0.0000 before, 1.0000 now, change +1.0000" in shown
+    assert "0.0 % of 1 agree; mean 0.0000 before, 1.0000 now, change +1.0000; 1.0000 apart on average" in shown
+
+
+async def test_a_judge_rescores_by_its_configuration_and_drift_is_shown_by_who_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [recorded("g", index, value=0.5) for index in range(4)]
+    for one, judged_by in zip(samples, ("judge-0@fp", "judge-0@fp", "judge-1@fp", ""), strict=True):
+        one.trajectory.score.details.clear()
+        if judged_by:
+            one.trajectory.score.details.update({"answered": judged_by, "prompt": "1-abc"})
+    file, out, settings = write(tmp_path / "a.jsonl", *samples), tmp_path / "b.parquet", tmp_path / "judge.yaml"
+    async with scripted_judge(lambda _: verdict(correct=7)) as judge:
+        document = {"url": judge.url, "model": "j", "rubric": {"correct": "It is right."}}
+        settings.write_text(json.dumps({"reward": {"model": "judge", "judge": document}}))
+        assert await asyncio.to_thread(rescored, file, out, str(settings)) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["mean_distance"] == pytest.approx(0.2)
+    now = f"judge:j (answered judge-1@fp-a, prompt {next(read_samples(out)).trajectory.score.details['prompt']})"
+    assert {(pair["previous"], pair["new"]): pair["num_compared"] for pair in document["by_graders"]} == {
+        ("m", now): 1,
+        ("m (answered judge-0@fp, prompt 1-abc)", now): 2,
+        ("m (answered judge-1@fp, prompt 1-abc)", now): 1,
+    }
+    [first, *_] = read_samples(out)
+    assert dict(first.trajectory.score.details)["votes"] == "[0.7]"
+    assert first.previous_score == samples[0].trajectory.score
+    settings.write_text("model: judge\n")
+    with pytest.raises(ConfigError, match="has no section reward"):
+        rescored(file, tmp_path / "c.jsonl", str(settings))
 
 
 def test_a_composite_of_a_configuration_scores_with_its_components(tmp_path: Path) -> None:

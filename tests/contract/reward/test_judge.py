@@ -82,6 +82,8 @@ async def test_a_rubric_is_scored_by_medians_of_votes_with_seeds_of_their_own(mo
     )
     assert (result.status, result.value) == (ScoreStatus.OK, pytest.approx(0.65))
     assert result.components == {"correct": 0.8, "clear": 0.5}
+    told = {name: text for name, text in result.details.items() if name != "prompt"}
+    assert told == {"judge": "judge", "answered": "judge-1@fp-a", "votes": "[0.5, 0.65, 0.5]"}
     assert sorted(body["seed"] for body in judge.bodies) == [7, 8, 9]
     assert judge.keys == ["Bearer sk-secret"] * 3
     body = judge.bodies[0]

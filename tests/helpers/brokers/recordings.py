@@ -31,6 +31,7 @@ def recorded(
         routes=bytes([0, 255, 1, 128]),
     )
     trajectory.score.components.update({"b": 1.0, "a": 0.1})
+    trajectory.score.details.update({"votes": "[1, null]", "answered": "j"})
     trajectory.score.latency.FromNanoseconds(12_345_678)
     for name, microseconds in (("submit_time", 1), ("lease_time", 2), ("finish_time", 1_700_000_000_123_457)):
         getattr(trajectory, name).FromMicroseconds(microseconds)
