@@ -56,6 +56,8 @@ class RewardItem:
     """Whether the completion ended because the length limit was reached."""
     run_id: str = ""
     """The run it belongs to."""
+    must_be_fresh: bool = False
+    """Whether the score must not come from a cache: it is to show what the reward says now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ def read_item(message: reward_pb2.ScoreItem) -> RewardItem:
         token_ids=int32_array(message.token_ids, "token_ids").tolist(),
         is_truncated=message.finish_reason == types_pb2.FINISH_REASON_LENGTH,
         run_id=message.run_id,
+        must_be_fresh=message.must_be_fresh,
     )
 
 
@@ -60,6 +61,7 @@ def write_item(item: RewardItem) -> reward_pb2.ScoreItem:
         metadata_json=json.dumps(dict(item.metadata)) if item.metadata else "",
         finish_reason=types_pb2.FINISH_REASON_LENGTH if item.is_truncated else types_pb2.FINISH_REASON_STOP,
         run_id=item.run_id,
+        must_be_fresh=item.must_be_fresh,
     )
 
 

@@ -34,6 +34,7 @@ class ScoreItem(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    MUST_BE_FRESH_FIELD_NUMBER: _builtins.int
     prompt_text: _builtins.str
     """The prompt as text; empty when it was chat messages."""
     completion_text: _builtins.str
@@ -48,6 +49,8 @@ class ScoreItem(_message.Message):
     """Why the sample ended; a truncated one has LENGTH."""
     run_id: _builtins.str
     """The run it belongs to."""
+    must_be_fresh: _builtins.bool
+    """Whether the score must not come from a cache: a canary, whose score is to show what the model says now."""
     @_builtins.property
     def key(self) -> _types_pb2.SampleKey:
         """Which sample; echoing it is not needed, answers are in order."""
@@ -68,10 +71,11 @@ class ScoreItem(_message.Message):
         token_ids: _builtins.bytes = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         run_id: _builtins.str = ...,
+        must_be_fresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "completion_text", b"completion_text", "finish_reason", b"finish_reason", "key", b"key", "messages", b"messages", "metadata_json", b"metadata_json", "prompt_text", b"prompt_text", "run_id", b"run_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "completion_text", b"completion_text", "finish_reason", b"finish_reason", "key", b"key", "messages", b"messages", "metadata_json", b"metadata_json", "must_be_fresh", b"must_be_fresh", "prompt_text", b"prompt_text", "run_id", b"run_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from penstock.config import MeasuredConfig, RunId, StrictModel, Targets
 from penstock.storage.addresses import StoredPath
+from services.reward.canaries.config import CanariesConfig
 from services.reward.code.config import CodeConfig
 from services.reward.judge.config import JudgeConfig
 from services.reward.models.config import FormatConfig, LengthConfig, NgramRepetitionConfig
@@ -79,6 +80,8 @@ class RewardModelConfig(ModelConfig):
     """Most samples in one call of the reward model."""
     max_concurrent_batches: int = Field(default=4, ge=1, le=256)
     """Most calls under way at once."""
+    canaries: CanariesConfig | None = None
+    """Completions with known scores, by which a grader that drifts is noticed."""
     trusts_generator_text: bool = False
     """Score the text that generators send, unchecked, instead of decoding their token ids: for models without a
     tokenizer.json."""

@@ -23,4 +23,6 @@ TEXTS = Counter(
 )
 RETRIES = Counter("penstock_reward_retries", "Calls of the reward model that failed and were tried again.", ["model"])
 HELD_SAMPLES = Gauge("penstock_reward_held_samples", "Samples leased and not yet scored.")
+CANARIES = Counter("penstock_reward_canary_rounds", "Rounds of canaries: passed, drifted.", ["model", "outcome"])
+IS_DRIFTED = Gauge("penstock_reward_is_drifted", "1 while canaries are not scored as known and samples wait.")
 IS_HOLDING_BACK = Gauge("penstock_reward_is_holding_back", "1 while the reward model does not answer and samples wait.")

@@ -6,8 +6,9 @@ Invariants:
 - A model that is away costs no sample: work waits, its leases renewed. Only what happens to a call that reached the
   model counts as an attempt, and UNAVAILABLE only now and then while no call succeeds: it says little of the samples.
 - What a grader's own errors concern is tried again; a grader that fails too often is waited for.
-- Nothing that has its score waits for what is tried again.
+- Nothing that has its score waits for what is tried again; with canaries, a batch does until they have vouched for it.
 - One bad sample costs its neighbours nothing: a batch that keeps failing is halved until the bad ones stand alone.
+- Nothing is scored while canaries drift, and what was being scored when a drift was found is scored again.
 - At most `max_concurrent_batches` calls are under way; further leases wait with the source, which bounds them.
 """
 
@@ -29,6 +30,8 @@ from penstock.rewards.wire import failed_score
 from penstock.v1 import broker_pb2, types_pb2
 from services.reward.attempts import Attempts
 from services.reward.breaker import Breaker
+from services.reward.canaries.known import read_canaries
+from services.reward.canaries.watch import CanaryWatch
 from services.reward.config import RewardModelConfig
 from services.reward.grader_errors import GraderErrors, is_grader_error, may_pass
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
@@ -81,13 +84,17 @@ class ScoringPool:
         texts: TextReader | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `texts` the text sent with a sample is scored as it is; without `source` only `score` may be used."""
+        """Without `texts` the text sent with a sample is scored as it is; without `source` only `score` may be used.
+
+        Raises ConfigError: the canaries cannot be read.
+        """
         self._source = source
         self._model = model
         self._config = config
         self._texts = texts
         self._monotonic_s = monotonic_s
         self._breaker = Breaker(model, num_waiting=lambda: source.num_held if source else 0, monotonic_s=monotonic_s)
+        self._canaries = self._watch()
         self._errors = GraderErrors(max_share=config.max_error_share)
         self._unscored: Counter[str] = Counter()
         self._log_unscored_at_s = 0.0
@@ -95,7 +102,7 @@ class ScoringPool:
     @property
     def holding_reason(self) -> str:
         """Why samples wait for the reward model, in words; empty if they do not."""
-        return self._breaker.reason
+        return self._breaker.reason or ("" if self._canaries is None else self._canaries.reason)
 
     async def run(self) -> None:
         """Score until cancelled."""
@@ -128,20 +135,50 @@ class ScoringPool:
 
         faults = {} if self._texts is None else await self._texts.read(leases)
         complete([self._unreadable(lease, faults[lease.lease_id]) for lease in leases if lease.lease_id in faults])
-        await self._judge([lease for lease in leases if lease.lease_id not in faults], self._attempts(), complete)
+        await self._judge_watched([lease for lease in leases if lease.lease_id not in faults], complete)
         BATCH_SECONDS.labels(self._model.name).observe(self._monotonic_s() - started_s)
 
-    async def _judge(self, leases: Sequence[broker_pb2.ScoringLease], attempts: Attempts, complete: _Answer) -> None:
+    async def _judge_watched(self, leases: Sequence[broker_pb2.ScoringLease], complete: _Answer) -> None:
+        if self._canaries is None or not leases:
+            await self._judge(leases, self._attempts(), complete, self._is_held)
+            return
+        while True:
+            await self._canaries.admit(len(leases))
+            num_drifts = self._canaries.num_drifts
+            results: list[broker_pb2.ScoreResult] = []
+            await self._judge(leases, self._attempts(), results.extend, self._is_held)
+            if await self._canaries.vouches(num_drifts):
+                complete(results)
+                return
+
+    async def _judge_canaries(self, leases: Sequence[broker_pb2.ScoringLease]) -> list[broker_pb2.ScoreResult]:
+        most = self._config.max_batch_size
+        results: list[broker_pb2.ScoreResult] = []
+        # One after the other: the worker whose samples wait for them has one place.
+        for start in range(0, len(leases), most):
+            await self._judge(leases[start : start + most], self._attempts(), results.extend, lambda _: True)
+        return results
+
+    def _is_held(self, lease_id: str) -> bool:
+        return self._source is None or self._source.is_held(lease_id)
+
+    async def _judge(
+        self,
+        leases: Sequence[broker_pb2.ScoringLease],
+        attempts: Attempts,
+        complete: _Answer,
+        is_held: Callable[[str], bool],
+    ) -> None:
         num_repeats = 0
         for delay_s in backoff_s():
-            leases = [lease for lease in leases if self._source is None or self._source.is_held(lease.lease_id)]
+            leases = [lease for lease in leases if is_held(lease.lease_id)]
             if not leases:
                 return
             answer = await self._try(leases, are_new=not num_repeats)
             may_repeat = num_repeats < self._config.max_retries
             if not isinstance(answer, list | ModelAwayError) and attempts.are_exhausted_by(answer):
                 if len(leases) > 1:
-                    await self._halve(leases, attempts, complete)
+                    await self._halve(leases, attempts, complete, is_held)
                     return
                 answer, may_repeat = self._given_up(answer, are_new=not num_repeats), False
             if isinstance(answer, list):
@@ -191,11 +228,17 @@ class ScoringPool:
             finally:
                 IS_HOLDING_BACK.set(self._breaker.is_open)
 
-    async def _halve(self, leases: Sequence[broker_pb2.ScoringLease], attempts: Attempts, complete: _Answer) -> None:
+    async def _halve(
+        self,
+        leases: Sequence[broker_pb2.ScoringLease],
+        attempts: Attempts,
+        complete: _Answer,
+        is_held: Callable[[str], bool],
+    ) -> None:
         middle = len(leases) // 2
         for half in (leases[:middle], leases[middle:]):
             attempts.grant_one_more()
-            await self._judge(half, attempts, complete)
+            await self._judge(half, attempts, complete, is_held)
 
     def _given_up(self, error: PenstockError, *, are_new: bool) -> list[types_pb2.Score]:
         """The score of the one sample whose attempts are used up."""
@@ -213,6 +256,17 @@ class ScoringPool:
 
     def _unreadable(self, lease: broker_pb2.ScoringLease, fault: str) -> broker_pb2.ScoreResult:
         return _result(lease, failed_score(fault, model=self._model.name, status=ScoreStatus.INVALID))
+
+    def _watch(self) -> CanaryWatch | None:
+        if (config := self._config.canaries) is None:
+            return None
+        return CanaryWatch(
+            read_canaries(config),
+            every=config.every,
+            score=self._judge_canaries,
+            name=lambda: self._model.name,
+            monotonic_s=self._monotonic_s,
+        )
 
     def _attempts(self) -> Attempts:
         return Attempts(

@@ -96,7 +96,8 @@ class JudgeReward(BatchReward):
                 f"{num_characters} characters; reward.judge.max_characters is {self._config.max_characters}"
             )
         prompt = self._prompts.write(prompt=item.prompt, completion=item.completion, reference=item.answer)
-        votes = await _all(self._vote(prompt, number, deadline_s, timeout_s) for number in range(self._config.votes))
+        is_fresh, numbers = item.must_be_fresh, range(self._config.votes)
+        votes = await _all(self._vote(prompt, number, deadline_s, timeout_s, is_fresh) for number in numbers)
         result = joined([vote for vote, _ in votes], self._config)
         if result.value is None:
             return result
@@ -112,10 +113,12 @@ class JudgeReward(BatchReward):
             "votes": json.dumps(values),
         }
 
-    async def _vote(self, prompt: Prompt, number: int, deadline_s: float, timeout_s: float) -> _Vote:
+    async def _vote(
+        self, prompt: Prompt, number: int, deadline_s: float, timeout_s: float, must_be_fresh: bool
+    ) -> _Vote:
         seed = self._config.seed + number
         key = AnswerCache.key(self._config.url, self._body_beside_messages(seed), self.version, prompt.canonical())
-        answer = self._cache.get(key)
+        answer = None if must_be_fresh else self._cache.get(key)
         if answer is not None:
             REQUESTS.labels(self._config.model, "cached").inc()
             return read_verdict(answer.content, self._config), answer

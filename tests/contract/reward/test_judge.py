@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -168,9 +169,12 @@ async def test_answers_are_asked_for_once_and_only_usable_ones_are_kept() -> Non
     async with scripted_judge(lambda body: RIGHT if len(judge.bodies) > 2 else "?") as judge:
         reward = JudgeReward(config(judge, votes=2, cache_mb=1))
         results = [(await reward.score_within([item()], timeout_s=20))[0].value for _ in range(4)]
+        assert results == [None, 0.75, 0.75, 0.75]
+        assert len(judge.bodies) == 4
+        judge.behave = lambda _: verdict(correct=0, clear=0)
+        [canary] = await reward.score_within([dataclasses.replace(item(), must_be_fresh=True)], timeout_s=20)
         await reward.close()
-    assert results == [None, 0.75, 0.75, 0.75]
-    assert len(judge.bodies) == 4
+    assert (canary.value, len(judge.bodies)) == (0.0, 6)
 
 
 async def test_requests_are_repeated_as_the_endpoint_asks_and_paced() -> None:
