@@ -162,12 +162,19 @@ def reward_serve(
 
 @command(reward_app, "check")
 def reward_check(
-    target: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A running reward model, in any language.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="A running reward model, in any language; or a .yaml file with a section `reward`.",
+        ),
+    ],
 ) -> int:
-    """Check that a reward model keeps the contract; exit status 1 if it does not.
+    """Check that a reward model keeps the contract, or that the one configured works; exit status 1 if not.
 
-    Example:
+    Examples:
       penstock reward check 127.0.0.1:7310
+      penstock reward check my.yaml     # whether its judge answers, and its canaries are scored as known
     """
     from console.serve.rewards import check_reward
 

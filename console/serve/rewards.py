@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvloop
 
+from console.config.reward_settings import SUFFIXES, read_reward_settings
+from console.serve.configured_reward import check_configured
 from penstock.config import ConfigError
 from penstock.network.rpc import PortUnavailableError
 from penstock.process.log_setup import configure_logging
@@ -30,8 +33,12 @@ def serve_reward(target: str, *, listen: str) -> None:
 
 
 def check_reward(target: str) -> int:
-    """Print the verdict on a running reward model; returns the exit status."""
-    results = asyncio.run(check_server(_address(target), security=Security.from_environment(JUDGES)))
+    """Print the verdict on a running reward model, or on that of a configuration; returns the exit status."""
+    if target.endswith(SUFFIXES):
+        configure_logging("console", level="error")
+        results = asyncio.run(check_configured(read_reward_settings(Path(target))))
+    else:
+        results = asyncio.run(check_server(_address(target), security=Security.from_environment(JUDGES)))
     for result in results:
         print(f"{result.status.value:7} {result.name}{f': {result.detail}' if result.detail else ''}")
     has_failed = any(result.status is CheckStatus.FAILED for result in results)

@@ -17,10 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from console.config.reward_settings import SUFFIXES, read_reward_settings
 from console.recording.reader import read_samples
 from console.recording.recorded_sample import Recorded
 from console.recording.writer import RecordingWriter, open_writer
-from penstock.config import ConfigError, StrictModel, read_document, validate
+from penstock.config import ConfigError
 from penstock.process.log_setup import configure_logging
 from penstock.process.tasks import end, uninterrupted
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
@@ -38,12 +39,9 @@ PATIENCE_S = 300.0
 SAME = 1e-9
 """Rewards that differ by less count as equal."""
 MAX_PAIRS = 64
+JUDGE_DETAILS = ("answered", "prompt")
 DETAILS_BEGIN = " ("
 _ADDRESS = re.compile(r"[^/]+:\d{1,5}")
-
-
-class _RewardDocument(StrictModel):
-    reward: RewardModelConfig
 
 
 @dataclass(slots=True)
@@ -83,7 +81,10 @@ class GraderPair:
 
 def grader_of(score: types_pb2.Score) -> str:
     """Who gave a score: the reward model, and of a judge the model that answered and the prompt it was given."""
-    told = [f"{name} {score.details[name]}" for name in ("answered", "prompt") if score.details.get(name)]
+    # Those of a composite's part are named after it.
+    told = [
+        f"{name} {text}" for name, text in sorted(score.details.items()) if name.rpartition("/")[2] in JUDGE_DETAILS
+    ]
     return f"{score.model}{DETAILS_BEGIN}{', '.join(told)})" if told else score.model
 
 
@@ -192,13 +193,10 @@ def rescore_command(file: Path, *, reward: str, out: Path, tokenizer: Path | Non
 
 
 def _reward_config(reward: str) -> RewardModelConfig:
-    """The section of a configuration file, or a model by its name. Raises ConfigError."""
-    if not reward.endswith((".yaml", ".yml")):
+    """The settings that `reward` names: a configuration with a section `reward`, or a reward model."""
+    if not reward.endswith(SUFFIXES):
         return RewardModelConfig(model=f"grpc://{reward}" if _ADDRESS.fullmatch(reward) else reward)
-    document = read_document(Path(reward))
-    if "reward" not in document:
-        raise ConfigError(f"{reward}: has no section reward; name the configuration of a run, or a reward model")
-    return validate(_RewardDocument, {"reward": document["reward"]}, source=reward).reward
+    return read_reward_settings(Path(reward))
 
 
 async def _rescored(file: Path, out: Path, config: RewardModelConfig, texts: TextReader | None) -> Comparison:

@@ -30,6 +30,10 @@ class LocalModel:
         """The reward's own name."""
         return clean_text(self._reward.name or type(self._reward).__name__)
 
+    async def check(self) -> str:
+        """What the reward's own check says. Raises RewardLoadError and ModelAwayError."""
+        return await self._reward.check()
+
     async def probe(self) -> None:
         """Return when the reward can score. Raises ModelAwayError."""
         try:

@@ -29,6 +29,10 @@ class RewardModel(Protocol):
         """Name for logs, reports and Score.model."""
         ...
 
+    async def check(self) -> str:
+        """See `BatchReward.check`; empty where nothing can be said before it scores."""
+        ...
+
     async def probe(self) -> None:
         """Return when the model answers; raises ModelAwayError when it does not within seconds."""
         ...
@@ -75,6 +79,13 @@ class BatchReward(ABC):
         """`score` for a caller that waits `timeout_s` seconds; override to give up on single items instead of all."""
         del timeout_s
         return await self.score(items)
+
+    async def check(self) -> str:
+        """Try once, before a run begins, what scoring needs; what was found, in words, if anything is to be said.
+
+        Raises RewardLoadError where it cannot work and waiting does not help, ModelAwayError where it does not answer.
+        """
+        return ""
 
     async def probe(self) -> None:  # noqa: B027 -- most rewards call nothing that could be away
         """Return when what this reward calls answers; raises ModelAwayError when it does not within seconds."""

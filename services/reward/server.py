@@ -15,6 +15,7 @@ from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
 from penstock.network.rpc import Server, run_until_stopped
 from penstock.process.grace_periods import DRAIN_S
+from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.rewards.serving import reward_service
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
@@ -34,8 +35,7 @@ async def serve(config: RewardConfig) -> None:
     """Score until SIGTERM or SIGINT; waits for broker, run and reward model as long as they are away.
 
     Raises:
-        ConfigError: There is no usable tokenizer.
-        RewardLoadError: There is no such reward model.
+        ConfigError: There is no usable tokenizer, no such reward model, or it refuses this worker for good.
         PortUnavailableError: The address cannot be listened on.
         PenstockError: The broker refuses this process for good.
     """
@@ -43,7 +43,7 @@ async def serve(config: RewardConfig) -> None:
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     judges = Security.from_environment(JUDGES, insecure=config.insecure)
-    model = build_model(config.reward, judges=judges)
+    model = await _model(config, judges)
     max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size
     session = ScoringSession(
         Connection(config.broker, security=security),
@@ -77,6 +77,26 @@ async def serve(config: RewardConfig) -> None:
         await run_until_stopped(server, loops=loops, on_started=announce, before_stop=drain)
     finally:
         await model.close()
+
+
+async def _model(config: RewardConfig, judges: Security) -> RewardModel:
+    try:
+        model = build_model(config.reward, judges=judges)
+        await _check(model)
+        return model
+    except RewardLoadError as error:
+        raise ConfigError(f"reward.model: {error}") from error
+
+
+async def _check(model: RewardModel) -> None:
+    try:
+        if found := await model.check():
+            _log.info(f"reward model {model.name}: {found}")
+    except ModelAwayError as error:
+        _log.warning(f"reward model {model.name} is unreachable; samples will wait for it", reason=str(error))
+    except RewardLoadError:
+        await model.close()
+        raise
 
 
 def _texts(config: RewardConfig) -> TokenTexts | None:

@@ -77,7 +77,7 @@ class CanaryWatch:
     async def _until_they_pass(self, num_samples: int) -> None:
         begun_s = self._monotonic_s()
         for pause_s in backoff_s(first_s=FIRST_PAUSE_S, most_s=MOST_PAUSE_S):
-            drifts = await self._drifts()
+            drifts = await drifts_of(self._canaries, self._score)
             CANARIES.labels(self._name(), "drifted" if drifts else "passed").inc()
             if not drifts:
                 break
@@ -88,12 +88,6 @@ class CanaryWatch:
         self._drift, self._num_since = "", num_samples
         IS_DRIFTED.set(0)
         self._is_passing = True
-
-    async def _drifts(self) -> list[str]:
-        leases = [canary.lease() for canary in self._canaries]
-        scores = {result.lease_id: result.score for result in await self._score(leases)}
-        pairs = zip(self._canaries, leases, strict=True)
-        return [words for canary, lease in pairs if (words := canary.drift(scores[lease.lease_id]))]
 
     def _found(self, drifts: Sequence[str]) -> None:
         is_new = not self._drift
@@ -108,3 +102,11 @@ class CanaryWatch:
                 num_begun_since_they_passed=self._num_since,
                 others=list(drifts[1:4]),
             )
+
+
+async def drifts_of(canaries: Sequence[Canary], score: Score) -> list[str]:
+    """Score all of them once; how each that drifts does, in words."""
+    leases = [canary.lease() for canary in canaries]
+    scores = {result.lease_id: result.score for result in await score(leases)}
+    pairs = zip(canaries, leases, strict=True)
+    return [words for canary, lease in pairs if (words := canary.drift(scores[lease.lease_id]))]

@@ -17,13 +17,14 @@ from penstock.rewards import BatchReward, ModelAwayError, RewardItem, RewardLoad
 from penstock.security import NO_SECURITY, Security
 from services.reward.judge.answer_cache import Answer, AnswerCache
 from services.reward.judge.config import JudgeConfig
-from services.reward.judge.endpoint import Endpoint
+from services.reward.judge.endpoint import Endpoint, JudgeRefusesError
 from services.reward.judge.metrics import REQUESTS, VOTES
 from services.reward.judge.prompts import Prompt, Prompts
 from services.reward.judge.verdicts import UnusableAnswerError, Verdict, read_verdict
 from services.reward.judge.votes import joined
 
 DEFAULT_TIMEOUT_S = 60.0
+CHECK_TIMEOUT_S = 20.0
 _MAX_SHOWN_CHARACTERS = 48
 _Result = TypeVar("_Result")
 _Vote = tuple[Verdict | UnusableAnswerError, Answer | None]
@@ -62,26 +63,22 @@ class JudgeReward(BatchReward):
         """Return when the endpoint answers. Raises ModelAwayError."""
         await self._endpoint.probe()
 
-    async def check(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
-        """Have a sample judged, and say by whom, in words.
-
-        Raises ModelAwayError, of which JudgeRefusesError is the part that waiting does not mend, and RewardLoadError
-        where the answer cannot be used.
-        """
-        item = RewardItem(prompt="What is 2 + 3?", completion="2 + 3 = 5", answer="5")
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        prompt = self._prompts.write(prompt=item.prompt, completion=item.completion, reference=item.answer)
+    async def check(self) -> str:
+        """Have a sample judged, and say by whom. Raises RewardLoadError and ModelAwayError."""
+        prompt = self._prompts.write(prompt="What is 2 + 3?", completion="2 + 3 = 5", reference="5")
+        deadline_s = asyncio.get_running_loop().time() + CHECK_TIMEOUT_S
         try:
             answer = await self._endpoint.answer(self._body(prompt, self._config.seed), deadline_s=deadline_s)
             verdict = read_verdict(answer.content, self._config)
+        except JudgeRefusesError as error:
+            raise RewardLoadError(str(error)) from error
         except UnusableAnswerError as error:
-            hint = (
-                "" if self._config.response_format == "none" else "; perhaps reward.judge.response_format: none helps"
-            )
+            is_plain = self._config.response_format == "none"
+            hint = "" if is_plain else "; perhaps reward.judge.response_format: none helps"
             raise RewardLoadError(f"judge {self._config.url}: {error}{hint}") from error
         except TimeoutError as error:
-            raise ModelAwayError(f"judge {self._config.url} did not answer within {timeout_s:.3g} s") from error
-        return f"{answer.model or self._config.model} gives a right answer {verdict.value:.3g}"
+            raise ModelAwayError(f"judge {self._config.url} did not answer within {CHECK_TIMEOUT_S:g} s") from error
+        return f"{answer.told_by or self._config.model} answers; it gives a right answer {verdict.value:.3g}"
 
     async def close(self) -> None:
         """Close connections."""

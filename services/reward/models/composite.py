@@ -13,6 +13,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from penstock.errors import PenstockError, ServiceUnavailableError
 from penstock.rewards import RewardModel
@@ -20,7 +21,7 @@ from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.outcomes import MAX_COMPONENTS, MAX_NAME_CHARACTERS, clean_text
 from penstock.rewards.wire import failed_score
 from penstock.v1 import reward_pb2, types_pb2
-from penstock.wire.score_rules import MAX_REWARD, is_reward
+from penstock.wire.score_rules import MAX_DETAILS, MAX_REWARD, is_reward
 from services.reward.grader_errors import is_grader_error
 from services.reward.metrics import PART_SCORES
 
@@ -57,6 +58,11 @@ class CompositeModel:
         self._parts = parts
         self._remembered: OrderedDict[bytes, _Scores] = OrderedDict()
         self.name = clean_text("+".join(part.name for part in parts), MAX_NAME_CHARACTERS)
+
+    async def check(self) -> str:
+        """What the parts' own checks say. Raises RewardLoadError and ModelAwayError."""
+        said = await asyncio.gather(*(part.model.check() for part in self._parts))
+        return "; ".join(f"{part.name}: {text}" for part, text in zip(self._parts, said, strict=True) if text)
 
     async def probe(self) -> None:
         """Return when every part answers. Raises ModelAwayError."""
@@ -126,7 +132,22 @@ class CompositeModel:
             for name, number in sorted(scores[part.name].components.items()):
                 if len(components) < MAX_COMPONENTS:
                     components[clean_text(f"{part.name}/{name}", MAX_NAME_CHARACTERS)] = number
-        return types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=value, components=components, model=self.name)
+        return types_pb2.Score(
+            status=types_pb2.SCORE_STATUS_OK,
+            value=value,
+            components=components,
+            details=self._details(scores),
+            model=self.name,
+        )
+
+    def _details(self, scores: _Scores) -> dict[str, str]:
+        """The parts' details, by part and name; those of the first parts of too many."""
+        named = (
+            (clean_text(f"{part.name}/{name}", MAX_NAME_CHARACTERS), text)
+            for part in self._parts
+            for name, text in sorted(scores[part.name].details.items())
+        )
+        return dict(islice(named, MAX_DETAILS))
 
     def _recalled(self, items: Sequence[reward_pb2.ScoreItem]) -> list[_Scores]:
         """What parts said of each item, and forgets it; empty for an item that is new."""

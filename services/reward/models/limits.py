@@ -22,6 +22,10 @@ class WrongAtLimit:
         """The model's own name."""
         return self._model.name
 
+    async def check(self) -> str:
+        """As the model's."""
+        return await self._model.check()
+
     async def probe(self) -> None:
         """As the model's."""
         await self._model.probe()

@@ -42,6 +42,10 @@ class RemoteModel:
         """The name it gave itself, once known, else its address."""
         return (self._description.name if self._description is not None else "") or self._address
 
+    async def check(self) -> str:
+        """Nothing: servers may start later."""
+        return ""
+
     async def probe(self) -> None:
         """Ask it to describe itself. Raises ModelAwayError if it is away or refuses the connection."""
         request = reward_pb2.GetRewardModelRequest()

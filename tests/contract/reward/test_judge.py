@@ -233,19 +233,21 @@ async def test_a_wrong_key_model_or_url_is_one_clear_line(
     elsewhere = {"Location": "http://127.0.0.1:1/"}
     async with scripted_judge(lambda _: refusal(status, "no such key sk-secret", **elsewhere)) as judge:
         reward = JudgeReward(config(judge, key_variable="JUDGE_KEY"))
-        with pytest.raises(JudgeRefusesError) as told:
+        with pytest.raises(RewardLoadError) as told:
             await reward.check()
+        with pytest.raises(JudgeRefusesError):
+            await reward.score_within([item()], timeout_s=5)
         await reward.close()
     assert words in str(told.value)
     assert "sk-secret" not in str(told.value)
     assert "\n" not in str(told.value)
-    assert len(judge.bodies) == 1
+    assert len(judge.bodies) == 2
 
 
 async def test_a_check_names_who_answers_or_what_cannot_be_read() -> None:
     async with scripted_judge(lambda _: RIGHT) as judge:
         reward = JudgeReward(config(judge))
-        assert await reward.check() == "judge-1 gives a right answer 0.75"
+        assert await reward.check() == "judge-1@fp-a answers; it gives a right answer 0.75"
         judge.behave = lambda _: "yes"
         with pytest.raises(RewardLoadError, match=r"the answer is not JSON.*response_format: none"):
             await reward.check()

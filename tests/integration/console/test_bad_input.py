@@ -113,6 +113,12 @@ def test_a_reward_server_that_is_down_is_reported(tmp_path: Path) -> None:
     assert "reward.model: reward server: nothing answers at 127.0.0.1:1" in line
 
 
+def test_a_judge_that_is_down_is_reported(tmp_path: Path) -> None:
+    reward = "{model: judge, judge: {url: 'http://127.0.0.1:1/v1', model: m}}"
+    line = refused(tmp_path, document(tmp_path), f"reward={reward}")
+    assert "reward.judge: judge http://127.0.0.1:1/v1: ConnectError" in line
+
+
 def test_prompts_and_completions_longer_than_the_context_are_reported(tmp_path: Path) -> None:
     line = refused(tmp_path, document(tmp_path), "sampling.max_new_tokens=500")
     assert "64 + 500 = 564, longer than the model's context of 512 tokens" in line
