@@ -187,6 +187,21 @@ class _BubblewrapRunning:
                     stream.close()
 
 
+_STARTS_MANY = """
+import os, time
+is_bounded = False
+for _ in range(8):
+    try:
+        is_child = os.fork() == 0
+    except OSError:
+        is_bounded = True
+        break
+    if is_child:
+        time.sleep(10)
+        os._exit(0)
+print("bounded" if is_bounded else "all", flush=True)
+"""
+"""Tries to start twice as many processes as `_try` allows."""
 _KINDS: dict[str, Callable[[], Sandbox]] = {"sandlock": SandlockSandbox, "bubblewrap": BubblewrapSandbox}
 
 
@@ -213,19 +228,26 @@ def python_folders() -> list[str]:
 
 
 def _try(sandbox: Sandbox) -> None:
-    """Raises SandboxError unless a program runs in it and can not read what it may not."""
+    """Raises SandboxError unless a program runs in it, can not read what it may not, and starts no more than it may."""
     limits = Limits(cpu_s=5, wall_s=20, memory_bytes=256 * 1024**2, max_processes=4, output_bytes=1024)
     place = Place(folder=Path("/usr"), readable=python_folders())
-    python = os.path.realpath(sys.executable)
     for program, expected in (("print(6 * 7)", b"42\n"), ("print(open('/etc/passwd').read())", b"")):
-        running = sandbox.start([python, "-I", "-S", "-c", program], place=place, limits=limits)
-        try:
-            printed = os.read(running.stdout, 1024)
-            running.wait(limits.wall_s)
-        finally:
-            running.end()
+        printed = _printed_by(program, sandbox, place, limits)
         if printed != expected:
             raise SandboxError(f"a program that should print {expected!r} in it printed {printed[:80]!r}")
+    if _printed_by(_STARTS_MANY, sandbox, place, limits) != b"bounded\n":
+        raise SandboxError(
+            "a program could start more processes in it than it may; Linux does not count those of root: run the "
+            "reward worker as another user"
+        )
+
+
+def _printed_by(program: str, sandbox: Sandbox, place: Place, limits: Limits) -> bytes:
+    running = sandbox.start([os.path.realpath(sys.executable), "-I", "-S", "-c", program], place=place, limits=limits)
+    try:
+        return os.read(running.stdout, 1024)
+    finally:
+        running.end()
 
 
 def _limited(argv: Sequence[str], limits: Limits, bounds: Sequence[str] = ()) -> list[str]:

@@ -1,8 +1,11 @@
 """Programs run in a real sandbox: what passes, what does not, and what is not the fault of a program."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.rewards import RewardItem, RewardLoadError, ScoreStatus
+from services.reward.code import sandboxes
 from services.reward.code.code_reward import CodeReward
 from services.reward.code.config import CodeConfig
 from services.reward.code.sandboxes import SandboxError, find_sandbox
@@ -126,3 +129,15 @@ def test_without_a_sandbox_the_reward_refuses_to_start(monkeypatch):
         CodeReward(CodeConfig())
     assert "bubblewrap: there is no bwrap here: apt-get install bubblewrap" in str(caught.value)
     assert "sandlock: " in str(caught.value)
+
+
+def test_a_sandbox_that_does_not_bound_processes_is_refused(monkeypatch):
+    _, bounded = find_sandbox(SANDBOX)
+
+    class Unbounded:
+        def start(self, argv, *, place, limits):
+            return bounded.start(argv, place=place, limits=replace(limits, max_processes=64))
+
+    monkeypatch.setattr(sandboxes, "_KINDS", {"unbounded": Unbounded})
+    with pytest.raises(SandboxError, match="could start more processes in it than it may"):
+        find_sandbox("unbounded")
