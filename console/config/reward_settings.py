@@ -10,7 +10,9 @@ from services.reward.config import RewardModelConfig
 SUFFIXES = (".yaml", ".yml")
 
 
-class _RewardDocument(StrictModel):
+class RewardDocument(StrictModel):
+    """A file with a section `reward`; others are ignored before it is made."""
+
     reward: RewardModelConfig
 
 
@@ -19,4 +21,4 @@ def read_reward_settings(path: Path) -> RewardModelConfig:
     document = read_document(path)
     if "reward" not in document:
         raise ConfigError(f"{path}: has no section reward; name the configuration of a run, or a reward model")
-    return validate(_RewardDocument, {"reward": document["reward"]}, source=str(path)).reward
+    return validate(RewardDocument, {"reward": document["reward"]}, source=str(path)).reward

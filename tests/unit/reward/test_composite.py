@@ -165,10 +165,10 @@ async def test_what_is_remembered_is_bounded(monkeypatch):
     ],
 )
 def test_what_is_wrong_with_a_part_is_named(stated: object, message: str):
-    from console.trajectories.rescore_recording import _RewardDocument
+    from console.config.reward_settings import RewardDocument
 
     with pytest.raises(ConfigError, match=message):
-        validate(_RewardDocument, {"reward": stated}, source="my.yaml")
+        validate(RewardDocument, {"reward": stated}, source="my.yaml")
 
 
 def test_a_string_still_names_one_model_and_a_dump_reads_back():
