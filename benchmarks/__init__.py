@@ -23,6 +23,7 @@ SUITES = {
     "generator": "in-flight updates and concurrency of a vLLM engine",
     "gpu": "everything that needs a GPU, as one page (make gpu-check)",
     "ranker": "forecasts of completion lengths",
+    "reward.scores": "scores a second through broker, Redis and a reward worker",
     "scale": "unit costs of a broker under a thousand generators, and what fleets need",
     "scale.churn": "what grows in a broker and in Redis within an hour of a run",
     "scheduler.calibration": "the cost models next to published measurements",

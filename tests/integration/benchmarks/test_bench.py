@@ -93,3 +93,14 @@ def test_a_quick_run_of_the_weights_measures_every_way_they_travel() -> None:
     assert 1 <= result["link_copies"] < 1.01
     assert result["link"]["resent_ratio"] < 0.1
     assert result["swap_pause_ms"] > 0
+
+
+@pytest.mark.grid
+def test_scores_are_measured_until_the_broker_has_them() -> None:
+    words = ["bench", "reward.scores", "--samples", "1024", "--repetitions", "1", "--json"]
+    command = [sys.executable, "-m", "console", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["scores_per_second"] > 0
+    assert result["cpu_ms_per_score"] > 0

@@ -1,0 +1,1 @@
+"""Measures the reward service."""
