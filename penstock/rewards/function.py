@@ -46,7 +46,7 @@ class FunctionReward(BatchReward):
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.version = version
         self.max_batch_size = max_batch_size
-        self.wants_token_ids = wants_token_ids
+        self.wants_token_ids = wants_token_ids or "token_ids" in self._parameters
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 -- asks whether a callable object's call is async
         )

@@ -101,6 +101,8 @@ class RewardModelConfig(ModelConfig):
     def _a_string_is_the_model_and_a_list_the_parts(cls, value: Any) -> Any:
         if isinstance(value, str):
             return {"model": value}
+        if isinstance(value, list | tuple) and not value:
+            raise ValueError("an empty list scores nothing; name a reward model")
         return {"parts": value} if isinstance(value, list | tuple) else value
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """A reward model of the user's own, running as a process of its own, scores a whole run."""
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -33,10 +34,12 @@ def serving(command, *, cwd, env):
         process.wait(timeout=20)
 
 
-async def assert_scores_a_run(task, folder, address, *, num_steps=3, bound=1):
+async def assert_scores_a_run(task, folder, address, *, num_steps=3, bound=1, parts=()):
     assert await wait_until_serving(address, timeout_s=60)
     settings = {"run__num_steps": num_steps, "algorithm__max_staleness": bound}
     document = small_run(task, folder, reward__model=f"grpc://{address}", **settings)
+    if parts:
+        document |= {"reward": [{"model": f"grpc://{address}", "name": "judge"}, *parts], "record": True}
     with running(document, folder) as run:
         assert run.end() == 0, run.text
         assert_balanced(run.summary(), num_samples=num_steps * 8 * 4)
@@ -50,9 +53,20 @@ async def assert_scores_a_run(task, folder, address, *, num_steps=3, bound=1):
 async def test_a_python_reward_model_scores_a_run_on_policy(task, tmp_path):
     address = free_address()
     command = [sys.executable, "brevity.py", address]
+    brevity = {"model": "length", "name": "half", "weight": -0.5, "length": {"target_tokens": 32}}
     with serving(command, cwd=ROOT / "examples" / "reward_python", env=environment()):
-        run = await assert_scores_a_run(task, tmp_path, address, num_steps=6, bound=0)
+        run = await assert_scores_a_run(task, tmp_path, address, num_steps=6, bound=0, parts=[brevity])
     assert_within_bound(run, 0)
+    for step in run.metrics():
+        assert step["reward/mean"] == pytest.approx(step["component/judge"] - 0.5 * step["component/half"])
+        assert {"component/judge/correct", "component/judge/penalty"} <= step.keys()
+    assert "Components of the reward" in run.folder.report.read_text()
+    rows = [json.loads(line) for line in (run.folder.path / "trajectories.jsonl").read_text().splitlines()]
+    assert len(rows) == 6 * 8 * 4
+    for row in rows:
+        parts = row["score"]["components"]
+        assert row["score"]["value"] == pytest.approx(parts["judge"] - 0.5 * parts["half"])
+        assert row["score"]["model"] == "judge+half"
 
 
 @pytest.mark.node

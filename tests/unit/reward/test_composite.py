@@ -154,6 +154,7 @@ async def test_what_is_remembered_is_bounded(monkeypatch):
         ([{"model": "math", "weight": 1e9}], r"reward.parts.0.weight: "),
         ([{"model": "math"}, {"model": "my:math"}], "reward: parts: 2 are called math; give each a name of its own"),
         ([{"model": "grpc://judge:7310"}], "reward.parts.0: name: required for grpc://judge:7310"),
+        ([], "reward: an empty list scores nothing"),
         ([{"model": "length"}], "reward.parts.0: length: required by the reward length"),
         ([{"model": "format", "wait": 1}], "reward.parts.0.wait: unknown key; did you mean 'weight'"),
         (

@@ -32,6 +32,12 @@ def item(completion="c", **fields):
     return RewardItem(completion=completion, **fields)
 
 
+@pytest.mark.parametrize("function", [lambda completion, token_ids: 0.0, reward(wants_token_ids=True)(lambda: 0.0)])
+async def test_a_function_that_names_token_ids_is_sent_them_wherever_it_is_served(function):
+    assert (await LocalModel(as_reward(function)).describe()).wants_token_ids
+    assert not (await LocalModel(as_reward(lambda completion: 0.0)).describe()).wants_token_ids
+
+
 async def test_a_function_gets_the_parameters_it_names():
     seen = {}
 
