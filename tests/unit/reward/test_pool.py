@@ -358,3 +358,18 @@ async def test_each_sample_counts_once_however_often_it_is_tried():
     source, model = FakeSource(64), ErringModel(lambda item: item.key.sample_index % 8 == 0)
     await run_pool(source, model, lambda: not source.held, max_retries=3, max_concurrent_batches=1)
     assert sorted(index for index, score in source.scores.items() if score.status != OK) == list(range(0, 64, 8))
+
+
+async def test_a_model_that_answers_probes_and_is_away_for_samples_costs_none_either():
+    refusals = iter(range(20))
+
+    def behave(items):
+        if next(refusals, None) is not None:
+            raise ModelAwayError("not a reward model")
+        return right(items)
+
+    source, seconds = FakeSource(3), itertools.count(step=100)
+    await run_pool(
+        source, FakeModel(behave), lambda: not source.held, max_retries=0, monotonic_s=lambda: float(next(seconds))
+    )
+    assert {score.status for score in source.scores.values()} == {OK}
