@@ -228,7 +228,9 @@ async def rescore(
 
     Raises ConfigError if no score arrives for `patience_s` seconds.
     """
-    config, comparison = config or RewardModelConfig(), Comparison(is_decoded=texts is not None)
+    # What a grader cannot judge is kept and counted; in a run, samples would wait for it.
+    config = (config or RewardModelConfig()).model_copy(update={"max_error_share": 1.0})
+    comparison = Comparison(is_decoded=texts is not None)
     pool = ScoringPool(model=model, config=config, texts=texts)
     turn = asyncio.Semaphore(config.max_concurrent_batches)
 

@@ -20,6 +20,7 @@ from penstock.rewards.local import LocalModel
 from penstock.rewards.serving import reward_service
 from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
+from services.reward.config import RewardModelConfig
 from tests.helpers.brokers.recordings import recorded
 from tests.helpers.models.tokenizer_kinds import letters
 from tests.helpers.rewards.scripted_judge import scripted_judge, verdict
@@ -154,6 +155,14 @@ def test_a_composite_of_a_configuration_scores_with_its_components(tmp_path: Pat
     config.write_text("run: {id: other}\n")
     with pytest.raises(ConfigError, match=r"run\.yaml: has no section reward"):
         rescored(file, tmp_path / "c.jsonl", str(config))
+
+
+async def test_a_reward_that_fails_for_most_is_not_waited_for(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path / "b.jsonl")
+    samples = iter([sample(index, "bad" if index % 4 else 1.0) for index in range(40)])
+    comparison = await rescore(samples, writer, LocalModel(by_index), config=RewardModelConfig(max_retries=0))
+    writer.close()
+    assert comparison.by_status == {"ok": 10, "failed": 30}
 
 
 class _Slow:
