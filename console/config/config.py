@@ -350,6 +350,8 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
     if config.endpoints.trainer is None or config.moves_trainer:
         sections["run"] = _absolute(sections["run"], "dir")
         sections |= {"model": _absolute(config.model, "path"), "data": _absolute(config.data, "train", "eval")}
+    if (canaries := config.reward.canaries) is not None:
+        sections["reward"] = config.reward.model_copy(update={"canaries": _absolute(canaries, "path")})
     # Scorers are started here, wherever the trainer is.
     sections["algorithm"] = _absolute(config.algorithm, "reference_path")
     return _absolute(config, "record").model_copy(update=sections)
