@@ -37,6 +37,7 @@ PENSTOCK_SECRETS={place}
 _SECRETS = """# Secrets of this site's services; what is empty or missing is off (docs/operating.md, Secrets).
 # PENSTOCK_TOKEN_FILE=/run/secrets/token
 # PENSTOCK_JUDGE_TOKEN_FILE=/run/secrets/judge
+# PENSTOCK_JUDGE_API_KEY_FILE=/run/secrets/judge_key
 """
 # Failures within `start_period` do not count: models are loading.
 _PACE = {"interval": "15s", "timeout": "30s", "retries": 10, "start_period": "20m"}

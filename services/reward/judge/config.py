@@ -32,17 +32,13 @@ class JudgeConfig(StrictModel):
     quorum: int | None = Field(default=None, ge=1, le=32)
     """Fewest usable votes; by default more than half."""
     temperature: float = Field(default=0.0, ge=0, le=2)
-    """Sampling temperature of the judge."""
-    seed: int = Field(default=0, ge=0, le=2**31)
-    """Seed of the first vote; the next ones have those after it."""
+    """Sampling temperature of the judge; the seed of a vote is its number."""
     max_tokens: int = Field(default=1024, ge=16, le=65536)
     """Most tokens of an answer."""
     response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
     """Structured output that the endpoint is asked for; what it answers is checked against the schema all the same."""
     body: dict[str, Any] = Field(default_factory=dict, max_length=32)
     """Further fields of each request; null leaves one out, for example {max_tokens: null}."""
-    max_attempts: int = Field(default=4, ge=1, le=20)
-    """Requests for one vote, where earlier ones failed in a way that may pass."""
     request_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """Deadline of one request, seconds; never beyond the batch's."""
     max_concurrent: int = Field(default=64, ge=1, le=4096)
@@ -53,8 +49,6 @@ class JudgeConfig(StrictModel):
     """Memory for answers, which are asked for once; the least recently used are forgotten first."""
     max_characters: int = Field(default=100_000, ge=100, le=10_000_000)
     """Longest prompt, completion and reference answer together; a longer sample is invalid."""
-    max_response_kb: int = Field(default=256, ge=1, le=65536)
-    """Longest response that is read."""
     prompt_price: float = Field(default=0.0, ge=0, le=1e6)
     """Price of a million prompt tokens, in any currency, for the metrics."""
     completion_price: float = Field(default=0.0, ge=0, le=1e6)

@@ -32,6 +32,9 @@ from services.reward.judge.responses import read_answer, read_error, read_usage
 from services.reward.judge.verdicts import UnusableAnswerError
 
 PROBE_TIMEOUT_S = 5.0
+MAX_ATTEMPTS = 4
+"""Requests for one answer, where earlier ones failed in a way that may pass."""
+MAX_RESPONSE_BYTES = 256 * 1024
 MOST_HELD_S = 600.0
 """Longest that an endpoint is waited for before it is asked again, whatever its Retry-After says."""
 _REFUSALS = {
@@ -71,7 +74,9 @@ class Endpoint:
         self._client = httpx2.AsyncClient(
             verify=_tls(security),
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            limits=httpx2.Limits(max_connections=config.max_concurrent),
+            limits=httpx2.Limits(
+                max_connections=config.max_concurrent, max_keepalive_connections=config.max_concurrent
+            ),
             # Loopback is never behind a proxy.
             trust_env=not is_local(_host_port(config.url)),
         )
@@ -98,13 +103,13 @@ class Endpoint:
             raise self._away(response)
 
     async def answer(self, body: dict[str, Any], *, deadline_s: float) -> Answer:
-        """The answer to a request, tried `max_attempts` times; `deadline_s` is of the event loop's clock.
+        """The answer to a request, tried MAX_ATTEMPTS times; `deadline_s` is of the event loop's clock.
 
         Raises ModelAwayError, UnusableAnswerError and TimeoutError.
         """
         last: UnusableAnswerError | ModelAwayError | None = None
         delays = backoff_s(first_s=0.5, most_s=20.0)
-        for attempt in range(self._config.max_attempts):
+        for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await _sleep(next(delays), deadline_s)
             try:
@@ -147,7 +152,6 @@ class Endpoint:
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, *, timeout_s: float) -> _Response:
         """Raises httpx2.HTTPError and TimeoutError; what is longer than allowed counts as a broken response."""
-        most_bytes = self._config.max_response_kb * 1024
         url = self._config.url.rstrip("/") + path
         async with (
             asyncio.timeout(timeout_s),
@@ -156,9 +160,8 @@ class Endpoint:
             parts, num_bytes = [], 0
             async for part in response.aiter_bytes():
                 num_bytes += len(part)
-                if num_bytes > most_bytes:
-                    message = f"a response longer than reward.judge.max_response_kb ({self._config.max_response_kb})"
-                    raise httpx2.RemoteProtocolError(message)
+                if num_bytes > MAX_RESPONSE_BYTES:
+                    raise httpx2.RemoteProtocolError(f"a response longer than {MAX_RESPONSE_BYTES} bytes")
                 parts.append(part)
             return _Response(response.status_code, b"".join(parts), _retry_after_s(response.headers))
 

@@ -68,7 +68,7 @@ class JudgeReward(BatchReward):
         prompt = self._prompts.write(prompt="What is 2 + 3?", completion="2 + 3 = 5", reference="5")
         deadline_s = asyncio.get_running_loop().time() + CHECK_TIMEOUT_S
         try:
-            answer = await self._endpoint.answer(self._body(prompt, self._config.seed), deadline_s=deadline_s)
+            answer = await self._endpoint.answer(self._body(prompt, 0), deadline_s=deadline_s)
             verdict = read_verdict(answer.content, self._config)
         except JudgeRefusesError as error:
             raise RewardLoadError(str(error)) from error
@@ -113,14 +113,13 @@ class JudgeReward(BatchReward):
     async def _vote(
         self, prompt: Prompt, number: int, deadline_s: float, timeout_s: float, must_be_fresh: bool
     ) -> _Vote:
-        seed = self._config.seed + number
-        key = AnswerCache.key(self._config.url, self._body_beside_messages(seed), self.version, prompt.canonical())
+        key = AnswerCache.key(self._config.url, self._body_beside_messages(number), self.version, prompt.canonical())
         answer = None if must_be_fresh else self._cache.get(key)
         if answer is not None:
             REQUESTS.labels(self._config.model, "cached").inc()
             return read_verdict(answer.content, self._config), answer
         try:
-            answer = await self._endpoint.answer(self._body(prompt, seed), deadline_s=deadline_s)
+            answer = await self._endpoint.answer(self._body(prompt, number), deadline_s=deadline_s)
             verdict = read_verdict(answer.content, self._config)
         except (UnusableAnswerError, TimeoutError) as error:
             VOTES.labels(self._config.model, "unusable").inc()

@@ -70,13 +70,12 @@ def cost(name: str, **labels: str) -> float:
 
 async def test_a_rubric_is_scored_by_medians_of_votes_with_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
-    by_seed = {7: verdict(correct=10, clear=0), 8: verdict(correct=8, clear=5), 9: verdict(correct=0, clear=10)}
+    by_seed = [verdict(correct=10, clear=0), verdict(correct=8, clear=5), verdict(correct=0, clear=10)]
     before = cost("tokens", kind="prompt"), cost("cost")
     [result], judge = await judged(
         lambda body: by_seed[body["seed"]],
         votes=3,
         temperature=0.7,
-        seed=7,
         prompt_price=2.0,
         completion_price=5.0,
         key_variable="JUDGE_KEY",
@@ -85,7 +84,7 @@ async def test_a_rubric_is_scored_by_medians_of_votes_with_seeds_of_their_own(mo
     assert result.components == {"correct": 0.8, "clear": 0.5}
     told = {name: text for name, text in result.details.items() if name != "prompt"}
     assert told == {"judge": "judge", "answered": "judge-1@fp-a", "votes": "[0.5, 0.65, 0.5]"}
-    assert sorted(body["seed"] for body in judge.bodies) == [7, 8, 9]
+    assert sorted(body["seed"] for body in judge.bodies) == [0, 1, 2]
     assert judge.keys == ["Bearer sk-secret"] * 3
     body = judge.bodies[0]
     assert (body["temperature"], body["response_format"]["json_schema"]["strict"]) == (0.7, True)
@@ -134,7 +133,7 @@ ENVELOPES: dict[str, Any] = {
     "a refusal": completion(RIGHT) | {"choices": [{"message": {"content": RIGHT, "refusal": "I cannot"}}]},
     "cut at max_tokens": completion(RIGHT) | {"choices": [{"message": {"content": RIGHT}, "finish_reason": "length"}]},
     "a list": [completion(RIGHT)],
-    "an answer too long": completion("x" * 40_000),
+    "an answer too long": completion("x" * 300_000),
     "a bad request": None,
 }
 
@@ -146,14 +145,14 @@ async def test_what_is_not_exactly_a_verdict_is_never_a_number() -> None:
         found = by_text[material(body)["completion"]]
         return refusal(400, "context too long") if found is None else found
 
-    results, _ = await judged(behave, *map(item, by_text), max_response_kb=32, max_attempts=2)
+    results, _ = await judged(behave, *map(item, by_text))
     odd = {name: result for name, result in zip(by_text, results, strict=True) if result.value is not None}
     assert odd == {}
     assert {result.status for result in results} == {ScoreStatus.JUDGE_ERROR}
     messages = dict(zip(by_text, (result.message for result in results), strict=True))
     assert "context too long" in messages["a bad request"]
     assert "reward.judge.max_tokens" in messages["cut at max_tokens"]
-    assert "max_response_kb" in messages["an answer too long"]
+    assert "a response longer than 262144 bytes" in messages["an answer too long"]
 
 
 async def test_a_quorum_of_usable_votes_is_enough_and_fewer_are_none() -> None:

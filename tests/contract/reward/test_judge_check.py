@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from console.config.config import load_run_config
 from console.run.grader_check import grader_problems
 from console.serve.rewards import check_reward
 from penstock.config import ConfigError
+from services.reward.canaries.known import read_canaries
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.reward.server import serve
 from tests.helpers.rewards.scripted_judge import ScriptedJudge, refusal, scripted_judge, verdict
 
+ROOT = Path(__file__).parents[3]
 KEY = "PENSTOCK_JUDGE_API_KEY"
 
 
@@ -63,6 +66,13 @@ async def test_reward_check_of_a_configuration_says_whether_its_judge_answers_an
     file.write_text("reward: {model: judge, judge: {url: nowhere, model: m}}\n")
     with pytest.raises(ConfigError, match=r"reward: judge\.url"):
         await checked(file, capsys)
+
+
+def test_the_example_can_be_read() -> None:
+    settings = load_run_config(ROOT / "examples" / "judge" / "run.yaml").reward
+    assert settings.judge is not None
+    assert settings.canaries is not None
+    assert len(read_canaries(settings.canaries.model_copy(update={"path": ROOT / settings.canaries.path}))) == 3
 
 
 async def test_a_run_and_a_worker_refuse_to_start_with_a_key_that_the_judge_refuses(
