@@ -118,6 +118,7 @@ async def idle_rounds(max_staleness: int, *, num_steps: int = 6, latency: int = 
                 if num_ready >= 2:
                     groups = await trainer.groups(2)
                     version += 1
+                    assert {group.trajectories[0].score.details["votes"] for group in groups} == {"[0.5]"}
                     await trainer.ack([group.prompt.group_id for group in groups], version)
                 elif version:
                     num_idle += 1

@@ -118,6 +118,8 @@ def test_a_sample_that_kills_every_reward_worker_is_dropped() -> None:
         types_pb2.Score(status=99, value=1.0),
         types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=1.0, components={"a": float("inf")}),
         types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=1.0, components={"a" * 65: 1.0}),
+        types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=1.0, details={str(n): "" for n in range(17)}),
+        types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=1.0, details={"a": "b" * 257}),
         types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=1.0, model="m" * 65),
         types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=1.0, message="m" * 1025),
     ],
