@@ -39,7 +39,6 @@ PATIENCE_S = 300.0
 SAME = 1e-9
 """Rewards that differ by less count as equal."""
 MAX_PAIRS = 64
-JUDGE_DETAILS = ("answered", "prompt")
 DETAILS_BEGIN = " ("
 _ADDRESS = re.compile(r"[^/]+:\d{1,5}")
 
@@ -81,10 +80,9 @@ class GraderPair:
 
 def grader_of(score: types_pb2.Score) -> str:
     """Who gave a score: the reward model, and of a judge the model that answered and the prompt it was given."""
-    # Those of a composite's part are named after it.
-    told = [
-        f"{name} {text}" for name, text in sorted(score.details.items()) if name.rpartition("/")[2] in JUDGE_DETAILS
-    ]
+    # Of a part of a sum the names begin with the part's.
+    of_judges = (name for name in sorted(score.details) if name.rpartition("/")[2] in ("answered", "prompt"))
+    told = [f"{name} {score.details[name]}" for name in of_judges]
     return f"{score.model}{DETAILS_BEGIN}{', '.join(told)})" if told else score.model
 
 

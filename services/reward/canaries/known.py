@@ -31,7 +31,7 @@ class _Line(StrictModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
     is_truncated: bool = False
     value: float | None = None
-    status: Literal["ok", "abstained", "failed", "invalid", "candidate_limit"] | None = None
+    status: Literal["ok", "abstained", "invalid", "candidate_limit"] | None = None
     tolerance: float | None = Field(default=None, ge=0)
 
     @field_validator("metadata")

@@ -13,7 +13,7 @@ import pytest
 from console.recording.reader import read_samples
 from console.recording.recorded_sample import Recorded, RecordingError
 from console.recording.writer import open_writer
-from console.trajectories.rescore_recording import MAX_AHEAD, rescore, rescore_command
+from console.trajectories.rescore_recording import MAX_AHEAD, grader_of, rescore, rescore_command
 from penstock.config import ConfigError
 from penstock.rewards import RewardResult, reward
 from penstock.rewards.local import LocalModel
@@ -136,6 +136,8 @@ async def test_a_judge_rescores_by_its_configuration_and_drift_is_shown_by_who_j
     }
     [first, *_] = read_samples(out)
     assert dict(first.trajectory.score.details)["votes"] == "[0.7]"
+    parts = types_pb2.Score(model="a+b", details={"b/answered": "j@fp", "b/votes": "[1]", "a/other": "x"})
+    assert grader_of(parts) == "a+b (b/answered j@fp)"
     assert first.previous_score == samples[0].trajectory.score
     settings.write_text("model: judge\n")
     with pytest.raises(ConfigError, match="has no section reward"):

@@ -198,6 +198,7 @@ async def test_another_status_is_a_drift_and_a_model_that_is_away_is_none(tmp_pa
         ([{"completion": "a"}], "line 1: give the known value, or a known status other than ok"),
         ([{"completion": "a", "value": 1, "status": "invalid"}], "line 1: give the known value"),
         ([KNOWN[0], {"completion": "a", "status": "judge_error"}], "line 2: status"),
+        ([{"completion": "a", "status": "failed"}], "line 1: status"),
         ([{"completion": "a", "reward": 1}], "line 1: reward"),
         ([{"completion": "a", "value": 1e300}], "is no reward"),
         ([], "0 canaries; 1 to 1024"),
