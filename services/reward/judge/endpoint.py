@@ -110,8 +110,8 @@ class Endpoint:
         last: UnusableAnswerError | ModelAwayError | None = None
         delays = backoff_s(first_s=0.5, most_s=20.0)
         for attempt in range(MAX_ATTEMPTS):
-            if attempt:
-                await _sleep(next(delays), deadline_s)
+            if attempt and not await _slept(next(delays), deadline_s):
+                break
             try:
                 response = await self._ask(body, deadline_s)
             except TimeoutError:
@@ -198,10 +198,12 @@ class Endpoint:
             raise ModelAwayError(f"judge {self._config.url} asked to wait for another {held_s:.0f} s")
 
 
-async def _sleep(delay_s: float, deadline_s: float) -> None:
+async def _slept(delay_s: float, deadline_s: float) -> bool:
+    """Whether there was time to."""
     if asyncio.get_running_loop().time() + delay_s >= deadline_s:
-        raise TimeoutError
+        return False
     await asyncio.sleep(delay_s)
+    return True
 
 
 def _tls(security: Security) -> ssl.SSLContext | bool:

@@ -278,10 +278,14 @@ async def test_samples_wait_while_the_endpoint_is_away_and_none_is_scored_meanwh
     assert pool.holding_reason == ""
 
 
-async def test_an_endpoint_that_nobody_serves_is_away() -> None:
+async def test_an_endpoint_that_nobody_serves_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     reward = JudgeReward(JudgeConfig(url="http://127.0.0.1:1/v1", model="m", rubric=RUBRIC))
     with pytest.raises(ModelAwayError, match=r"127\.0\.0\.1:1"):
         await LocalModel(reward).probe()
+    with pytest.raises(ModelAwayError, match="ConnectError"):
+        await reward.score_within([item()], timeout_s=5)
+    monkeypatch.setattr("services.reward.judge.endpoint.backoff_s", lambda **_: itertools.repeat(60.0))
+    # Without time for another attempt the last one's reason counts.
     with pytest.raises(ModelAwayError, match="ConnectError"):
         await reward.score_within([item()], timeout_s=5)
     await reward.close()
