@@ -208,7 +208,7 @@ class RunLimits(_message.Message):
     groups_per_step: _builtins.int
     """Groups in one step of the run, of which the trainer may make several optimiser steps, >= 1."""
     group_size: _builtins.int
-    """Samples in a training group, >= 1; a prompt with another group_size and purpose TRAIN is refused. Times
+    """Most samples in a training group, >= 1; a prompt with a larger group_size and purpose TRAIN is refused. Times
     max_completion_tokens it is at most 16,777,216 tokens.
     """
     max_staleness: _builtins.int

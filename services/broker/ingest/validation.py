@@ -117,10 +117,10 @@ def check_prompt(prompt: types_pb2.Prompt, limits: Limits) -> None:
     )
     require(1 <= prompt.group_size <= MAX_GROUP_SIZE, "group_size", prompt.group_size, f"1 to {MAX_GROUP_SIZE}")
     require(
-        not is_training or prompt.group_size == limits.group_size,
+        not is_training or prompt.group_size <= limits.group_size,
         "group_size",
         prompt.group_size,
-        f"the run's group size, {limits.group_size}",
+        f"at most the run's group size, {limits.group_size}",
     )
     require(
         not prompt.HasField("min_policy_version") or prompt.min_policy_version >= 0,

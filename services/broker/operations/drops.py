@@ -6,8 +6,8 @@ Invariants:
 - A sample that is restarted counts as submitted once more, as its next attempt. Leases, chunks and scores of
   the previous attempt are recognised by their lease id and refused.
 - Whatever the staleness policy, no group that the run's next step may not train on remains: see `drop_stale`.
-- Whatever the policy on partial groups, a training group that is ready has between `min_usable_samples` and
-  `group_size` scored samples, and under WAIT and DROP exactly `group_size`.
+- Whatever the policy on partial groups, a training group that is ready has at most its prompt's `group_size` scored
+  samples, under WAIT and DROP exactly that many, and under SHRINK at least two, or one if its prompt asked for one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) ->
     up to as many attempts as a sample may have leases.
     """
     _drop_sample(state, group, index, reason)
-    if group.purpose != types_pb2.PURPOSE_TRAIN or num_kept(group) >= state.limits.group_size:
+    if group.purpose != types_pb2.PURPOSE_TRAIN or num_kept(group) >= _num_wanted(state, group):
         return
     is_waited_for = state.policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_WAIT
     if is_waited_for and group.samples[index].attempt + 1 < state.limits.max_leases_per_sample:
@@ -68,9 +68,14 @@ def num_kept(group: GroupRecord) -> int:
     return sum(sample.state != _DROPPED for sample in group.samples)
 
 
+def _num_wanted(state: RunState, group: GroupRecord) -> int:
+    """The `group_size` of the prompt of a group that was submitted; the run's policy never changes."""
+    return len(group.samples) - state.policy.num_extra_samples
+
+
 def _abort_extra_samples(state: RunState, group: GroupRecord) -> None:
     """Drop the other samples, in whatever state, once enough are scored to complete the group."""
-    if sum(sample.state == _SCORED for sample in group.samples) < state.limits.group_size:
+    if sum(sample.state == _SCORED for sample in group.samples) < _num_wanted(state, group):
         return
     for index, sample in enumerate(group.samples):
         if sample.state not in _USABLE_STATES:
@@ -81,14 +86,16 @@ def _fault(state: RunState, group: GroupRecord) -> str:
     """Why a training group can never satisfy the run's policy; empty if it can."""
     count, policy = num_kept(group), state.policy
     if policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_SHRINK:
-        if count < state.limits.min_usable_samples:
+        # An advantage in a group needs two, unless the prompt asked for one.
+        if count < min(2, _num_wanted(state, group)):
             return GROUP_TOO_SMALL
-    elif count < state.limits.group_size:
+    elif count < _num_wanted(state, group):
         is_drop = policy.partial_groups == broker_pb2.PARTIAL_GROUP_POLICY_DROP
         return GROUP_INCOMPLETE if is_drop else TOO_MANY_ATTEMPTS
     kept = [sample for sample in group.samples if sample.state != _DROPPED]
     # Known before the reference's log-probs, which are then not computed.
-    if policy.drops_zero_variance and all(sample.HasField("score") for sample in kept):
+    # The reward of a group of one always equals itself.
+    if policy.drops_zero_variance and len(kept) > 1 and all(sample.HasField("score") for sample in kept):
         return ZERO_VARIANCE if len({sample.score.value for sample in kept}) == 1 else ""
     return ""
 

@@ -53,11 +53,6 @@ class Limits:
     """The form of the routes that training samples come with; None for none."""
 
     @property
-    def min_usable_samples(self) -> int:
-        """Fewest usable samples of a training group: an advantage in a group needs two, unless the group has one."""
-        return min(2, self.group_size)
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of the routes that come with a token; 0 without."""
         return 0 if self.routing is None else self.routing.row_bytes

@@ -134,7 +134,7 @@ class ModelTrainer:
 
     async def _submit(self, names: list[str], purpose: types_pb2.Purpose.ValueType) -> list[types_pb2.ItemError]:
         limits = self.world.limits
-        size = limits.group_size if purpose == _TRAIN else 1
+        sizes = [self._size(name) if purpose == _TRAIN else 1 for name in names]
         prompts = [
             types_pb2.Prompt(
                 group_id=name,
@@ -143,18 +143,22 @@ class ModelTrainer:
                 sampling=types_pb2.SamplingParams(max_new_tokens=limits.max_completion_tokens),
                 purpose=purpose,
             )
-            for name in names
+            for name, size in zip(names, sizes, strict=True)
         ]
         request = broker_pb2.SubmitPromptsRequest(run_id=RUN, prompts=prompts)
         response = await self.world.call("SubmitPrompts", request)
         assert {error.reason for error in response.errors} <= {"QUEUE_FULL"}
         refused = {error.index for error in response.errors}
         if purpose == _TRAIN:
-            num_samples = size + self.world.setting.policy.num_extra_samples
-            for index, name in enumerate(names):
+            num_extra = self.world.setting.policy.num_extra_samples
+            for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
                 if index not in refused:
-                    self.world.truth.submitted.setdefault(name, num_samples)
+                    self.world.truth.submitted.setdefault(name, size + num_extra)
         return list(response.errors)
+
+    def _size(self, name: str) -> int:
+        """Groups are of unlike sizes, each always of the same."""
+        return 1 + sum(name.encode()) % self.world.limits.group_size
 
     async def drop(self, group_ids: list[str]) -> None:
         """Give groups up."""
@@ -224,8 +228,8 @@ class ModelTrainer:
         if put is not None:
             assert group == put, "a group that was put came out as another"
             return
-        limits = self.world.limits
-        assert min(2, limits.group_size) <= len(group.trajectories) <= limits.group_size
+        size = self._size(group.prompt.group_id)
+        assert min(2, size) <= len(group.trajectories) <= size
         for trajectory in group.trajectories:
             sample = attempt_of(trajectory.key)
             tokens = tokens_trained_on(trajectory)

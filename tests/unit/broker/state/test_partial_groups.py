@@ -200,6 +200,28 @@ def test_a_result_beyond_the_group_size_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("policy", [WAIT, DROP, SHRINK])
+def test_a_group_is_as_large_as_its_prompt_asked(policy: broker_pb2.PartialGroupPolicy.ValueType) -> None:
+    state = _open(group_size=4, num_extra_samples=1, partial_groups=policy)
+    submit(state, "a", group_size=2)
+    finish(state, lease(state, 9))
+    first, second, third = lease_scoring(state, 9)
+    score_one(state, first, FAILED)
+    for grant in (second, third):
+        assert score_one(state, grant).accepted
+    assert deliver(state) == ["a"]
+    assert _books(state) == (3, 0, {"reward_failed": 1}, 2)
+
+
+def test_the_only_reward_of_a_group_of_one_is_no_lack_of_variance() -> None:
+    state = _open(group_size=3, drops_zero_variance=True)
+    submit(state, "one", group_size=1)
+    finish(state, lease(state, 9))
+    (grant,) = lease_scoring(state, 9)
+    assert score_one(state, grant).accepted
+    assert deliver(state) == ["one"]
+
+
+@pytest.mark.parametrize("policy", [WAIT, DROP, SHRINK])
 def test_an_extra_sample_takes_the_place_of_a_lost_one(policy: broker_pb2.PartialGroupPolicy.ValueType) -> None:
     state = _open(group_size=2, num_extra_samples=1, partial_groups=policy)
     first, second, third = _finished(state, "a")
