@@ -187,10 +187,9 @@ def _known_keys(model: type[BaseModel], parents: list[str]) -> list[str]:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_of(part)) is not None), None)
 
 
 def _set(document: Document, keys: list[str], value: Any, override: str) -> None:

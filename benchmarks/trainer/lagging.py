@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,11 +26,11 @@ from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.config import TrainingConfig
 from services.trainer.data.prompt_order import (
     EncodedPrompt,
-    PromptStream,
     load_prompts,
     sampling_seed,
     training_group_id,
 )
+from services.trainer.data.row_order import RowOrder
 from services.trainer.data.tokenizer import HuggingFaceTokenizer
 
 Score = Callable[[RewardItem], float]
@@ -47,15 +48,16 @@ class LaggingSampler:
     """
 
     def __init__(self, config: TrainingConfig, *, lag: int, score: Score = exact_match) -> None:
-        assert config.data.train_file is not None
+        assert isinstance(config.data.train, Path)
         self._config = config
         self._score_item = score
         prompts = load_prompts(
-            config.data.train_file,
+            config.data.train,
             HuggingFaceTokenizer(config.model.folder),
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
-        self._stream = PromptStream(prompts.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+        self._prompts = prompts.prompts
+        self._order = RowOrder(len(self._prompts), seed=(config.run.seed,), shuffle=config.data.shuffle)
         self._tokenizer = AutoTokenizer.from_pretrained(config.model.folder, local_files_only=True)
         self._model = AutoModelForCausalLM.from_pretrained(
             config.model.folder, dtype=torch.float32, local_files_only=True
@@ -82,10 +84,10 @@ class LaggingSampler:
     def held_out_reward(self, tensors: Mapping[str, Tensor]) -> float:
         """Mean reward of one sample of each held-out prompt under these weights."""
         config = self._config
-        assert config.data.eval_file is not None
+        assert isinstance(config.data.eval, Path)
         self._model.load_state_dict(tensors, strict=False)
         tokenizer = HuggingFaceTokenizer(config.model.folder)
-        held_out = load_prompts(config.data.eval_file, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
+        held_out = load_prompts(config.data.eval, tokenizer, max_prompt_tokens=config.data.max_prompt_tokens)
         prompts = held_out.prompts[: config.run.num_eval_prompts]
         rows = [
             make_row(prompt.token_ids, self._sampling(HELD_OUT_SEED + index)) for index, prompt in enumerate(prompts)
@@ -93,8 +95,11 @@ class LaggingSampler:
         decode(self._model, rows)
         return float(np.mean([self._score(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]))
 
+    def _prompt(self, position: int) -> EncodedPrompt:
+        return self._prompts[self._order.row(*divmod(position, len(self._prompts)))]
+
     def _rows(self, position: int) -> list[Row]:
-        prompt, config = self._stream.at(position), self._config
+        prompt, config = self._prompt(position), self._config
         seed = sampling_seed(config.run.seed, position)
         return [
             make_row(prompt.token_ids, self._sampling(seed + index)) for index in range(config.algorithm.group_size)
@@ -110,7 +115,7 @@ class LaggingSampler:
         )
 
     def _sample(self, position: int, index: int, row: Row, version: int) -> TrainingSample:
-        prompt = self._stream.at(position)
+        prompt = self._prompt(position)
         return TrainingSample(
             group_id=training_group_id(position),
             sample_index=index,

@@ -300,7 +300,7 @@ class RunConfig(RunSections, NetworkConfig):
 
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> Self:
-        if self.run.eval_every_steps > 0 and self.data.eval is None:
+        if self.run.eval_every_steps > 0 and not self.data.eval_sources:
             raise ValueError(
                 "run.eval_every_steps: has no effect without data.eval; name held-out rows, or set it to 0"
             )
@@ -308,7 +308,7 @@ class RunConfig(RunSections, NetworkConfig):
 
     @model_validator(mode="after")
     def _evaluation_has_generators(self) -> Self:
-        if self.generator.count == 0 and self.starts_generators and self.data.eval is not None:
+        if self.generator.count == 0 and self.starts_generators and self.data.eval_sources:
             raise ValueError(
                 "generator.count: 0 leaves no generator to decode the rows of data.eval, which is measured before and "
                 "after training; write data.eval=null"
@@ -349,7 +349,7 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
     }
     if config.endpoints.trainer is None or config.moves_trainer:
         sections["run"] = _absolute(sections["run"], "dir")
-        sections |= {"model": _absolute(config.model, "path"), "data": _absolute(config.data, "train", "eval")}
+        sections |= {"model": _absolute(config.model, "path"), "data": config.data.absolute()}
     if (canaries := config.reward.canaries) is not None:
         sections["reward"] = config.reward.model_copy(update={"canaries": _absolute(canaries, "path")})
     # Scorers are started here, wherever the trainer is.

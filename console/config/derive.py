@@ -131,13 +131,13 @@ def trainer_roots(config: RunConfig) -> tuple[Path, ...]:
     """The paths that a trainer of this run reads and writes: clients may name no other path on its machine."""
     run = RunFolder(config.run.dir / config.run.id)
     # Links are followed: users put a run, or its checkpoints, on a larger disk.
-    paths = (config.run.dir, run.path, run.checkpoints, config.model.path, config.data.train, config.data.eval)
+    paths = (config.run.dir, run.path, run.checkpoints, config.model.path, *config.data.files.values())
     return tuple(path for path in paths if isinstance(path, Path))
 
 
 def trainer_storage(config: RunConfig) -> tuple[Address, ...]:
     """The same for addresses in object storage."""
-    sources = (config.model.path, config.data.train, config.data.eval, config.run.checkpoint_storage)
+    sources = (config.model.path, *config.data.files.values(), config.run.checkpoint_storage)
     return tuple(source for source in sources if source is not None and not isinstance(source, Path))
 
 

@@ -22,6 +22,7 @@ from console.plan.model_section import decode_constants, model_section
 from console.probe.probe_file import Probe, read_inventory
 from penstock.config import ConfigError, Document, validate
 from penstock.names import is_run_id
+from penstock.storage.fetched import fetched
 from services.scheduler.problem.problem import SCHEMA, Problem
 
 
@@ -124,12 +125,21 @@ def _workload(
     return {**found, **_lengths(sources, run, model, missing, notes)}
 
 
+def _rows(run: RunConfig | None, missing: list[str]) -> Path | None:
+    """The training rows of a run of one source, on this machine; None, with what is missing, of any other."""
+    found = () if run is None else run.data.train_sources
+    if len(found) == 1:
+        return fetched("data.train", found[0].path)
+    why = f"data.train has {len(found)} sources; give --data a recording of such a run"
+    nothing = "no data; give --data a recording or rows of prompts, or a run with --run"
+    missing.append(f"workload.prompt_len: {why if found else nothing}")
+    return None
+
+
 def _lengths(
     sources: Sources, run: RunConfig | None, model: Path | None, missing: list[str], notes: list[str]
 ) -> Document:
-    data = sources.data or (run.data.train_file if run is not None else None)
-    if data is None:
-        missing.append("workload.prompt_len: no data; give --data a recording or rows of prompts, or a run with --run")
+    data = sources.data or _rows(run, missing)
     if data is None or model is None:
         return {}
     longest = None if run is None else run.sampling.max_new_tokens

@@ -119,9 +119,7 @@ def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
     problems: list[str] = []
     warnings: list[str] = []
     needs_answer = "" if config.endpoints.reward is not None else config.reward.needs_answer
-    for key, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if source is None:
-            continue
+    for key, source in config.data.files.items():
         try:
             path = fetched(key, source)
             rows = read_rows(path, needs_answer=needs_answer)

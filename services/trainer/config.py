@@ -15,6 +15,7 @@ from penstock.targets import checked_addresses
 from penstock.wire.pieces import MAX_GROUP_TOKENS
 from services.trainer.algorithms.config import AlgorithmConfig
 from services.trainer.algorithms.registry import ALGORITHMS
+from services.trainer.data_config import TrainSource
 from services.trainer.run_sections import MAX_SAMPLES_PER_GROUP, RunSections
 
 
@@ -175,6 +176,42 @@ class TrainingConfig(RunSections):
                     "false, or use shard, replicate or islands"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        for source in self.data.train_sources:
+            self._check_source(source)
+        most = self.sampling.max_new_tokens
+        for each in (*self.data.train_sources, *self.data.eval_sources):
+            if each.max_new_tokens is not None and each.max_new_tokens > most:
+                raise ValueError(
+                    f"data: source {each.name!r}: max_new_tokens: {each.max_new_tokens} is more than "
+                    f"sampling.max_new_tokens ({most}), the run's longest; lower it, or raise that"
+                )
+        if self.data.difficulty is not None and self.policy.drops_zero_variance:
+            raise ValueError(
+                "data.difficulty: policy.drops_zero_variance drops the very groups that all pass or all fail before "
+                "they are counted; leave one of the two out"
+            )
+        return self
+
+    def _check_source(self, source: TrainSource) -> None:
+        algorithm, key = self.algorithm, f"data.train: source {source.name!r}"
+        size, longest = source.group_size, source.max_new_tokens
+        if size is not None and size > algorithm.group_size:
+            raise ValueError(
+                f"{key}: group_size: {size} is more than algorithm.group_size ({algorithm.group_size}), the run's "
+                "largest; lower it, or raise that"
+            )
+        if size == 1 and (algorithm.definition.needs_siblings or self.policy.drops_zero_variance):
+            raise ValueError(
+                f"{key}: group_size: 1 leaves {algorithm.name} nothing to compare a sample with; set 2 or more"
+            )
+        if longest is not None and algorithm.overlong_buffer_tokens > longest:
+            raise ValueError(
+                f"{key}: max_new_tokens: {longest} is less than algorithm.overlong_buffer_tokens "
+                f"({algorithm.overlong_buffer_tokens}); raise it, or lower that"
+            )
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

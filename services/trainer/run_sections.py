@@ -16,6 +16,7 @@ from penstock.storage.addresses import StoredAddress, StoredPath
 from penstock.storage.fetched import fetched
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
 from services.trainer.algorithms.config import AlgorithmConfig
+from services.trainer.data_config import DataConfig
 from services.trainer.parallel_config import ParallelConfig
 
 MAX_SAMPLES_PER_GROUP = 1024
@@ -120,29 +121,6 @@ class LoraSection(StrictModel):
         if {"lm_head", "embed_tokens"} & set(value):
             raise ValueError("the embedding and the output head cannot be adapted; name layers between them")
         return value
-
-
-class DataConfig(StrictModel):
-    """Prompts: JSONL or parquet with `prompt` (question, problem) and `answer` (label, ground_truth, solution)."""
-
-    train: StoredPath | None
-    """Training rows: a file or its address; null for a run whose groups come from others: agents, a replay."""
-    eval: StoredPath | None = None
-    """Held-out rows; when unset, nothing is measured."""
-    shuffle: bool = True
-    """Whether each pass over the data uses a new order."""
-    max_prompt_tokens: int = Field(default=512, ge=1)
-    """Rows with longer prompts are skipped, counted and reported."""
-
-    @property
-    def train_file(self) -> Path | None:
-        """Training rows on this machine, fetched at the first use if they have an address; raises as `fetched` does."""
-        return None if self.train is None else fetched("data.train", self.train)
-
-    @property
-    def eval_file(self) -> Path | None:
-        """Likewise of held-out rows."""
-        return None if self.eval is None else fetched("data.eval", self.eval)
 
 
 class SamplingConfig(StrictModel):

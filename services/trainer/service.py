@@ -255,8 +255,11 @@ def read_spec(request: trainer_pb2.StartRunRequest, roots: Roots) -> RunSpec:
 
 
 def _check_sources(config: TrainingConfig, roots: Roots) -> None:
-    data = {"data.train": config.data.train, "data.eval": config.data.eval}
-    sources = {"model.path": config.model.path, **data, "run.checkpoint_storage": config.run.checkpoint_storage}
+    sources = {
+        "model.path": config.model.path,
+        **config.data.files,
+        "run.checkpoint_storage": config.run.checkpoint_storage,
+    }
     for key, source in sources.items():
         if isinstance(source, Path):
             roots.require(key, source)

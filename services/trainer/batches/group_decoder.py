@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,6 +12,7 @@ from penstock.v1 import types_pb2
 from penstock.wire.codec import decode_versions, float32_array, int32_array
 from penstock.wire.routes import RoutingShape, num_route_rows
 from penstock.wire.sampling_rules import check_trainable, temperature_of
+from penstock.wire.source_tag import read_tag
 from services.trainer.batches.training_sample import TrainingSample
 
 
@@ -21,9 +24,15 @@ def training_samples(group: types_pb2.TrajectoryGroup, *, routing: RoutingShape 
     prompt = int32_array(group.prompt.token_ids, "prompt.token_ids")
     check_trainable(group.prompt.sampling, field="prompt.sampling")
     temperature = temperature_of(group.prompt.sampling)
-    group_id = group.prompt.group_id
+    tag = read_tag(group.prompt.metadata_json)
+    # Prompts without a tag are put by others, who state limits of their own.
+    limit = None if tag is None else group.prompt.sampling.max_new_tokens
     return [
-        _sample(group_id, prompt, trajectory, temperature=temperature, routing=routing)
+        replace(
+            _sample(group.prompt.group_id, prompt, trajectory, temperature=temperature, routing=routing),
+            tag=tag,
+            max_new_tokens=limit,
+        )
         for trajectory in group.trajectories
     ]
 

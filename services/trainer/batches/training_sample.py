@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.wire.routes import Routes
+from penstock.wire.source_tag import SourceTag
 from services.trainer.batches.packing import Trajectory
 
 
@@ -40,6 +41,10 @@ class TrainingSample:
     """float32[C], if the sender of the sample computed them; None computes them from the group's rewards."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """float32[C], nats, under the reference, if a scorer computed them."""
+    tag: SourceTag | None = None
+    """Where its prompt comes from, if that is recorded."""
+    max_new_tokens: int | None = None
+    """The limit under which it was sampled; None is the run's."""
     routes: Routes | None = None
     """[P + C - 1, layers, experts_per_token], the experts of each position but the last; None if none are replayed."""
 

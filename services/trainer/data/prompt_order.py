@@ -1,9 +1,7 @@
-"""Prompts in a seeded, resumable order.
+"""Prompts as tokens, their names and their messages; `prompt_mixture` chooses which come next.
 
 Promises:
 
-- The prompt at a position depends only on the rows, the run's seed and the position, so a resumed run that starts at
-  its checkpoint's position submits exactly the groups of an uninterrupted run.
 - Group names are unique in a run: `t<position>` for training; `e<version>s<i>` (sampled) and `e<version>g<i>` (greedy)
   for evaluation, prefixed with `h<history>` once the run has been rewound, since a broker accepts each name once.
 - No prompt is longer than `max_prompt_tokens`; longer rows are left out and counted, never cut.
@@ -20,6 +18,7 @@ import numpy as np
 
 from penstock.v1 import types_pb2
 from penstock.wire.codec import int32_bytes
+from penstock.wire.source_tag import SourceTag, tagged
 from services.trainer.data.prompt_rows import DataError, Row, read_rows
 
 ENCODE_BATCH_ROWS = 4096
@@ -47,6 +46,8 @@ class EncodedPrompt:
 
     row: Row
     token_ids: tuple[int, ...]
+    row_number: int = 0
+    """Of the row in its file, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,10 @@ def load_prompts(path: Path, tokenizer: Tokenizer, *, max_prompt_tokens: int) ->
     rows = read_rows(path)
     prompts: list[EncodedPrompt] = []
     shortest: int | None = None
-    for row, token_ids in zip(rows, encoded(rows, tokenizer), strict=True):
+    for number, (row, token_ids) in enumerate(zip(rows, encoded(rows, tokenizer), strict=True)):
         shortest = len(token_ids) if shortest is None else min(shortest, len(token_ids))
         if 1 <= len(token_ids) <= max_prompt_tokens:
-            prompts.append(EncodedPrompt(row=row, token_ids=tuple(token_ids)))
+            prompts.append(EncodedPrompt(row=row, token_ids=tuple(token_ids), row_number=number))
     if not prompts:
         raise DataError(
             f"{path}: every prompt is longer than data.max_prompt_tokens = {max_prompt_tokens} tokens "
@@ -89,36 +90,6 @@ def encoded(rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Sequence[int]
                 yield next(texts)
             else:
                 yield tokenizer.encode_chat([(message.role, message.content) for message in row.prompt])
-
-
-class PromptStream:
-    """Endless training prompts: pass after pass over the rows, each pass in its own order when shuffled.
-
-    `position` counts prompts taken since the run began; set it to continue where a checkpoint stopped.
-    """
-
-    def __init__(self, prompts: Sequence[EncodedPrompt], *, seed: int, shuffle: bool, position: int = 0) -> None:
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order: np.ndarray[tuple[int], np.dtype[np.int64]] = np.arange(len(prompts))
-        self._order_epoch: int | None = None
-        self.position = position
-
-    def take(self) -> tuple[int, EncodedPrompt]:
-        """The next position and its prompt."""
-        position = self.position
-        self.position += 1
-        return position, self.at(position)
-
-    def at(self, position: int) -> EncodedPrompt:
-        """The prompt at any position."""
-        epoch, offset = divmod(position, len(self._prompts))
-        if self._shuffle and epoch != self._order_epoch:
-            generator = np.random.default_rng([self._seed, epoch])
-            self._order = generator.permutation(len(self._prompts))
-            self._order_epoch = epoch
-        return self._prompts[int(self._order[offset])]
 
 
 def training_group_id(position: int) -> str:
@@ -150,15 +121,17 @@ def build_prompt(
     group_size: int,
     sampling: types_pb2.SamplingParams,
     purpose: types_pb2.Purpose.ValueType,
+    tag: SourceTag | None = None,
 ) -> types_pb2.Prompt:
-    """Builds the message for the broker's queue."""
+    """Builds the message for the broker's queue, with the tag in its metadata."""
+    metadata = encoded.row.metadata_json
     prompt = types_pb2.Prompt(
         group_id=group_id,
         token_ids=int32_bytes(encoded.token_ids),
         group_size=group_size,
         sampling=sampling,
         answer=encoded.row.answer,
-        metadata_json=encoded.row.metadata_json,
+        metadata_json=metadata if tag is None else tagged(metadata, tag),
         purpose=purpose,
     )
     if isinstance(encoded.row.prompt, str):

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import ConfigError
+from penstock.wire.source_tag import MAX_TAG_BYTES
 
 PROMPT_KEYS = ("prompt", "question", "problem")
 ANSWER_KEYS = ("answer", "label", "ground_truth", "solution")
 ROLES = ("system", "user", "assistant", "tool")
-MAX_METADATA_BYTES = 64 * 1024
+MAX_METADATA_BYTES = 64 * 1024 - MAX_TAG_BYTES
 MAX_ANSWER_CHARACTERS = 64 * 1024
 MAX_ROW_BYTES = 1024 * 1024
 

@@ -21,7 +21,9 @@ import structlog
 from penstock.errors import DeadlineError
 from penstock.process.tasks import end
 from penstock.v1 import trainer_pb2, types_pb2
-from services.trainer.data.prompt_order import EncodedPrompt, build_prompt, evaluation_group_id, sampling_seed
+from penstock.wire.source_tag import SourceTag
+from services.trainer.data.prompt_mixture import PromptSource
+from services.trainer.data.prompt_order import build_prompt, evaluation_group_id, sampling_seed
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import JsonLines
 from services.trainer.run.context import RunContext
@@ -33,6 +35,7 @@ LEAST_SILENCE_S = 900.0
 MAX_HELD_GROUPS = 128
 GROUPS_PER_MICROBATCH = 32
 POLL_S = 0.5
+_KINDS = ("sampled_accuracy", "greedy_accuracy")
 
 _log = structlog.get_logger()
 
@@ -45,7 +48,7 @@ class Evaluator:
         *,
         context: RunContext,
         submitter: PromptSubmitter,
-        prompts: Sequence[EncodedPrompt],
+        sources: Sequence[PromptSource],
         record: JsonLines,
         events: RunEvents,
     ) -> None:
@@ -61,7 +64,7 @@ class Evaluator:
         self._client = context.client
         self._clock = context.clock
         self._submitter = submitter
-        self._prompts = prompts
+        self._prompts = [(source, prompt) for source in sources for prompt in source.prompts]
         self._record = record
         self._events = events
         self._beside: asyncio.Task[None] | None = None
@@ -129,7 +132,7 @@ class Evaluator:
     def _groups(self, policy_version: int, history: int) -> dict[str, types_pb2.Prompt]:
         prompts: dict[str, types_pb2.Prompt] = {}
         for is_greedy, temperature in ((False, self._config.sampling.temperature), (True, 0.0)):
-            for index, encoded in enumerate(self._prompts):
+            for index, (source, encoded) in enumerate(self._prompts):
                 group_id = evaluation_group_id(
                     policy_version=policy_version, history=history, is_greedy=is_greedy, index=index
                 )
@@ -139,11 +142,12 @@ class Evaluator:
                     group_size=1,
                     sampling=types_pb2.SamplingParams(
                         temperature=temperature,
-                        max_new_tokens=self._config.sampling.max_new_tokens,
+                        max_new_tokens=source.max_new_tokens,
                         # The same seeds at every version: differences come from the policy.
                         seed=sampling_seed(self._config.run.seed, index),
                     ),
                     purpose=types_pb2.PURPOSE_EVALUATE,
+                    tag=SourceTag(source=source.name, row=encoded.row_number) if source.name else None,
                 )
                 prompts[group_id].min_policy_version = policy_version
         return prompts
@@ -192,12 +196,16 @@ class Evaluator:
         self, policy_version: int, groups: dict[str, types_pb2.Prompt], scores: dict[str, float | None]
     ) -> dict[str, object]:
         means: dict[str, float | None] = {}
-        for name, is_greedy in (("sampled_accuracy", False), ("greedy_accuracy", True)):
-            ids = [group_id for group_id, prompt in groups.items() if (prompt.sampling.temperature == 0) == is_greedy]
-            values = [score for group_id in ids if (score := scores.get(group_id)) is not None]
-            means[name] = sum(values) / len(values) if values else None
-            if len(values) < len(ids):
-                _log.warning("held-out completions without a score", kind=name, num_missing=len(ids) - len(values))
+        # Both kinds come in the order of the prompts.
+        names, ids = [source.name for source, _ in self._prompts], list(groups)
+        for index, kind in enumerate(_KINDS):
+            part = ids[index * len(names) : (index + 1) * len(names)]
+            found = [(name, scores.get(group_id)) for name, group_id in zip(names, part, strict=True)]
+            means[kind] = _mean(found)
+            for name in dict.fromkeys(filter(None, names)):
+                means[f"source/{name}/{kind}"] = _mean([pair for pair in found if pair[0] == name])
+            if num_missing := sum(score is None for _, score in found):
+                _log.warning("held-out completions without a score", kind=kind, num_missing=num_missing)
         return {
             "policy_version": policy_version,
             "history": self._context.progress.history,
@@ -212,6 +220,11 @@ def _score(group: types_pb2.TrajectoryGroup) -> float | None:
         if trajectory.score.status == types_pb2.SCORE_STATUS_OK and trajectory.score.HasField("value"):
             return float(trajectory.score.value)
     return None
+
+
+def _mean(scores: Sequence[tuple[str, float | None]]) -> float | None:
+    values = [score for _, score in scores if score is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _report(line: Mapping[str, Any]) -> trainer_pb2.EvaluationReport:

@@ -17,7 +17,7 @@ Promises:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -98,6 +98,8 @@ class StepLoop:
         self._events = events
         self._metrics = metrics
         self._replay = replay
+        self.on_step: Callable[[Iterable[Sequence[TrainingSample]]], None] = lambda groups: None
+        """Called with the groups of each optimiser step when the progress has counted it."""
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
         self.waits = StallTimer(context.clock)
         self._stall = StallWatch(
@@ -226,6 +228,7 @@ class StepLoop:
         progress.record_step(
             {group_id: [sample.sample_index for sample in samples] for group_id, samples in open_step.groups.items()}
         )
+        self.on_step(open_step.groups.values())
         progress.num_samples += report.num_samples
         progress.num_response_tokens += report.num_completion_tokens
         progress.max_staleness_seen = max(progress.max_staleness_seen, *report.staleness)

@@ -12,7 +12,8 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import structlog
@@ -21,9 +22,9 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.prompts import submit_all
 from penstock.process.tasks import set_within
 from penstock.v1 import types_pb2
+from services.trainer.batches.training_sample import TrainingSample
+from services.trainer.data.prompt_mixture import PassedGroup, PromptMixture
 from services.trainer.data.prompt_order import (
-    EncodedPrompt,
-    PromptStream,
     build_prompt,
     sampling_seed,
     training_group_id,
@@ -55,86 +56,115 @@ class PromptSubmitter:
 
 
 class PromptFeeder:
-    """Submits training groups ahead of the trainer, as far as the broker's queue has space."""
+    """Submits training groups ahead of the trainer, as far as the broker's queue has space.
+
+    Where the order depends on the steps taken, prompts are chosen at most `max_staleness` + 2 steps ahead, and before
+    the next step counts: which ones follows from the steps alone, not from how fast the queue empties.
+    """
 
     def __init__(
         self,
         *,
         context: RunContext,
         submitter: PromptSubmitter,
-        stream: PromptStream,
+        mixture: PromptMixture,
         check_lost_s: float = CHECK_LOST_S,
     ) -> None:
         self._context = context
         self._check_lost_s = check_lost_s
         self._progress = context.progress
         self._submitter = submitter
-        self._stream = stream
+        self._mixture = mixture
+        self._waiting: deque[int] = deque()
+        """Positions that are chosen and not submitted."""
         self._num_dropped_samples = 0
-        self._is_drop_news = asyncio.Event()
+        self._has_drops = False
+        self._is_news = asyncio.Event()
+        """Groups were dropped, or prompts of another step may be chosen."""
 
     def note_dropped_samples(self, num_samples: int) -> None:
         """The broker's counters show `num_samples` dropped samples in all; new ones may call for replacement groups."""
         if num_samples > self._num_dropped_samples:
             self._num_dropped_samples = num_samples
-            self._is_drop_news.set()
+            self._has_drops = True
+            self._is_news.set()
+
+    def note_step(self, groups: Iterable[Sequence[TrainingSample]]) -> None:
+        """Call once for each optimiser step, with its groups, when the progress has counted it."""
+        data = self._context.config.data
+        if not data.order_depends_on_steps:
+            return
+        while self._mixture.position < self._num_wanted(self._progress.policy_version - 1):
+            self._choose()
+        self._mixture.note_step(_passed(groups, data.pass_reward))
+        self._is_news.set()
 
     async def run(self) -> None:
         """Submit until cancelled by the run."""
-        left_over = list(self._progress.outstanding)
-        for start in range(0, len(left_over), SUBMIT_BATCH_GROUPS):
-            part = left_over[start : start + SUBMIT_BATCH_GROUPS]
-            await self._submitter.submit([self._prompt(training_position(group_id)) for group_id in part])
+        self._waiting.extend(training_position(group_id) for group_id in self._progress.outstanding)
         while True:
-            while (num_missing := self._num_wanted() - self._stream.position) > 0:
-                await self._submit_next(min(num_missing, SUBMIT_BATCH_GROUPS))
-            await set_within(self._is_drop_news, self._check_lost_s)
-            await asyncio.sleep(CHECK_DROPPED_S)
-            self._is_drop_news.clear()
-            await self._count_dropped_groups()
+            await self._submit_wanted()
+            is_news = await set_within(self._is_news, self._check_lost_s)
+            self._is_news.clear()
+            if self._has_drops or not is_news:
+                await asyncio.sleep(CHECK_DROPPED_S)
+                self._has_drops = False
+                await self._count_dropped_groups()
 
-    def _num_wanted(self) -> int:
-        steps = self._context.config.run.num_steps * self._context.config.algorithm.prompts_per_step
-        return steps + self._progress.num_dropped_groups
+    def _num_wanted(self, policy_version: int) -> int:
+        """How many prompts may be chosen, in all, once the trainer has this version."""
+        config = self._context.config
+        num_steps = config.run.num_steps
+        if config.data.order_depends_on_steps:
+            num_steps = min(num_steps, policy_version + config.algorithm.max_staleness + 2)
+        return num_steps * config.algorithm.prompts_per_step + self._progress.num_dropped_groups
 
-    async def _submit_next(self, num_groups: int) -> None:
-        positions = [self._stream.take()[0] for _ in range(num_groups)]
-        self._progress.position = self._stream.position
-        self._progress.outstanding.update((training_group_id(position), None) for position in positions)
-        await self._submitter.submit([self._prompt(position) for position in positions])
+    def _choose(self) -> None:
+        position = self._mixture.take()
+        self._progress.position = self._mixture.position
+        self._progress.outstanding[training_group_id(position)] = None
+        self._waiting.append(position)
+
+    async def _submit_wanted(self) -> None:
+        while True:
+            wanted = self._num_wanted(self._progress.policy_version)
+            while len(self._waiting) < SUBMIT_BATCH_GROUPS and self._mixture.position < wanted:
+                self._choose()
+            if not self._waiting:
+                return
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), SUBMIT_BATCH_GROUPS))]
+            await self._submitter.submit([self._prompt(position) for position in batch])
 
     async def _count_dropped_groups(self) -> None:
         """The broker drops groups sample by sample; how many whole groups are gone follows from what is left."""
         async with self._context.version_lock:
             response = await self._context.open_run(self._progress.acked_version)
-            num_gone = self._stream.position - self._progress.num_trained_groups - response.num_groups_in_flight
+            num_submitted = self._mixture.position - len(self._waiting)
+            num_gone = num_submitted - self._progress.num_trained_groups - response.num_groups_in_flight
         if num_gone > self._progress.num_dropped_groups:
             _log.info("groups were dropped and are replaced", num_dropped_groups=num_gone)
             self._progress.num_dropped_groups = num_gone
 
     def _prompt(self, position: int) -> types_pb2.Prompt:
-        sampling = self._context.config.sampling
+        source, prompt, tag = self._mixture.at(position)
         return build_prompt(
-            self._stream.at(position),
+            prompt,
             group_id=training_group_id(position),
-            group_size=self._context.config.algorithm.group_size,
+            group_size=source.group_size,
             sampling=types_pb2.SamplingParams(
-                temperature=sampling.temperature,
-                max_new_tokens=sampling.max_new_tokens,
+                temperature=self._context.config.sampling.temperature,
+                max_new_tokens=source.max_new_tokens,
                 seed=sampling_seed(self._context.config.run.seed, position),
             ),
             purpose=types_pb2.PURPOSE_TRAIN,
+            tag=tag,
         )
 
 
-def training_feeder(
-    context: RunContext, submitter: PromptSubmitter, prompts: Sequence[EncodedPrompt]
-) -> PromptFeeder | None:
-    """The feeder of a run; None if others put its groups."""
-    if not prompts:
-        return None
-    config = context.config
-    stream = PromptStream(
-        prompts, seed=config.run.seed, shuffle=config.data.shuffle, position=context.progress.position
-    )
-    return PromptFeeder(context=context, submitter=submitter, stream=stream)
+def _passed(groups: Iterable[Sequence[TrainingSample]], pass_reward: float) -> list[PassedGroup]:
+    """Of each group with a tag, the share of its samples with that reward or more."""
+    return [
+        PassedGroup(tag, sum((sample.reward or 0.0) >= pass_reward for sample in samples) / len(samples))
+        for samples in groups
+        if samples and (tag := samples[0].tag) is not None
+    ]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.storage.fetched import forget_copies
+from penstock.storage.fetched import fetched, forget_copies
 from services.trainer.config import TrainingConfig
 
 
 def fetch_sources(config: TrainingConfig) -> None:
     """Fetch what the run names by addresses, as it is there now; raises ConfigError, StorageError."""
     forget_copies()
-    _ = config.model.folder, config.data.train_file, config.data.eval_file
+    _ = config.model.folder
+    for field, source in config.data.files.items():
+        fetched(field, source)
 
 
 def stored_sources(config: TrainingConfig) -> str:
     """The addresses, for people; empty if the run names paths alone."""
-    sources = (config.model.path, config.data.train, config.data.eval)
-    return ", ".join(source for source in sources if source is not None and not isinstance(source, Path))
+    sources = (config.model.path, *config.data.files.values())
+    return ", ".join(source for source in sources if not isinstance(source, Path))

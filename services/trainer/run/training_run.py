@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -38,6 +39,8 @@ from services.trainer.checkpoints.checkpoint_storage import CheckpointStorage
 from services.trainer.checkpoints.checkpoint_writer import Checkpoints
 from services.trainer.compute.compute_thread import ComputeThread, Interrupt
 from services.trainer.config import TrainingConfig
+from services.trainer.data.prompt_mixture import PromptMixture
+from services.trainer.data.prompt_order import training_position
 from services.trainer.data.run_prompts import RunPrompts, load_run_prompts
 from services.trainer.folders.run_instance import RunInstance, new_instance, read_instance, write_instance
 from services.trainer.model.backend import Backend, BackendError
@@ -55,12 +58,14 @@ from services.trainer.run.context import Policy, RunContext, RunSpec
 from services.trainer.run.evaluation import Evaluator
 from services.trainer.run.loop import StepLoop
 from services.trainer.run.monitor import RunMonitor
-from services.trainer.run.prompt_feeder import PromptSubmitter, training_feeder
+from services.trainer.run.prompt_feeder import PromptFeeder, PromptSubmitter
 from services.trainer.run.replay_feed import replay_feed
 from services.trainer.run.run_errors import EXPECTED_ERRORS, is_broken, is_final
 from services.trainer.run.sources import fetch_sources, stored_sources
 
 _METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+_ORDER = "order"
+"""Of the prompts, in a checkpoint's other state."""
 _log = structlog.get_logger()
 
 
@@ -123,6 +128,8 @@ class TrainingRun:
         self._backend: Backend | None = None
         """The same, once its weights are those of `_progress`."""
         self._progress = Progress()
+        self._mixture: PromptMixture | None = None
+        """The run's prompts in order, as far as it submits any."""
         self._num_skipped_rows = 0
         self._is_fenced = False
         """Whether the run belongs to another trainer, or the id to another run."""
@@ -231,6 +238,7 @@ class TrainingRun:
         backend = self._opened = policy.backend
         prompts = await self._compute.run(load_run_prompts, config, policy.tokenizer, backend.max_sequence_length)
         self._num_skipped_rows = prompts.num_skipped
+        self._mixture = prompts.mixture(config)
         await self._restore(backend)
         self._backend = backend
         self.events.policy_version = self._progress.policy_version
@@ -247,6 +255,8 @@ class TrainingRun:
         state = await self._checkpoints.load_latest(backend) if self.spec.resume else None
         if state is not None:
             self._progress = Progress.from_resume_state(state)
+            if self._mixture is not None:
+                self._mixture.load(state.extra.get(_ORDER), position=self._progress.position)
             self._meter.restore(self._progress.overlap)
             _log.info("resumed", policy_version=self._progress.policy_version)
         else:
@@ -288,7 +298,7 @@ class TrainingRun:
         evaluator = Evaluator(
             context=context,
             submitter=submitter,
-            prompts=prompts.held_out,
+            sources=prompts.held_out,
             record=self._evaluations,
             events=self.events,
         )
@@ -296,7 +306,9 @@ class TrainingRun:
             await evaluator.forget_leftovers()
         if self._progress.policy_version == 0:
             await evaluator.measure()
-        feeder = training_feeder(context, submitter, prompts.train)
+        feeder = None
+        if self._mixture is not None:
+            feeder = PromptFeeder(context=context, submitter=submitter, mixture=self._mixture)
         replay = replay_feed(context)
         monitor = RunMonitor(context=context, meter=self._meter, feeder=feeder)
         loop = StepLoop(
@@ -309,6 +321,8 @@ class TrainingRun:
             metrics=self._metrics,
             replay=replay,
         )
+        if feeder is not None:
+            loop.on_step = feeder.note_step
         loops = [monitor.run, self._checkpoints.watch]
         loops += [part.run for part in (feeder, replay) if part is not None]
         try:
@@ -376,6 +390,9 @@ class TrainingRun:
             self._evaluations.flush()
             overlap = self._meter.totals(self._clock.monotonic_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
+            if self._mixture is not None:
+                outstanding = [training_position(group_id) for group_id in self._progress.outstanding]
+                state = replace(state, extra={**state.extra, _ORDER: self._mixture.dump(outstanding)})
             await self._checkpoints.begin(self._backend, state, may_skip=may_skip)
 
     async def _close_backend(self) -> None:

@@ -109,9 +109,10 @@ class AdvantageEstimator:
 
     def _scored(self, samples: Sequence[TrainingSample]) -> list[_Scored]:
         blanks = [trajectory_of(sample, 0.0) for sample in samples]
+        longest = [sample.max_new_tokens or self._settings.max_new_tokens for sample in samples]
         penalties = overlong_penalties(
             np.array([sample.completion_token_ids.size for sample in samples], dtype=np.int64),
-            max_tokens=self._settings.max_new_tokens,
+            max_tokens=np.array(longest, dtype=np.int64),
             buffer_tokens=self._settings.overlong_buffer_tokens,
         )
         scores = self._scoring.of(blanks, self._quantities)

@@ -10,7 +10,8 @@ from penstock.clock import SystemClock
 from penstock.v1 import types_pb2
 from services.broker.storage.memory_store import MemoryStore
 from services.trainer.config import TrainingConfig
-from services.trainer.data.prompt_order import EncodedPrompt, PromptStream
+from services.trainer.data.prompt_mixture import PromptMixture, PromptSource
+from services.trainer.data.prompt_order import EncodedPrompt
 from services.trainer.data.prompt_rows import Row
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.reporting.progress import Progress
@@ -69,16 +70,23 @@ async def _train(context: RunContext, trainer: Trainer, generator: Generator) ->
         generator.beat(version=version + 1)
 
 
+def _mixture(context: RunContext) -> PromptMixture:
+    row = EncodedPrompt(row=Row(prompt="p", answer="a", metadata_json="{}"), token_ids=(1, 2, 3))
+    source = PromptSource(
+        name="", prompts=[row], group_size=GROUP_SIZE, max_new_tokens=context.config.sampling.max_new_tokens
+    )
+    return PromptMixture([source], context.config.data, seed=0)
+
+
 async def test_filtered_groups_are_replaced_until_the_last_step_is_full(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     async with serving(MemoryStore(), listen=address) as broker, BrokerClient(address) as client:
         context = _context(tmp_path, client)
         await context.open_run(0)
-        rows = [EncodedPrompt(row=Row(prompt="p", answer="a", metadata_json="{}"), token_ids=(1, 2, 3))]
         feeder = PromptFeeder(
             context=context,
             submitter=PromptSubmitter(client, RUN),
-            stream=PromptStream(rows, seed=0, shuffle=False),
+            mixture=_mixture(context),
         )
         monitor = RunMonitor(context=context, meter=OverlapMeter(), feeder=feeder)
         generator, worker = Generator.connect(broker.channel), Worker.connect(broker.channel)
@@ -110,10 +118,8 @@ async def test_groups_that_are_gone_without_news_are_replaced_too(tmp_path: Path
     async with serving(MemoryStore(), listen=address), BrokerClient(address) as client:
         context = _context(tmp_path, client)
         await context.open_run(0)
-        rows = [EncodedPrompt(row=Row(prompt="p", answer="a", metadata_json="{}"), token_ids=(1, 2, 3))]
-        stream = PromptStream(rows, seed=0, shuffle=False)
         submitter = PromptSubmitter(client, RUN)
-        feeder = PromptFeeder(context=context, submitter=submitter, stream=stream, check_lost_s=0.05)
+        feeder = PromptFeeder(context=context, submitter=submitter, mixture=_mixture(context), check_lost_s=0.05)
         feeding = asyncio.create_task(feeder.run())
 
         async def num_in_flight() -> int:
@@ -129,4 +135,4 @@ async def test_groups_that_are_gone_without_news_are_replaced_too(tmp_path: Path
         finally:
             feeding.cancel()
             await asyncio.wait([feeding])
-        assert stream.position == num_groups + 2
+        assert context.progress.position == num_groups + 2

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 
 def overlong_penalties(
-    num_tokens: npt.NDArray[np.int64], *, max_tokens: int, buffer_tokens: int
+    num_tokens: npt.NDArray[np.int64], *, max_tokens: npt.NDArray[np.int64], buffer_tokens: int
 ) -> npt.NDArray[np.float64]:
     """The reward penalty for samples of these lengths, float64[G]: 0 down to -1.
 
@@ -15,18 +15,19 @@ def overlong_penalties(
 
     Args:
         num_tokens: int64[G], completion tokens.
-        max_tokens: Maximum completion tokens of sampling.
+        max_tokens: int64[G], maximum completion tokens of their sampling.
         buffer_tokens: How long before that the penalty begins; 0 penalises nothing.
 
     Raises:
-        ValueError: `buffer_tokens` does not lie in [0, max_tokens].
+        ValueError: `buffer_tokens` does not lie in [0, min(max_tokens)].
 
     Source: DAPO (arXiv 2503.14476) eq. 13.
     """
-    if not 0 <= buffer_tokens <= max_tokens:
-        raise ValueError(f"overlong_buffer_tokens must lie in [0, {max_tokens}], not {buffer_tokens}")
     if buffer_tokens == 0:
         return np.zeros(num_tokens.shape)
+    least = int(max_tokens.min())
+    if not 0 <= buffer_tokens <= least:
+        raise ValueError(f"overlong_buffer_tokens must lie in [0, {least}], not {buffer_tokens}")
     over = num_tokens.astype(np.float64) - (max_tokens - buffer_tokens)
     penalties: npt.NDArray[np.float64] = -np.clip(over / buffer_tokens, 0.0, 1.0)
     return penalties

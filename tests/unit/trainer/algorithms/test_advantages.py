@@ -82,15 +82,15 @@ def test_rewards_that_mean_nothing_are_refused(name, rewards):
 
 def test_overlong_answers_lose_up_to_one_over_the_buffer():
     lengths = np.array([1, 80, 90, 95, 100, 120])
-    found = overlong_penalties(lengths, max_tokens=100, buffer_tokens=20)
+    found = overlong_penalties(lengths, max_tokens=np.full(lengths.shape, 100), buffer_tokens=20)
     assert found.tolist() == pytest.approx([0.0, 0.0, -0.5, -0.75, -1.0, -1.0])
-    assert not overlong_penalties(lengths, max_tokens=100, buffer_tokens=0).any()
+    assert not overlong_penalties(lengths, max_tokens=np.full(lengths.shape, 100), buffer_tokens=0).any()
 
 
 @pytest.mark.parametrize("buffer_tokens", [-1, 101])
 def test_a_buffer_that_does_not_fit_is_refused(buffer_tokens):
     with pytest.raises(ValueError, match="overlong_buffer_tokens must lie in"):
-        overlong_penalties(np.array([1]), max_tokens=100, buffer_tokens=buffer_tokens)
+        overlong_penalties(np.array([1]), max_tokens=np.array([100]), buffer_tokens=buffer_tokens)
 
 
 @pytest.mark.parametrize("both", [False, True])

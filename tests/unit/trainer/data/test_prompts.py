@@ -9,7 +9,6 @@ from penstock.wire.codec import int32_array
 from services.trainer.data.prompt_order import (
     MAX_SAMPLING_SEED,
     EncodedPrompt,
-    PromptStream,
     build_prompt,
     evaluation_group_id,
     load_prompts,
@@ -37,36 +36,6 @@ def write_rows(path, *prompts):
     lines = (json.dumps({"prompt": prompt, "answer": "1"}) for prompt in prompts)
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
-
-
-def take(stream, count):
-    return [stream.take()[1].row.prompt for _ in range(count)]
-
-
-PROMPTS = [encoded(text) for text in "abcdefg"]
-
-
-def test_a_shuffled_pass_holds_every_row_once_and_passes_differ():
-    stream = PromptStream(PROMPTS, seed=1, shuffle=True)
-    first, second = take(stream, 7), take(stream, 7)
-    assert sorted(first) == sorted(second) == list("abcdefg")
-    assert first != second
-
-
-def test_without_shuffling_rows_come_in_file_order():
-    assert take(PromptStream(PROMPTS, seed=1, shuffle=False), 9) == list("abcdefgab")
-
-
-def test_a_stream_opened_at_a_position_goes_on_as_the_first_would_have():
-    whole = take(PromptStream(PROMPTS, seed=3, shuffle=True), 20)
-    assert take(PromptStream(PROMPTS, seed=3, shuffle=True, position=9), 11) == whole[9:]
-
-
-def test_looking_back_does_not_move_the_stream():
-    stream = PromptStream(PROMPTS, seed=3, shuffle=True)
-    order = take(stream, 10)
-    assert [stream.at(position).row.prompt for position in range(10)] == order
-    assert stream.position == 10
 
 
 def test_seeds_differ_between_positions_and_runs_and_fit():

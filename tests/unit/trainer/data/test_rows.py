@@ -78,7 +78,7 @@ def test_an_empty_answer_gives_way_to_another_column(tmp_path):
         ({"prompt": [{"role": "boss", "content": "a"}], "answer": "1"}, r"prompt\[0\]: role must be one of"),
         ({"prompt": [{"role": "user", "content": 1}], "answer": "1"}, "content must be text"),
         ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "1"}, "ends with the assistant's turn"),
-        ({"prompt": "a", "answer": "1", "notes": "x" * 70_000}, "at most 65536"),
+        ({"prompt": "a", "answer": "1", "notes": "x" * 70_000}, "at most 65280"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, record, message):

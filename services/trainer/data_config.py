@@ -1,0 +1,225 @@
+"""What a run's configuration says of its data: files, or several sources with weights, limits and rewards of their own.
+
+The trainer reads everything but `reward`, which belongs to the reward worker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, TypeAdapter, WrapValidator, model_validator
+
+from penstock.config import StrictModel
+from penstock.storage.addresses import Address, StoredPath
+from penstock.wire.source_tag import MAX_NAME_CHARACTERS
+
+MAX_SOURCES = 64
+SourceName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9][A-Za-z0-9_.-]{{0,{MAX_NAME_CHARACTERS - 1}}}$")]
+Weight = Annotated[float, Field(ge=0)]
+PassRate = Annotated[float, Field(gt=0, le=1)]
+
+
+class EvalSource(StrictModel):
+    """Held-out rows that are measured by themselves."""
+
+    name: SourceName
+    """Its name in metrics and reports; that of a source of `data.train` takes its reward and limits."""
+    path: StoredPath
+    """Rows: a file or its address."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of completion tokens, at most sampling.max_new_tokens, which it is when unset."""
+    reward: str | dict[str, Any] | list[Any] | None = None
+    """What scores it, written as the run's `reward`, which it is when unset."""
+
+
+class TrainSource(EvalSource):
+    """One of several sources of training rows."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Its part of the groups, relative to the others'."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Samples of each prompt, at most algorithm.group_size, which it is when unset."""
+    eval: StoredPath | None = None
+    """Held-out rows of this source."""
+
+
+class DifficultyConfig(StrictModel):
+    """Rows rest while all of their samples pass, or all fail."""
+
+    rest_at: tuple[Literal[0, 1], ...] = (0, 1)
+    """Pass rates at which a row rests: 0 too difficult, 1 too easy."""
+    after: int = Field(default=2, ge=1, le=100)
+    """Visits in a row with that pass rate, after which it rests."""
+    for_epochs: int = Field(default=1, ge=1, le=1_000_000)
+    """Epochs of its source in which it is left out."""
+
+
+class Stage(StrictModel):
+    """A part of a curriculum. It ends by the first of its conditions; the last stage has none."""
+
+    weights: dict[SourceName, Weight]
+    """Weights of sources in this stage; sources that are not named keep their own, 0 leaves one out."""
+    for_steps: int | None = Field(default=None, ge=1)
+    """Steps after which it ends."""
+    until_pass_rate: dict[SourceName, PassRate] = Field(default_factory=dict)
+    """It ends when these sources pass at least so often, each in the mean of its last 64 groups."""
+    fades: bool = False
+    """Whether weights move linearly to those of the next stage over `for_steps`."""
+
+
+def _one_or_list(value: Any, one: TypeAdapter[Any], several: TypeAdapter[Any]) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        value = [value]
+    return (several if isinstance(value, list | tuple) else one).validate_python(value)
+
+
+_PATH: TypeAdapter[Any] = TypeAdapter(StoredPath)
+_TRAIN: TypeAdapter[Any] = TypeAdapter(tuple[TrainSource, ...])
+_EVAL: TypeAdapter[Any] = TypeAdapter(tuple[EvalSource, ...])
+
+
+class DataConfig(StrictModel):
+    """Prompts: JSONL or parquet with `prompt` (question, problem) and `answer` (label, ground_truth, solution)."""
+
+    train: Annotated[
+        StoredPath | tuple[TrainSource, ...] | None, WrapValidator(lambda value, _: _one_or_list(value, _PATH, _TRAIN))
+    ]
+    """Training rows: a file or its address, or a list of sources (docs/data.md); null for a run whose groups come from
+    others: agents, a replay."""
+    eval: Annotated[
+        StoredPath | tuple[EvalSource, ...] | None, WrapValidator(lambda value, _: _one_or_list(value, _PATH, _EVAL))
+    ] = None
+    """Held-out rows, likewise; when unset, nothing is measured."""
+    shuffle: bool = True
+    """Whether each pass over the data uses a new order."""
+    max_prompt_tokens: int = Field(default=512, ge=1)
+    """Rows with longer prompts are skipped, counted and reported."""
+    pass_reward: float = 1.0
+    """A sample passes with this reward or more: for pass rates by source, difficulty and curriculum."""
+    difficulty: DifficultyConfig | None = None
+    """Rows that teach nothing rest; null visits every row in every epoch."""
+    curriculum: tuple[Stage, ...] = Field(default=(), max_length=64)
+    """Stages in which the weights of sources change; none keeps them."""
+
+    @property
+    def train_sources(self) -> tuple[TrainSource, ...]:
+        """Sources of training rows; a file is one without a name."""
+        if isinstance(self.train, tuple):
+            return self.train
+        return () if self.train is None else (TrainSource.model_construct(name="", path=self.train),)
+
+    @property
+    def eval_sources(self) -> tuple[EvalSource, ...]:
+        """Sources of held-out rows, likewise, those of training sources first."""
+        own = [
+            EvalSource(name=each.name, path=each.eval, max_new_tokens=each.max_new_tokens, reward=each.reward)
+            for each in self.train_sources
+            if each.eval is not None
+        ]
+        if isinstance(self.eval, tuple):
+            return (*own, *map(self._with_settings, self.eval))
+        return (*own, *([] if self.eval is None else [EvalSource.model_construct(name="", path=self.eval)]))
+
+    def _with_settings(self, source: EvalSource) -> EvalSource:
+        """A held-out source with what it takes from the training source of its name."""
+        trained = next((each for each in self.train_sources if each.name == source.name), None)
+        if trained is None:
+            return source
+        names = [name for name in ("max_new_tokens", "reward") if getattr(source, name) is None]
+        return source.model_copy(update={name: getattr(trained, name) for name in names})
+
+    @property
+    def files(self) -> dict[str, Path | Address]:
+        """Every file of rows, by the setting that names it."""
+        return dict(self._files())
+
+    def _files(self) -> Iterator[tuple[str, Path | Address]]:
+        for key, value in (("data.train", self.train), ("data.eval", self.eval)):
+            if not isinstance(value, tuple):
+                yield from () if value is None else ((key, value),)
+                continue
+            for index, source in enumerate(value):
+                yield f"{key}.{index}.path", source.path
+                if isinstance(source, TrainSource) and source.eval is not None:
+                    yield f"{key}.{index}.eval", source.eval
+
+    @property
+    def order_depends_on_steps(self) -> bool:
+        """Whether which prompt comes next depends on the steps taken."""
+        return self.difficulty is not None or bool(self.curriculum)
+
+    def absolute(self) -> Self:
+        """The same with the paths of this machine made absolute."""
+        return self.model_copy(update={name: _absolute(getattr(self, name)) for name in ("train", "eval")})
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        for key, sources in (("train", self.train), ("eval", self.eval)):
+            if isinstance(sources, tuple) and not 1 <= len(sources) <= MAX_SOURCES:
+                raise ValueError(f"{key}: {len(sources)} sources; give 1 to {MAX_SOURCES}")
+        for key, names in (
+            ("train", [source.name for source in self.train_sources]),
+            ("eval", [source.name for source in self.eval_sources]),
+        ):
+            if repeated := [name for name, count in Counter(names).items() if count > 1]:
+                raise ValueError(
+                    f"{key}: {len(names)} sources, of which several are called {repeated[0]!r}; rename all but one"
+                )
+        if len(names) > MAX_SOURCES:
+            raise ValueError(f"eval: {len(names)} sources with those of train; at most {MAX_SOURCES}")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit_sources(self) -> Self:
+        sources = {source.name: source.weight for source in self.train_sources}
+        if self.curriculum and not isinstance(self.train, tuple):
+            raise ValueError("curriculum: has no effect without several sources; give data.train as a list of them")
+        if self.difficulty is not None and not sources:
+            raise ValueError("difficulty: has no effect without data.train; name rows, or leave it out")
+        for index, stage in enumerate(self.curriculum):
+            _check_stage(f"curriculum.{index}", stage, sources, is_last=index == len(self.curriculum) - 1)
+        return self
+
+
+def _check_stage(field: str, stage: Stage, sources: Mapping[str, float], *, is_last: bool) -> None:
+    for key, names in (("weights", stage.weights), ("until_pass_rate", stage.until_pass_rate)):
+        if unknown := sorted(set(names) - sources.keys()):
+            raise ValueError(
+                f"{field}.{key}: {unknown[0]!r} is no source of data.train; there are {', '.join(sources)}"
+            )
+    weights = {**sources, **stage.weights}
+    if not any(weights.values()):
+        raise ValueError(f"{field}.weights: no source has a weight above 0; give one of them some")
+    if idle := [name for name in stage.until_pass_rate if weights[name] == 0]:
+        raise ValueError(
+            f"{field}.until_pass_rate: {idle[0]!r} has weight 0 in this stage and is never measured; give it some"
+        )
+    has_end = stage.for_steps is not None or bool(stage.until_pass_rate)
+    if is_last and has_end:
+        raise ValueError(f"{field}: the last stage never ends; leave out for_steps and until_pass_rate, or add a stage")
+    if not is_last and not has_end:
+        raise ValueError(f"{field}: it has no end, so that later stages never begin; give for_steps or until_pass_rate")
+    if stage.fades and stage.for_steps is None:
+        raise ValueError(f"{field}.fades: has no effect without for_steps; give its number of steps")
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.expanduser().absolute()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return value
+    return tuple(
+        source.model_copy(
+            update={
+                name: _absolute(path)
+                for name in ("path", "eval")
+                if isinstance(path := getattr(source, name, None), Path)
+            }
+        )
+        for source in value
+    )

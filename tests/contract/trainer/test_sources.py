@@ -1,0 +1,98 @@
+"""A run of several sources: what each prompt carries, and that a killed run goes on with the very same prompts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from penstock.v1 import types_pb2
+from penstock.wire.source_tag import read_tag
+from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker, scored_group
+from tests.helpers.serving import serving
+from tests.helpers.trainers.training import run_alone, run_document, write_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
+NUM_STEPS, KILLED_AFTER = 14, 6
+
+
+class RecordingBroker(ScriptedTrainingBroker):
+    """Hands out in the order of submission, and keeps everything that it was sent since it was last asked."""
+
+    def __init__(self) -> None:
+        super().__init__(max_queued=3)
+        self.make_group = self._scored
+        self.sent: dict[str, types_pb2.Prompt] = {}
+
+    async def SubmitPrompts(self, request, context):
+        response = await super().SubmitPrompts(request, context)
+        refused = {error.index for error in response.errors}
+        self.sent |= {prompt.group_id: prompt for n, prompt in enumerate(request.prompts) if n not in refused}
+        return response
+
+    def _next(self, hello, room):
+        self.ready.sort(key=list(self.prompts).index)
+        return super()._next(hello, room)
+
+    @staticmethod
+    def _scored(prompt: types_pb2.Prompt, *, policy_version: int) -> types_pb2.TrajectoryGroup:
+        """Every second row of easy is always right, and every third of hard never is."""
+        group, tag = scored_group(prompt, policy_version=policy_version), read_tag(prompt.metadata_json)
+        fixed = {"easy": 1.0 if tag and tag.row % 2 else None, "hard": None if tag and tag.row % 3 else 0.0}
+        for trajectory in group.trajectories:
+            if tag is not None and (value := fixed.get(tag.source)) is not None:
+                trajectory.score.value = value
+        return group
+
+
+def document_of(folder: Path, model: Path, target: str) -> dict:
+    document = run_document(folder, model, target, num_steps=NUM_STEPS, checkpoint_every_steps=1, num_eval_prompts=2)
+    document["run"]["keep_checkpoints"] = NUM_STEPS
+    easy, hard = write_rows(folder / "easy.jsonl", 4), write_rows(folder / "hard.jsonl", 5)
+    document["data"] = {
+        "train": [
+            {"name": "easy", "path": str(easy), "weight": 2, "group_size": 2, "eval": str(easy)},
+            {"name": "hard", "path": str(hard), "max_new_tokens": 9},
+        ],
+        "eval": [{"name": "hard", "path": str(hard)}],
+        "difficulty": {"after": 1, "for_epochs": 1},
+        "curriculum": [{"weights": {"hard": 0.5}, "for_steps": 4, "fades": True}, {"weights": {"hard": 6}}],
+    }
+    return document
+
+
+async def test_a_killed_run_of_several_sources_goes_on_with_the_same_prompts(tmp_path, model) -> None:
+    broker = RecordingBroker()
+    async with serving(broker.service()) as (_, target):
+        document = document_of(tmp_path, model, target)
+        run_dir = await run_alone(document)
+        whole, broker.sent = broker.sent, {}
+        # As after a kill -9: only the checkpoint of an early step is there.
+        for step in range(KILLED_AFTER + 1, NUM_STEPS + 1):
+            (run_dir / "checkpoints" / f"step_{step}" / "COMPLETE").unlink()
+        await run_alone(document, resume=True)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["outcome"] == "completed", summary["message"]
+    assert broker.books().balanced
+    again = {name: prompt for name, prompt in broker.sent.items() if name.startswith("t")}
+    assert len(again) >= 2 * (NUM_STEPS - KILLED_AFTER)
+    assert {name: whole[name] for name in again} == again
+    prompts = [prompt for name, prompt in whole.items() if name.startswith("t")]
+    assert len(prompts) == 2 * NUM_STEPS
+    tags = [tag for prompt in prompts if (tag := read_tag(prompt.metadata_json)) is not None]
+    assert {(tag.source, p.group_size, p.sampling.max_new_tokens) for tag, p in zip(tags, prompts, strict=True)} == {
+        ("easy", 2, 16),
+        ("hard", 4, 9),
+    }
+    assert {json.loads(p.metadata_json)["level"] for p in prompts} == {tag.row for tag in tags}
+    # Rows that teach nothing rest every now and then.
+    visits = Counter(tag.row for tag in tags if tag.source == "hard")
+    assert max(visits[0], visits[3]) < min(visits[1], visits[2], visits[4])
+    first, last = ([tag.source for tag in tags[part]].count("easy") for part in (slice(6), slice(-6, None)))
+    assert first > last
+    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert {name for line in lines for name in line if name.startswith("source/")} == {
+        f"source/{name}/{kind}_accuracy" for name in ("easy", "hard") for kind in ("sampled", "greedy")
+    }
