@@ -6,7 +6,7 @@ Unknown keys are refused with the nearest known name; dotted overrides (`a.b.c=v
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_args
@@ -151,7 +151,7 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
     return result
 
 
-def validate(model: type[_Model], document: Mapping[str, Any], *, source: str) -> _Model:
+def validate(model: type[_Model], document: object, *, source: str) -> _Model:
     """`document` as a `model`; raises ConfigError with one line for each problem, naming key, value and fix."""
     try:
         return model.model_validate(document)

@@ -23,8 +23,10 @@ from pydantic import (
     model_validator,
 )
 
+from console.config.reward_settings import RewardDocument
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import (
+    ConfigError,
     Document,
     KnownKeys,
     NetworkConfig,
@@ -218,6 +220,30 @@ class RunConfig(RunSections, NetworkConfig):
         if isinstance(value, Path) and value.suffix not in RECORDING_SUFFIXES:
             raise ValueError(f"must be true, false, or a file that ends in {' or '.join(RECORDING_SUFFIXES)}")
         return value
+
+    @property
+    def source_rewards(self) -> dict[str, RewardModelConfig]:
+        """Rewards of sources that have their own, by the source's name."""
+        stated = {each.name: each.reward for each in (*self.data.train_sources, *self.data.eval_sources)}
+        return {
+            name: validate(RewardDocument, {"reward": value}, source=f"data: source {name!r}").reward
+            for name, value in stated.items()
+            if value is not None
+        }
+
+    @model_validator(mode="after")
+    def _rewards_of_sources_can_be_read(self) -> Self:
+        try:
+            rewards = self.source_rewards
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        for name, reward in rewards.items():
+            if reward.trusts_generator_text != self.reward.trusts_generator_text:
+                raise ValueError(
+                    f"data: source {name!r}: reward.trusts_generator_text: texts are decoded for all sources alike; "
+                    "set it in the run's reward"
+                )
+        return self
 
     @property
     def starts_generators(self) -> bool:

@@ -92,6 +92,7 @@ def reward_config(config: RunConfig, addresses: Addresses) -> RewardConfig:
         broker=addresses.broker.target,
         tokenizer_path=config.model.path,
         reward=config.reward,
+        sources=config.source_rewards,
     )
 
 

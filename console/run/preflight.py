@@ -24,6 +24,7 @@ from console.launch.ports import listen_problem
 from console.launch.probes import redis_problem, service_problem
 from console.launch.supervisor import console_argv, service_environment
 from console.node.config import device_differences, read_node
+from console.run.grader_check import grader_problems
 from console.run.model_check import (
     context_problem,
     data_problems,
@@ -39,6 +40,7 @@ from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.storage.fetched import beside_loop
 from services.broker.storage.redis.authentication import RedisCredentials, protected_url
+from services.reward.config import RewardModelConfig
 from services.scheduler.problem.plan_document import node_classes, read_plan
 from services.scheduler.problem.problem import read_problem
 from services.trainer.run_sections import TRACKER_PACKAGES
@@ -85,8 +87,7 @@ async def check_run(
         (problems if finding.is_error else warnings).append(finding.text)
     problems += await _network_problems(config, security)
     if config.endpoints.reward is None:
-        models = list(dict.fromkeys(each.model for each in config.reward.models))
-        problems += await reward_problems(models, is_insecure=config.insecure)
+        problems += await _all_reward_problems(config)
     devices, misfits, notes = await asyncio.to_thread(_devices, config)
     problems += misfits
     if problems:
@@ -157,6 +158,21 @@ def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:
     if is_resume or not isinstance(config.record, Path) or not config.record.exists():
         return []
     return [f"record: {config.record} exists already; remove it, or name another file"]
+
+
+async def _all_reward_problems(config: RunConfig) -> list[str]:
+    """Of the run's reward, and of those that sources have of their own."""
+    problems = await _problems_of_reward(config.reward, is_insecure=config.insecure)
+    for name, reward in config.source_rewards.items():
+        found = await _problems_of_reward(reward, is_insecure=config.insecure)
+        problems += [f"data: source {name!r}: {problem}" for problem in found]
+    return problems
+
+
+async def _problems_of_reward(reward: RewardModelConfig, *, is_insecure: bool) -> list[str]:
+    names = list(dict.fromkeys(each.model for each in reward.models))
+    problems = await reward_problems(names, is_insecure=is_insecure)
+    return problems or await grader_problems(reward, is_insecure=is_insecure)
 
 
 async def reward_problems(models: Sequence[str], *, is_insecure: bool) -> list[str]:

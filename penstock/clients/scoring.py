@@ -1,7 +1,7 @@
 """Connects a reward worker to the broker: StreamScoring with credits, renewals and reconnects.
 
 Invariants:
-- At most `max_leases` leases are held; no more are ever requested from the broker.
+- At most `max_leases` leases are held, beside those that `num_held_back` counts; no more are ever requested.
 - A held lease is renewed until its result is accepted or the broker calls it lost, over any number of reconnects.
 - A result is sent again on every new stream until the broker accepts it or calls its lease lost, so none is lost.
 - A lease is handed to the caller once.
@@ -72,6 +72,8 @@ class ScoringSession:
         """Called at every renewal: why leases are not being scored; empty while they are."""
         self.warning: Callable[[], str] = lambda: ""
         """Called at every renewal: the problems of samples so far; empty if there were none."""
+        self.num_held_back: Callable[[], int] = lambda: 0
+        """How many of the leases held wait for something that the others do not need; those are leased beside them."""
         self._broker = broker
         self._hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id, task=task)
         self._max_leases = min(max_leases, MAX_LEASES)
@@ -83,6 +85,8 @@ class ScoringSession:
         self._is_draining = False
         self._credit_total = 0
         self._credit_sent = 0
+        self._num_received = 0
+        """Leases received on the current stream."""
         self._renewal_s = _MOST_RENEWAL_S
 
     @property
@@ -139,7 +143,8 @@ class ScoringSession:
             _log.info("waiting for broker and run", peer=self._stream.peer, run_id=self._hello.run_id, reason=reason)
 
     async def _follow(self, stub: BrokerServiceAsyncStub) -> None:
-        self._credit_total = self._max_leases - len(self._held)
+        self._credit_total = self._num_received = 0
+        self._give_credit()
         for entry in self._held.values():
             entry.sent_at_s = None
         call = stub.StreamScoring()
@@ -149,19 +154,19 @@ class ScoringSession:
         for lease_id in response.accepted_lease_ids:
             self._forget(lease_id)
         self.num_lost += sum(self._forget(lease_id) for lease_id in response.lost_lease_ids)
-        for lease in response.leases:
+        room = max(0, self._credit_sent - self._num_received)
+        self._num_received += len(response.leases)
+        if len(response.leases) > room:
+            _log.warning("broker sent more leases than asked for; they are left to expire", broker=self._broker.peer)
+        for lease in response.leases[:room]:
             if lease.lease_id in self._held:
                 continue
-            if len(self._held) >= self._max_leases:
-                _log.warning(
-                    "broker sent more leases than asked for; they are left to expire", broker=self._broker.peer
-                )
-                break
             self._held[lease.lease_id] = _Held(lease)
             self._waiting.put_nowait(lease.lease_id)
             self._renewal_s = _renewal_s(lease)
             self.num_leased += 1
         self._note_emptied()
+        self._give_credit()
         if response.leases or self._credit_total != self._credit_sent:
             # New leases may need renewal before the writer wakes up.
             self._changed.set()
@@ -174,6 +179,7 @@ class ScoringSession:
         while True:
             for request in self._results_to_send():
                 yield request
+            self._give_credit()
             if time.monotonic() - renewed_at_s >= self._renewal_s:
                 yield self._request(is_renewal=True)
                 renewed_at_s = time.monotonic()
@@ -210,10 +216,13 @@ class ScoringSession:
         return request
 
     def _forget(self, lease_id: str) -> bool:
-        if self._held.pop(lease_id, None) is None:
-            return False
-        self._credit_total += 1
-        return True
+        return self._held.pop(lease_id, None) is not None
+
+    def _give_credit(self) -> None:
+        """Ask for as many more leases as may be held; what was asked for is never taken back."""
+        most = min(MAX_LEASES, self._max_leases + self.num_held_back())
+        num_asked = self._credit_total - self._num_received
+        self._credit_total += max(0, most - len(self._held) - num_asked)
 
     def _forget_all(self) -> None:
         self.num_lost += len(self._held)

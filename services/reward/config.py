@@ -134,6 +134,8 @@ class RewardConfig(MeasuredConfig):
     """Hugging Face directory of the run's model, or its address: by tokenizer.json token ids become text."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model."""
+    sources: dict[str, RewardModelConfig] = Field(default_factory=dict, max_length=64)
+    """In place of it, the reward models of some sources of the run's data, by the source's name."""
 
     @model_validator(mode="after")
     def _text_comes_from_somewhere(self) -> Self:

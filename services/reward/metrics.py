@@ -22,7 +22,11 @@ TEXTS = Counter(
     ["sent"],
 )
 RETRIES = Counter("penstock_reward_retries", "Calls of the reward model that failed and were tried again.", ["model"])
-HELD_SAMPLES = Gauge("penstock_reward_held_samples", "Samples leased and not yet scored.")
+HELD_SAMPLES = Gauge("penstock_reward_held_samples", "Samples leased and not yet scored.", ["model"])
 CANARIES = Counter("penstock_reward_canary_rounds", "Rounds of canaries: passed, drifted.", ["model", "outcome"])
-IS_DRIFTED = Gauge("penstock_reward_is_drifted", "1 while canaries are not scored as known and samples wait.")
-IS_HOLDING_BACK = Gauge("penstock_reward_is_holding_back", "1 while the reward model does not answer and samples wait.")
+IS_DRIFTED = Gauge(
+    "penstock_reward_is_drifted", "1 while canaries are not scored as known and samples wait.", ["model"]
+)
+IS_HOLDING_BACK = Gauge(
+    "penstock_reward_is_holding_back", "1 while the reward model does not answer and samples wait.", ["model"]
+)

@@ -114,9 +114,9 @@ class ScoringPool:
     async def _work(self, source: LeaseSource) -> None:
         while True:
             leases = await source.take(max_items=self._config.max_batch_size)
-            HELD_SAMPLES.set(source.num_held)
+            HELD_SAMPLES.labels(self._model.name).set(source.num_held)
             await self._score(leases, source.answer)
-            HELD_SAMPLES.set(source.num_held)
+            HELD_SAMPLES.labels(self._model.name).set(source.num_held)
 
     async def score(self, leases: Sequence[broker_pb2.ScoringLease]) -> list[broker_pb2.ScoreResult]:
         """The result of each lease that is not lost meanwhile, in any order."""
@@ -226,7 +226,7 @@ class ScoringPool:
                 _log.error("reward model's adapter raised", model=self._model.name, exc_info=error)
                 return InternalError(f"{self._model.name} raised {describe(error)}")
             finally:
-                IS_HOLDING_BACK.set(self._breaker.is_open)
+                IS_HOLDING_BACK.labels(self._model.name).set(self._breaker.is_open)
 
     async def _halve(
         self,

@@ -20,9 +20,10 @@ from penstock.rewards.serving import reward_service
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.storage.fetched import fetched
-from services.reward.config import RewardConfig
+from services.reward.config import RewardConfig, RewardModelConfig
 from services.reward.models.build import build_model
 from services.reward.pool import ScoringPool
+from services.reward.source_pools import SourcePools
 from services.reward.texts import TokenTexts
 
 # Enough that every call under way finds the next batch waiting when it ends.
@@ -43,15 +44,25 @@ async def serve(config: RewardConfig) -> None:
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     judges = Security.from_environment(JUDGES, insecure=config.insecure)
-    model = await _model(config, judges)
-    max_leases = _BATCHES_HELD_A_CALL * config.reward.max_concurrent_batches * config.reward.max_batch_size
+    rewards = [config.reward]
+    for reward in config.sources.values():
+        if reward not in rewards:
+            rewards.append(reward)
+    models = [await _model(reward, judges) for reward in rewards]
+    model = models[0]
+    max_leases = sum(_BATCHES_HELD_A_CALL * reward.max_concurrent_batches * reward.max_batch_size for reward in rewards)
     session = ScoringSession(
         Connection(config.broker, security=security),
         run_id=config.run_id,
         worker_id=security.named(config, "worker_id").worker_id,
         max_leases=max_leases,
     )
-    pool = ScoringPool(source=session, model=model, config=config.reward, texts=texts)
+    pool: ScoringPool | SourcePools
+    if len(models) == 1:
+        pool = ScoringPool(source=session, model=model, config=config.reward, texts=texts)
+    else:
+        pool = pools = SourcePools(session, list(zip(rewards, models, strict=True)), config.sources, texts=texts)
+        session.num_held_back = lambda: pools.num_held_back
     session.holding_reason = lambda: pool.holding_reason
     session.warning = lambda: "" if texts is None else texts.warning
     server = Server(listen=config.listen, services=[reward_service(model)], security=security)
@@ -66,7 +77,8 @@ async def serve(config: RewardConfig) -> None:
         await server.set_serving(is_ready, "")
 
     def announce() -> None:
-        _log.info("reward listens", listen=config.listen, model=model.name, broker=config.broker, run_id=config.run_id)
+        names = ", ".join(each.name for each in models)
+        _log.info("reward listens", listen=config.listen, model=names, broker=config.broker, run_id=config.run_id)
 
     try:
         loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
@@ -76,12 +88,13 @@ async def serve(config: RewardConfig) -> None:
         ]
         await run_until_stopped(server, loops=loops, on_started=announce, before_stop=drain)
     finally:
-        await model.close()
+        for each in models:
+            await each.close()
 
 
-async def _model(config: RewardConfig, judges: Security) -> RewardModel:
+async def _model(config: RewardModelConfig, judges: Security) -> RewardModel:
     try:
-        model = build_model(config.reward, judges=judges)
+        model = build_model(config, judges=judges)
         await _check(model)
         return model
     except RewardLoadError as error:

@@ -170,6 +170,13 @@ class DataConfig(StrictModel):
                 raise ValueError(
                     f"{key}: {len(names)} sources, of which several are called {repeated[0]!r}; rename all but one"
                 )
+        rewards = {source.name: source.reward for source in self.train_sources}
+        for source in self.eval_sources:
+            if source.reward != rewards.get(source.name, source.reward):
+                raise ValueError(
+                    f"eval: source {source.name!r}: reward: the source of data.train of that name has another, and "
+                    "rewards go by name; leave it out, or rename the source"
+                )
         if len(names) > MAX_SOURCES:
             raise ValueError(f"eval: {len(names)} sources with those of train; at most {MAX_SOURCES}")
         return self

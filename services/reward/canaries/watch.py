@@ -86,7 +86,7 @@ class CanaryWatch:
         if self._drift:
             _log.info(f"canaries of reward model {self._name()} pass again after {self._monotonic_s() - begun_s:.0f} s")
         self._drift, self._num_since = "", num_samples
-        IS_DRIFTED.set(0)
+        IS_DRIFTED.labels(self._name()).set(0)
         self._is_passing = True
 
     def _found(self, drifts: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ class CanaryWatch:
         if self._is_passing:
             self.num_drifts += 1
             self._is_passing = False
-        IS_DRIFTED.set(1)
+        IS_DRIFTED.labels(self._name()).set(1)
         if is_new:
             _log.warning(
                 f"{self.reason}; samples wait until canaries pass",

@@ -18,6 +18,7 @@ from penstock.rewards.local import LocalModel
 from penstock.rewards.serving import reward_service
 from penstock.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+from penstock.wire.source_tag import SourceTag, tagged
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.reward.models.build import build_model
 from services.reward.models.remote import RemoteModel
@@ -110,6 +111,32 @@ async def test_every_sample_is_scored_once_and_credits_bound_what_is_held():
     assert broker.most_out <= 8
     assert [broker.results[number].value for number in range(4)] == [0.0, 1.0, 0.0, 1.0]
     assert {score.model for score in broker.results.values()} == {"exact_match"}
+
+
+async def test_a_source_whose_reward_is_away_holds_up_no_other_although_its_samples_fill_the_credits():
+    """The first 30 samples are of it, and the worker holds 4 where all rewards answer."""
+    script = [*items(30), *items(50)[30:]]
+    for item in script:
+        item.metadata_json = tagged("", SourceTag(source="hard" if item.key.sample_index < 30 else "easy"))
+    small = {"max_batch_size": 1, "max_concurrent_batches": 1}
+    port = free_port()
+    config = RewardConfig(
+        listen=f"127.0.0.1:{free_port()}",
+        run_id="r",
+        reward=RewardModelConfig(trusts_generator_text=True, **small),
+        sources={"hard": RewardModelConfig(model=f"grpc://127.0.0.1:{port}", trusts_generator_text=True, **small)},
+    )
+    broker = ScriptedBroker(script, lease_s=1.5)
+    async with (
+        serving(broker.service()) as (_, target),
+        running(serve(config.model_copy(update={"broker": target}))),
+    ):
+        await until(lambda: len(broker.results) == 20)
+        assert min(broker.results) == 30
+        async with serving_on(port, reward_service(LocalModel(reward(lambda completion: 2.0)))):
+            await until(lambda: len(broker.results) == 50)
+    assert {broker.results[number].value for number in range(30)} == {2.0}
+    assert broker.most_out <= 30 + 4
 
 
 async def test_the_process_starts_before_broker_and_run_and_scores_once_they_are_there():
