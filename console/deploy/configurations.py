@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 import re
+from copy import deepcopy
 from pathlib import Path, PurePath
 from typing import Any
 
 from console.config.config import parse_run_config
 from console.config.derive import training_config
+from console.deploy.data_section import data_files, source_rewards
 from console.deploy.description import IN_CONTAINERS, PORTS, Layout
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, emulation, machines
@@ -174,6 +176,7 @@ class Configurations:
                     "broker": self.center["broker"],
                     "tokenizer_path": self.config["model"]["path"],
                     "reward": self.config.get("reward", {}),
+                    **({"sources": own} if (own := source_rewards(self.config.get("data", {}))) else {}),
                 }
             ),
         }
@@ -248,8 +251,7 @@ class Configurations:
         generates = next((each for each in self.machines if each.name == name), None)
         paths = {"model.path": config["model"]["path"]}
         if name == self.head.name:
-            data = config.get("data", {})
-            paths |= {f"data.{key}": data[key] for key in ("train", "eval") if data.get(key) is not None}
+            paths |= {setting: holder[key] for setting, holder, key in data_files(config.get("data", {}))}
         runs = self.layout.runs if self._is_far or trains is None else PurePath(config["run"].get("dir", "runs"))
         document: Document = {
             "name": name,
@@ -282,21 +284,23 @@ def _check_names(problem: Problem) -> None:
 
 def _placed(run: Document, layout: Layout) -> Document:
     """The run with paths that mean the same on every machine. Raises ConfigError."""
-    found = {section: dict(run[section]) for section in ("model", "data") if isinstance(run.get(section), dict)}
-    for section, key in (("model", "path"), ("data", "train"), ("data", "eval")):
-        stated = found.get(section, {}).get(key)
-        if stated is None or looks_like_address(stated):
+    found = {section: deepcopy(run[section]) for section in ("model", "data") if isinstance(run.get(section), dict)}
+    model = found.get("model", {})
+    places = [("model.path", model, "path")] if model.get("path") is not None else []
+    for setting, holder, key in (*places, *data_files(found.get("data", {}))):
+        stated = holder[key]
+        if looks_like_address(stated):
             continue
         path = PurePath(str(stated))
         if layout.is_container:
             path = _DATA / path
             if not path.is_relative_to(_DATA) or ".." in path.parts:
                 raise ConfigError(
-                    f"{section}.{key}: {stated} is outside {_DATA}, the folder that containers see; name it below that"
+                    f"{setting}: {stated} is outside {_DATA}, the folder that containers see; name it below that"
                 )
         elif not path.is_absolute():
-            raise ConfigError(f"{section}.{key}: {stated} is relative; name its path on every machine, from / on")
-        found[section][key] = str(path)
+            raise ConfigError(f"{setting}: {stated} is relative; name its path on every machine, from / on")
+        holder[key] = str(path)
     return {**run, **found}
 
 
@@ -341,6 +345,6 @@ def _trainer_roots(config: Document) -> list[str]:
 
 def _sources(config: Document) -> list[Any]:
     """Paths and addresses of the run's model, data and checkpoints."""
-    data, run = config.get("data", {}), config["run"]
-    found = (config["model"]["path"], data.get("train"), data.get("eval"), run.get("checkpoint_storage"))
+    files = [holder[key] for _, holder, key in data_files(config.get("data", {}))]
+    found = (config["model"]["path"], *files, config["run"].get("checkpoint_storage"))
     return [source for source in found if source is not None]

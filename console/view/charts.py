@@ -13,7 +13,7 @@ from html import escape
 WIDTH, HEIGHT = 560, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 46, 34
 _MAX_POINTS = 600
-_COLORS = ("#1f6feb", "#d1570c", "#1a7f37", "#8250df")
+_COLORS = ("#1f6feb", "#d1570c", "#1a7f37", "#8250df", "#bf3989", "#0a7ea4", "#9a6700", "#57606a")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

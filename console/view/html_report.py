@@ -29,6 +29,7 @@ from console.view.run_view import (
     TOKENS_PER_SECOND,
     TRAIN_S,
 )
+from console.view.sources import source_charts, sources_table
 from penstock.process.durable_files import replace_file
 
 Line = Mapping[str, float]
@@ -83,7 +84,9 @@ def render_report(
         _summary_table(summary, steps),
         '<div class="grid-of-charts">',
         *charts(steps, evaluations),
+        *source_charts(steps, evaluations),
         "</div>",
+        sources_table(steps, evaluations),
         lengths_table(summary),
         _checkpoint_part(checkpoint),
         _versions_part(summary),

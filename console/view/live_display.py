@@ -28,6 +28,7 @@ from console.view.run_view import (
     RunView,
     Step,
 )
+from console.view.sources import source_words
 from penstock.v1 import trainer_pb2
 
 QUIET_LINE_EVERY_S = 15.0
@@ -118,6 +119,8 @@ def choose_display(view: RunView, *, out: TextIO = sys.stdout) -> Display:
 def step_line(view: RunView, step: Step) -> str:
     """A step in one line."""
     parts = [f"step {step.version}/{view.num_steps}", f"reward {number(step.get(REWARD), '.3f')}"]
+    if sources := source_words(step.metrics):
+        parts[-1] += f" ({sources})"
     if view.evaluations:
         parts.append(f"accuracy {_sampled(view.evaluations[-1:])}")
     parts += [
@@ -165,7 +168,8 @@ def render(view: RunView) -> RenderableType:
             _restarts_text(view),
         ),
     )
-    for row in rows:
+    sources = source_words(step.metrics if step is not None else {})
+    for row in (*rows, *([("by source", sources, "", "")] if sources else ())):
         table.add_row(*(Text(cell, style="dim" if index % 2 == 0 else "") for index, cell in enumerate(row)))
     samples = "  ".join(f"{state} {queues.get(state, 0)}" for state in _QUEUE_STATES)
     bar = Table.grid()

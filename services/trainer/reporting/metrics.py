@@ -15,7 +15,9 @@ offered, and what of that was writing its file and digesting it; step/pack_fill,
 step's forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples};
 step/skipped_attempts, how often the step was begun before and given up for a loss or gradient that was not finite;
 optimizer/{grad_norm,learning_rate}; loss/* as the loss names them (per-token means and maxima: ratio, ratio_max,
-clip_fraction, entropy, mismatch_kl, importance_weight).
+clip_fraction, entropy, mismatch_kl, importance_weight). Of each source with a name: source/NAME/{groups,samples,
+reward_mean,pass_rate,length_mean,length_max,zero_variance_share} of the step, and {share,epoch,resting_rows}, where the
+order of its prompts is.
 """
 
 from __future__ import annotations
@@ -47,6 +49,11 @@ OFFER_S = Gauge("penstock_trainer_offer_seconds", "From the end of an optimiser 
 POLICY_VERSION = Gauge("penstock_trainer_policy_version", "Version of the weights being trained")
 STALENESS = Histogram(
     "penstock_trainer_staleness_versions", "Staleness of trained samples", buckets=(0, 1, 2, 4, 8, 16, 32)
+)
+SOURCE_SAMPLES = Counter("penstock_trainer_source_samples", "Samples trained on, by source of the data", ["source"])
+SOURCE_REWARD = Gauge("penstock_trainer_source_reward_mean", "Mean reward of a source in its last step", ["source"])
+SOURCE_PASS_RATE = Gauge(
+    "penstock_trainer_source_pass_rate", "Share of a source's last samples that passed", ["source"]
 )
 
 Line = dict[str, float]
@@ -121,6 +128,8 @@ def step_line(report: StepReport, times: StepTimes, *, policy_version: int, now_
     if report.pack_fill is not None:
         line["step/pack_fill"] = report.pack_fill
     line |= {f"component/{name}": value for name, value in report.component_means.items()}
+    for name, source in report.sources.items():
+        line |= {f"source/{name}/{key}": value for key, value in source.metrics().items()}
     line |= {f"loss/{name}": value for name, value in report.loss_metrics.items()}
     return {name: value for name, value in line.items() if math.isfinite(value)}
 
@@ -136,6 +145,10 @@ def count_step(report: StepReport, times: StepTimes, *, policy_version: int) -> 
     publishing = times.publishing()
     PAUSE_SHARE.set(publishing.get("publish/pause_share", 0.0))
     OFFER_S.set(publishing.get("publish/offer_s", 0.0))
+    for name, source in report.sources.items():
+        SOURCE_SAMPLES.labels(source=name).inc(source.num_samples)
+        SOURCE_REWARD.labels(source=name).set(source.reward_mean)
+        SOURCE_PASS_RATE.labels(source=name).set(source.pass_rate)
     for skipped in report.skipped:
         SKIPPED.labels(reason=skipped.reason.value).inc()
     for staleness in report.staleness:

@@ -100,6 +100,8 @@ class StepLoop:
         self._replay = replay
         self.on_step: Callable[[Iterable[Sequence[TrainingSample]]], None] = lambda groups: None
         """Called with the groups of each optimiser step when the progress has counted it."""
+        self.order_metrics: Callable[[], Line] = dict
+        """Called for each step's line: where the order of prompts is."""
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
         self.waits = StallTimer(context.clock)
         self._stall = StallWatch(
@@ -325,7 +327,7 @@ class StepLoop:
         version = self._context.progress.policy_version
         count_step(report, times, policy_version=version)
         line = step_line(report, times, policy_version=version, now_s=clock.now_s())
-        return line | {"step/skipped_attempts": float(open_step.num_skipped)}
+        return line | {"step/skipped_attempts": float(open_step.num_skipped)} | self.order_metrics()
 
 
 def _unusable_groups(decoded: Groups, left_out: Sequence[SkippedSample]) -> dict[str, str]:

@@ -99,6 +99,10 @@ class PromptFeeder:
         self._mixture.note_step(_passed(groups, data.pass_reward))
         self._is_news.set()
 
+    def metrics(self) -> dict[str, float]:
+        """Where the order of prompts is, for a step's line."""
+        return self._mixture.metrics()
+
     async def run(self) -> None:
         """Submit until cancelled by the run."""
         self._waiting.extend(training_position(group_id) for group_id in self._progress.outstanding)

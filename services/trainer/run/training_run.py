@@ -322,7 +322,7 @@ class TrainingRun:
             replay=replay,
         )
         if feeder is not None:
-            loop.on_step = feeder.note_step
+            loop.on_step, loop.order_metrics = feeder.note_step, feeder.metrics
         loops = [monitor.run, self._checkpoints.watch]
         loops += [part.run for part in (feeder, replay) if part is not None]
         try:

@@ -78,7 +78,9 @@ class TrainingStep:
         self._prior = PriorLogprobs(scoring, settings)
         self._advantages = AdvantageEstimator(scoring, settings, prior=self._prior)
         self._passes = Passes(backend, max_pack_tokens=settings.max_pack_tokens, check=check)
-        self._counts = StepCounts(settings.policy_version)
+        self._counts = StepCounts(
+            settings.policy_version, pass_reward=settings.pass_reward, source_names=settings.source_names
+        )
         self._is_open = True
         self._is_streamed = settings.num_minibatches == 1
         self._waiting: list[LossItem] = []

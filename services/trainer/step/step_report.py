@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,6 +15,33 @@ from services.trainer.step.sample_filter import SkippedSample
 
 MAX_COMPONENTS = 32
 """Reported of a step; reward models may name others for each sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReport:
+    """What one source gave to a step."""
+
+    num_groups: int
+    num_samples: int
+    reward_mean: float
+    pass_rate: float
+    """Share of samples that passed."""
+    completion_tokens_mean: float
+    max_completion_tokens: int
+    num_zero_variance_groups: int
+    """Groups whose rewards are all equal, of one sample too."""
+
+    def metrics(self) -> dict[str, float]:
+        """By the names of metrics.jsonl, without the source's."""
+        return {
+            "groups": float(self.num_groups),
+            "samples": float(self.num_samples),
+            "reward_mean": self.reward_mean,
+            "pass_rate": self.pass_rate,
+            "length_mean": self.completion_tokens_mean,
+            "length_max": float(self.max_completion_tokens),
+            "zero_variance_share": self.num_zero_variance_groups / self.num_groups,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +77,8 @@ class StepReport:
     loss_metrics: dict[str, float]
     """Per-token means and maxima, by the names of the loss; empty when every advantage was zero."""
     skipped: tuple[SkippedSample, ...]
+    sources: Mapping[str, SourceReport] = field(default_factory=dict)
+    """By name, of the run's sources that have one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +91,19 @@ class _Trained:
     reward: float
     components: Mapping[str, float]
     staleness: int
+    source: str
+    """Of its prompt; empty if it has no name."""
 
 
 class StepCounts:
     """The samples trained on in one step."""
 
-    def __init__(self, policy_version: int) -> None:
+    def __init__(
+        self, policy_version: int, *, pass_reward: float = 1.0, source_names: Collection[str] = frozenset()
+    ) -> None:
         self._policy_version = policy_version
+        self._pass_reward = pass_reward
+        self._source_names = source_names
         self._fresh: list[_Trained] = []
         self._replayed: list[_Trained] = []
 
@@ -87,6 +122,7 @@ class StepCounts:
                 reward=float(sample.reward or 0.0),
                 components=sample.components,
                 staleness=self._policy_version - int(sample.policy_versions.min()),
+                source="" if sample.tag is None else sample.tag.source,
             )
         )
 
@@ -119,6 +155,26 @@ class StepCounts:
             staleness=tuple(sample.staleness for sample in self._fresh),
             loss_metrics=passes.totals.means(),
             skipped=skipped,
+            sources=self._sources(),
+        )
+
+    def _sources(self) -> dict[str, SourceReport]:
+        names = dict.fromkeys(sample.source for sample in self._fresh if sample.source in self._source_names)
+        return {name: self._source([sample for sample in self._fresh if sample.source == name]) for name in names}
+
+    def _source(self, samples: Sequence[_Trained]) -> SourceReport:
+        rewards: dict[str, list[float]] = {}
+        for sample in samples:
+            rewards.setdefault(sample.group_id, []).append(sample.reward)
+        lengths = [sample.num_completion_tokens for sample in samples]
+        return SourceReport(
+            num_groups=len(rewards),
+            num_samples=len(samples),
+            reward_mean=sum(sample.reward for sample in samples) / len(samples),
+            pass_rate=sum(sample.reward >= self._pass_reward for sample in samples) / len(samples),
+            completion_tokens_mean=sum(lengths) / len(samples),
+            max_completion_tokens=max(lengths),
+            num_zero_variance_groups=sum(len(set(group)) == 1 for group in rewards.values()),
         )
 
 

@@ -27,6 +27,10 @@ class StepSettings:
     """Maximum completion tokens of sampling; read if `overlong_buffer_tokens` is set."""
     overlong_buffer_tokens: int = 0
     """The reward falls over this many last tokens; 0 penalises no length."""
+    pass_reward: float = 1.0
+    """A sample passes with this reward or more, in the report."""
+    source_names: frozenset[str] = frozenset()
+    """Sources that are reported by themselves; prompts of others may name any."""
     num_minibatches: int = 1
     """Optimiser steps per batch, each on different whole groups."""
     needs_proximal: bool = False
@@ -60,6 +64,8 @@ def step_settings(config: TrainingConfig, *, policy_version: int) -> StepSetting
         normalization=settings.normalization or algorithm.normalization,
         max_new_tokens=config.sampling.max_new_tokens,
         overlong_buffer_tokens=settings.overlong_buffer_tokens,
+        pass_reward=config.data.pass_reward,
+        source_names=frozenset(source.name for source in config.data.train_sources if source.name),
         num_minibatches=settings.num_minibatches,
         needs_proximal=settings.num_minibatches > 1 and settings.correction != "none" and not algorithm.is_off_policy,
         needs_reference=settings.has_trainer_reference and is_reference_early(settings),

@@ -90,6 +90,20 @@ async def test_a_killed_run_of_several_sources_goes_on_with_the_same_prompts(tmp
     # Rows that teach nothing rest every now and then.
     visits = Counter(tag.row for tag in tags if tag.source == "hard")
     assert max(visits[0], visits[3]) < min(visits[1], visits[2], visits[4])
+    # What the files say of each source.
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["policy_version"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    for name, size in (("easy", 2), ("hard", 4)):
+        of_source = [line for line in steps if f"source/{name}/groups" in line]
+        assert sum(line[f"source/{name}/samples"] for line in of_source) == size * sum(
+            line[f"source/{name}/groups"] for line in of_source
+        )
+        assert all(line[f"source/{name}/pass_rate"] == line[f"source/{name}/reward_mean"] for line in of_source)
+        assert {line[f"source/{name}/zero_variance_share"] for line in of_source} >= {0.0, 1.0}
+        assert max(line[f"source/{name}/resting_rows"] for line in steps) > 0
+    assert sum(line.get("source/easy/groups", 0) + line.get("source/hard/groups", 0) for line in steps) == 2 * NUM_STEPS
+    shares = [line["source/hard/share"] for line in steps]
+    assert shares[0] < shares[2] < shares[3] == shares[-1] == 6 / 8
     first, last = ([tag.source for tag in tags[part]].count("easy") for part in (slice(6), slice(-6, None)))
     assert first > last
     lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]

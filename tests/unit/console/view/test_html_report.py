@@ -13,6 +13,7 @@ from console.config.run_folder import RunFolder
 from console.view.charts import Series, line_chart, ticks
 from console.view.html_report import charts, newest_checkpoint, render_report, write_report
 from console.view.outcome import read_lines
+from console.view.sources import source_words
 
 STEPS = [
     {"policy_version": version, "reward/mean": version / 40, "length/mean": 40.0, "length/max": 190,
@@ -50,6 +51,26 @@ def test_components_of_the_reward_have_a_plot_if_there_are_any() -> None:
     assert re.findall(r"(brevity|math/passed|math)\b", drawn) == ["brevity", "math", "math/passed"]
     many = charts([{**STEPS[0], **{f"component/part{index:02}": 1.0 for index in range(30)}}], [])[1]
     assert re.findall(r"part\d\d", many) == [f"part{index:02}" for index in range(8)]
+
+
+def test_sources_stand_beside_each_other() -> None:
+    assert "by source" not in page()
+    steps = [
+        {**step, "source/easy/reward_mean": 0.75, "source/hard/reward_mean": step["reward/mean"],
+         "source/hard/pass_rate": 0.5, "source/hard/resting_rows": float(step["policy_version"])}
+        for step in STEPS
+    ]  # fmt: skip
+    evaluations = [{**EVALUATIONS[0], "source/hard/greedy_accuracy": 0.625, "source/hard/sampled_accuracy": None}]
+    text = render_report("r1", steps, evaluations, SUMMARY, config="", checkpoint=None)
+    drawn = {
+        element.attrib["aria-label"]
+        for element in map(ElementTree.fromstring, re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
+    }
+    assert {"Training reward by source", "Pass rate by source"} <= drawn
+    (hard,) = re.findall(r"<tr><th>hard</th>(.*?)</tr>", text)
+    cells = re.findall(r"<td class=value>(.*?)</td>", hard)
+    assert cells == ["-", "-", "0.637", "0.50", "-", "-", "-", "30", "-", "0.625"]
+    assert source_words(steps[3]) == "easy 0.750, hard 0.100"
 
 
 def test_it_needs_no_network_and_no_script() -> None:
