@@ -167,9 +167,7 @@ class DataConfig(StrictModel):
             ("eval", [source.name for source in self.eval_sources]),
         ):
             if repeated := [name for name, count in Counter(names).items() if count > 1]:
-                raise ValueError(
-                    f"{key}: {len(names)} sources, of which several are called {repeated[0]!r}; rename all but one"
-                )
+                raise ValueError(f"{key}: several sources are called {repeated[0]!r}; rename all but one")
         rewards = {source.name: source.reward for source in self.train_sources}
         for source in self.eval_sources:
             if source.reward != rewards.get(source.name, source.reward):

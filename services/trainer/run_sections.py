@@ -50,7 +50,7 @@ class RunSettings(StrictModel):
     num_steps: int = Field(default=100, ge=1)
     """Optimiser steps."""
     num_eval_prompts: int = Field(default=256, ge=0, le=100_000)
-    """Held-out prompts measured at start and end, once sampled and once greedy; 0 measures none."""
+    """Held-out prompts of each file measured at start and end, once sampled and once greedy; 0 measures none."""
     eval_every_steps: int = Field(default=0, ge=0)
     """Steps between further measurements, made while training continues; 0 measures at start and end only."""
     checkpoint_every_steps: int = Field(default=20, ge=1)

@@ -25,7 +25,7 @@ from penstock.wire.source_tag import SourceTag
 from services.trainer.data.curriculum import Curriculum
 from services.trainer.data.difficulty import MAX_ROWS, DifficultyPool
 from services.trainer.data.interleaving import Interleaver
-from services.trainer.data.prompt_order import EncodedPrompt
+from services.trainer.data.prompt_order import EncodedPrompt, PromptRows
 from services.trainer.data.prompt_rows import DataError
 from services.trainer.data.row_order import RowOrder
 from services.trainer.data_config import DataConfig
@@ -39,7 +39,7 @@ class PromptSource:
 
     name: str
     """Empty if the run has one source without a name."""
-    prompts: Sequence[EncodedPrompt]
+    prompts: PromptRows
     """Its usable rows, however they are read, in the order of `row_number`."""
     group_size: int
     """Samples of each prompt."""
@@ -152,6 +152,8 @@ class PromptMixture:
         self.position = position
         try:
             if state is None:
+                if position and len(self.sources) > 1:
+                    raise ValueError("the run had one source when it was written; resume with that alone")
                 self._orders[0].epoch, self._orders[0].offset = divmod(position, len(self.sources[0].prompts))
                 return
             document = json.loads(state)
@@ -179,7 +181,7 @@ class PromptMixture:
             order.pool.load(saved["pool"])
 
     def _derived(self, position: int) -> Choice:
-        """What was chosen in a run of one source whose rows never rest."""
+        """What was chosen before there were sources: one file, whose rows never rest."""
         epoch, offset = divmod(position, len(self.sources[0].prompts))
         return Choice(0, epoch, self._orders[0].row(epoch, offset))
 
@@ -213,7 +215,7 @@ def _row_order(source: PromptSource, config: DataConfig, seed: int) -> RowOrder:
     return RowOrder(num_rows, seed=own_seed, shuffle=config.shuffle, pool=pool, on_all_resting=say)
 
 
-def _index_of(prompts: Sequence[EncodedPrompt], row: int) -> int | None:
+def _index_of(prompts: PromptRows, row: int) -> int | None:
     """The usable row with that number in its file; None if there is none."""
     index = bisect_left(prompts, row, key=lambda prompt: prompt.row_number)
     return index if index < len(prompts) and prompts[index].row_number == row else None

@@ -92,6 +92,14 @@ def encoded(rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Sequence[int]
                 yield tokenizer.encode_chat([(message.role, message.content) for message in row.prompt])
 
 
+class PromptRows(Protocol):
+    """Prompts by their index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> EncodedPrompt: ...
+
+
 def training_group_id(position: int) -> str:
     """Names the training group at a position."""
     return f"t{position}"

@@ -39,7 +39,7 @@ class RowOrder:
 
     def take(self) -> tuple[int, int]:
         """The epoch and the row that come next."""
-        if self.offset >= self._of(self.epoch).size:
+        if self.offset >= self._num_in(self.epoch):
             self.epoch += 1
             self.offset = 0
         row = self.row(self.epoch, self.offset)
@@ -48,7 +48,15 @@ class RowOrder:
 
     def row(self, epoch: int, offset: int) -> int:
         """The row at a place of the current epoch, or of any epoch if none rests."""
-        return int(self._of(epoch)[offset])
+        return offset if self._is_plain else int(self._of(epoch)[offset])
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether rows come as they are: then there may be more than fit in memory."""
+        return not self._shuffle and self.pool is None
+
+    def _num_in(self, epoch: int) -> int:
+        return self._num_rows if self._is_plain else self._of(epoch).size
 
     def _of(self, epoch: int) -> npt.NDArray[np.int32]:
         if epoch != self._rows_epoch:

@@ -43,12 +43,12 @@ def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_
     limit = min(config.data.max_prompt_tokens, longest)
     files: dict[str, PromptSet] = {}
 
-    def load(field: str, source: EvalSource) -> PromptSource:
+    def load(field: str, source: EvalSource, *, most: int | None = None) -> PromptSource:
         key = f"{field} ({source.name})" if source.name else field
         files[key] = found = load_prompts(fetched(key, source.path), tokenizer, max_prompt_tokens=limit)
         return PromptSource(
             name=source.name,
-            prompts=found.prompts,
+            prompts=found.prompts[:most],
             group_size=config.algorithm.group_size,
             max_new_tokens=source.max_new_tokens or config.sampling.max_new_tokens,
         )
@@ -62,8 +62,5 @@ def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_
         for source in config.data.train_sources
     )
     most = config.run.num_eval_prompts
-    held_out = tuple(
-        replace(found, prompts=found.prompts[:most], group_size=1)
-        for found in (load("data.eval", source) for source in config.data.eval_sources if most)
-    )
+    held_out = tuple(load("data.eval", source, most=most) for source in config.data.eval_sources if most)
     return RunPrompts(train=train, held_out=held_out, num_skipped=sum(each.num_skipped for each in files.values()))

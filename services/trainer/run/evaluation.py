@@ -64,7 +64,7 @@ class Evaluator:
         self._client = context.client
         self._clock = context.clock
         self._submitter = submitter
-        self._prompts = [(source, prompt) for source in sources for prompt in source.prompts]
+        self._prompts = [(source, source.prompts[index]) for source in sources for index in range(len(source.prompts))]
         self._record = record
         self._events = events
         self._beside: asyncio.Task[None] | None = None

@@ -190,6 +190,8 @@ def test_an_order_is_not_continued_with_other_rows_or_without_a_source_whose_gro
     state = order.dump(range(10, 20))
     with pytest.raises(DataError, match=r"'mid' had 7 usable rows and has 8 now; resume with the rows"):
         mixture(sizes=SIZES | {"mid": 8}).load(state, position=20)
+    with pytest.raises(DataError, match="the run had one source when it was written"):
+        mixture().load(None, position=20)
     with pytest.raises(DataError, match=r"groups of source 'mid' are out, which data.train no longer has"):
         mixture(("big", "small")).load(state, position=20)
     assert json.loads(state).keys() == {"sources", "chosen", "curriculum"}
