@@ -44,7 +44,7 @@ def test_held_out_rows_take_what_the_training_source_of_their_name_has() -> None
         ({"train": [source("a"), source("a")]}, {}, "several sources are called 'a'; rename all but one"),
         ({"train": [source("a", eval="x")], "eval": [source("a")]}, {}, "eval: several sources are called 'a'"),
         ({"train": [source("a", weight=0)]}, {}, r"data.train.0.weight: .* greater than 0 \(got 0\)"),
-        ({"train": [source("a", wieght=1)]}, {}, "data.train.0.wieght: unknown key; did you mean 'weight'"),
+        ({"train": [source("a", weights=1)]}, {}, "data.train.0.weights: unknown key; did you mean 'weight'"),
         ({"train": [source("a b")]}, {}, "data.train.0.name: .*'a b'"),
         ({"train": []}, {}, "train: 0 sources; give 1 to 64"),
         ({"train": [source(f"s{n}") for n in range(65)]}, {}, "train: 65 sources; give 1 to 64"),

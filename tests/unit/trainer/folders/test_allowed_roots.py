@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 STRINGS_PER_EXAMPLE = 25
 NUM_EXAMPLES = 400
 """10,000 strings in all."""
+_SOURCE = "data.train.0."
 FIELDS = ("run_id", "run.dir", "model.path", "data.train", "data.eval")
 
 
@@ -50,20 +51,24 @@ class Place:
         self.roots = Roots([self.root])
 
     def request(self, field: str = "", text: str = "") -> trainer_pb2.StartRunRequest:
-        values = {
+        values: dict[str, object] = {
             "run_id": "r",
             "run.dir": str(self.root / "runs"),
             "model.path": str(self.root / "model"),
             "data.train": str(self.root / "rows.jsonl"),
             "data.eval": None,
         }
-        values |= {field: text} if field else {}
-        document: dict[str, dict[str, str | None]] = {"run": {}, "model": {}, "data": {}}
+        if field.startswith(_SOURCE):
+            key = field.removeprefix(_SOURCE)
+            values["data.train"] = [{"name": "a", "path": str(self.root / "rows.jsonl"), key: text}]
+        elif field:
+            values[field] = text
+        document: dict[str, dict[str, object]] = {"run": {}, "model": {}, "data": {}}
         for name, value in values.items():
             if name != "run_id":
                 section, _, key = name.partition(".")
                 document[section][key] = value
-        return trainer_pb2.StartRunRequest(run_id=values["run_id"], config_json=json.dumps(document), resume=True)
+        return trainer_pb2.StartRunRequest(run_id=str(values["run_id"]), config_json=json.dumps(document), resume=True)
 
     def start(self, field: str = "", text: str = "") -> Path:
         """What StartRun does with paths; the run's folder."""
@@ -183,6 +188,8 @@ def test_nothing_outside_the_roots_is_read_made_or_deleted(place: Place, cases: 
         ("data.train", "{root}/rows-link.jsonl"),
         ("data.eval", "{root}/up/outside/rows.jsonl"),
         ("data.eval", "/etc/passwd"),
+        ("data.train.0.path", "{root}/rows-link.jsonl"),
+        ("data.train.0.eval", "/etc/passwd"),
     ],
 )
 def test_what_is_outside_is_refused_by_field_value_root_and_setting(place: Place, field: str, text: str) -> None:
