@@ -9,7 +9,7 @@ class Interleaver:
     """Chooses a source for one group after another.
 
     While weights stay the same, each source has had its share of the groups to within one, at any moment; over any
-    window, therefore, to within two. The choice depends on `credits` alone.
+    window, therefore, to within two, and of two sources to within one. The choice depends on `credits` alone.
 
     Source: the quota method: of the sources that are owed something, the one that would first be owed a whole group
     (Tijdeman, "The chairman assignment problem", 1980).

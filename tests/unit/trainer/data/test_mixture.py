@@ -53,11 +53,13 @@ def resumed(order: PromptMixture, outstanding: list[int], **data: Any) -> Prompt
     "weights", [(1, 1), (3, 1), (0.7, 0.3), (5, 3, 1), (1, 0, 2.5, 2.5, 0.01), tuple(range(1, 65))]
 )
 def test_each_source_has_its_share_to_within_one_group_at_any_moment(weights: tuple[float, ...]) -> None:
-    turns, counts = Interleaver(len(weights)), np.zeros(len(weights))
-    shares = np.array(weights) / sum(weights)
-    for number in range(1, 3000):
-        counts[turns.next(weights)] += 1
-        assert np.abs(counts - number * shares).max() < 1.0 + 1e-9
+    turns, shares = Interleaver(len(weights)), np.array(weights) / sum(weights)
+    chosen = np.array([turns.next(weights) for _ in range(3000)])
+    for source_number, share in enumerate(shares):
+        ahead = np.cumsum(chosen == source_number) - share * np.arange(1, 3001)
+        assert np.abs(ahead).max() < 1.0 + 1e-9
+        # Over any window.
+        assert max(ahead.max(), 0.0) - min(ahead.min(), 0.0) < (1.0 if len(weights) == 2 else 2.0) + 1e-9
 
 
 def test_a_source_comes_shuffled_once_an_epoch_whatever_the_others_are() -> None:
