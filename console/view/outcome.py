@@ -16,6 +16,7 @@ from penstock.process.durable_files import replace_file
 from penstock.v1 import trainer_pb2
 
 Summary = dict[str, Any]
+MAX_SOURCE_LINES = 8
 TAIL_SHARE = 0.2
 """The long tail of completion lengths: the longest fifth, as closely as the audit's buckets allow."""
 
@@ -103,6 +104,7 @@ def summary_lines(summary: Summary) -> list[str]:
         f"staleness at most {summary.get('max_staleness_seen')} (bound {summary.get('max_staleness')}); "
         f"overlap {number(summary.get('overlap_ratio'), '.2f')}",
     ]
+    lines += source_lines(summary)
     audit = summary.get("audit")
     if isinstance(audit, dict):
         lines.append(audit_line(audit))
@@ -110,6 +112,19 @@ def summary_lines(summary: Summary) -> list[str]:
     if restarts := restarts_text(summary):
         lines.append(f"restarts: {restarts}")
     return lines
+
+
+def source_lines(summary: Summary) -> list[str]:
+    """A line for each named source, of the first few."""
+    sources = summary.get("sources")
+    if not isinstance(sources, dict):
+        return []
+    return [
+        f"source {name}: {found.get('samples_trained')} samples, "
+        f"reward {change(found, 'reward_first', 'reward_last', ' -> ')}; held-out accuracy "
+        f"{change(found, 'eval_accuracy_start', 'eval_accuracy_end', ' -> ')} sampled"
+        for name, found in list(sources.items())[:MAX_SOURCE_LINES]
+    ]
 
 
 def audit_line(audit: Mapping[str, Any]) -> str:

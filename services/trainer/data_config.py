@@ -134,6 +134,12 @@ class DataConfig(StrictModel):
         return source.model_copy(update={name: getattr(trained, name) for name in names})
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """Of training and held-out rows, without those that have none."""
+        names = (source.name for source in (*self.train_sources, *self.eval_sources) if source.name)
+        return tuple(dict.fromkeys(names))
+
+    @property
     def files(self) -> dict[str, Path | Address]:
         """Every file of rows, by the setting that names it."""
         return dict(self._files())

@@ -11,6 +11,7 @@ Definitions:
   (`services.trainer.reporting.stall_timer`); `pack_fill`: the mean part of their token budget that its forward passes
   used. Both over the steps of metrics.jsonl.
 - `eval_*`: mean scores on held-out prompts at version 0 and at the last version measured after it.
+- `sources`: some of these by named source.
 
 Unknown values (nothing was measured, the broker was away) are null, never invented.
 """
@@ -61,6 +62,8 @@ class RunFacts:
     """Lines of metrics.jsonl."""
     evaluations: Sequence[Mapping[str, Any]]
     """Lines of evaluations.jsonl."""
+    sources: Sequence[str] = ()
+    """Named sources of the run's data."""
     audit: broker_pb2.Audit | None
     """The broker's counters; None if it was unreachable."""
 
@@ -86,6 +89,7 @@ def build_summary(facts: RunFacts) -> Summary:
         "reward_first": _mean(rewards[:REWARD_WINDOW_STEPS]),
         "reward_last": _mean(rewards[-REWARD_WINDOW_STEPS:]),
         **_accuracies(facts.evaluations),
+        "sources": {name: _of_source(name, facts) for name in facts.sources},
         "overlap_ratio": overlap.overlap_ratio,
         "generator_idle_ratio": overlap.generator_idle_ratio,
         "trainer_idle_ratio": overlap.trainer_idle_ratio,
@@ -122,16 +126,28 @@ def package_versions() -> dict[str, str | None]:
     return {"penstock": penstock.__version__, "python": platform.python_version(), **found}
 
 
-def _accuracies(evaluations: Sequence[Mapping[str, Any]]) -> Summary:
+def _of_source(name: str, facts: RunFacts) -> Summary:
+    """The same of one source: the first and the last five steps are those that had groups of it."""
+    prefix = f"source/{name}/"
+    rewards = [value for step in facts.steps if (value := step.get(f"{prefix}reward_mean")) is not None]
+    return {
+        "samples_trained": int(_total(facts.steps, f"{prefix}samples")),
+        "reward_first": _mean(rewards[:REWARD_WINDOW_STEPS]),
+        "reward_last": _mean(rewards[-REWARD_WINDOW_STEPS:]),
+        **_accuracies(facts.evaluations, prefix),
+    }
+
+
+def _accuracies(evaluations: Sequence[Mapping[str, Any]], prefix: str = "") -> Summary:
     nothing: Mapping[str, Any] = {}
     start = next((line for line in evaluations if line["policy_version"] == 0), nothing)
     end = next((line for line in reversed(evaluations) if line["policy_version"] > 0), nothing)
     return {
-        "eval_accuracy_start": start.get("sampled_accuracy"),
-        "eval_accuracy_end": end.get("sampled_accuracy"),
-        "eval_greedy_start": start.get("greedy_accuracy"),
-        "eval_greedy_end": end.get("greedy_accuracy"),
-        "eval_prompts": end.get("num_prompts", start.get("num_prompts")),
+        "eval_accuracy_start": start.get(f"{prefix}sampled_accuracy"),
+        "eval_accuracy_end": end.get(f"{prefix}sampled_accuracy"),
+        "eval_greedy_start": start.get(f"{prefix}greedy_accuracy"),
+        "eval_greedy_end": end.get(f"{prefix}greedy_accuracy"),
+        "eval_prompts": end.get(f"{prefix}num_prompts", start.get(f"{prefix}num_prompts")),
     }
 
 

@@ -203,7 +203,8 @@ class Evaluator:
             found = [(name, scores.get(group_id)) for name, group_id in zip(names, part, strict=True)]
             means[kind] = _mean(found)
             for name in dict.fromkeys(filter(None, names)):
-                means[f"source/{name}/{kind}"] = _mean([pair for pair in found if pair[0] == name])
+                of_source = [pair for pair in found if pair[0] == name]
+                means |= {f"source/{name}/{kind}": _mean(of_source), f"source/{name}/num_prompts": len(of_source)}
             if num_missing := sum(score is None for _, score in found):
                 _log.warning("held-out completions without a score", kind=kind, num_missing=num_missing)
         return {

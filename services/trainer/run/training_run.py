@@ -423,6 +423,7 @@ class TrainingRun:
             overlap=self._meter.totals(self._clock.monotonic_s()),
             steps=self._metrics.read(),
             evaluations=self._evaluations.read(),
+            sources=self.spec.config.data.source_names,
         )
         return write_summary(path, build_summary(facts))
 

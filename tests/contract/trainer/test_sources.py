@@ -75,6 +75,7 @@ async def test_a_killed_run_of_several_sources_goes_on_with_the_same_prompts(tmp
         await run_alone(document, resume=True)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["outcome"] == "completed", summary["message"]
+    assert summary["samples_trained"] == sum(found["samples_trained"] for found in summary["sources"].values())
     assert broker.books().balanced
     again = {name: prompt for name, prompt in broker.sent.items() if name.startswith("t")}
     assert len(again) >= 2 * (NUM_STEPS - KILLED_AFTER)
@@ -108,5 +109,7 @@ async def test_a_killed_run_of_several_sources_goes_on_with_the_same_prompts(tmp
     assert first > last
     lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     assert {name for line in lines for name in line if name.startswith("source/")} == {
-        f"source/{name}/{kind}_accuracy" for name in ("easy", "hard") for kind in ("sampled", "greedy")
+        f"source/{name}/{key}"
+        for name in ("easy", "hard")
+        for key in ("sampled_accuracy", "greedy_accuracy", "num_prompts")
     }

@@ -52,6 +52,20 @@ def facts(**changes):
     return RunFacts(**{**values, **changes})
 
 
+def test_each_named_source_has_numbers_of_its_own():
+    assert build_summary(facts())["sources"] == {}
+    steps = [{"reward/mean": 1.0, "source/a/reward_mean": float(n), "source/a/samples": 4.0} for n in range(12)]
+    steps[0] = {"reward/mean": 1.0}
+    evaluations = [{"policy_version": 0, "source/a/sampled_accuracy": 0.25, "source/a/num_prompts": 8}]
+    found = build_summary(facts(steps=steps, evaluations=evaluations, sources=("a", "b")))["sources"]
+    nothing = dict.fromkeys(("reward_first", "reward_last", "eval_accuracy_start", "eval_accuracy_end"))
+    nothing |= {"eval_greedy_start": None, "eval_greedy_end": None, "eval_prompts": None, "samples_trained": 0}
+    assert found["b"] == nothing
+    assert found["a"] == nothing | {
+        "reward_first": 3.0, "reward_last": 9.0, "eval_accuracy_start": 0.25, "eval_prompts": 8, "samples_trained": 44,
+    }  # fmt: skip
+
+
 def test_every_promised_key_is_there_and_rates_are_of_the_training_phase():
     summary = build_summary(facts())
     assert summary.keys() >= PROMISED
