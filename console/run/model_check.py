@@ -118,8 +118,10 @@ def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
     """Problems of the data files, and notes on them for the user."""
     problems: list[str] = []
     warnings: list[str] = []
-    needs_answer = "" if config.endpoints.reward is not None else config.reward.needs_answer
+    sources, rewards = config.data.sources_of_files, config.source_rewards
     for key, source in config.data.files.items():
+        reward = rewards.get(sources[key], config.reward)
+        needs_answer = "" if config.endpoints.reward is not None else reward.needs_answer
         try:
             path = fetched(key, source)
             rows = read_rows(path, needs_answer=needs_answer)

@@ -142,17 +142,22 @@ class DataConfig(StrictModel):
     @property
     def files(self) -> dict[str, Path | Address]:
         """Every file of rows, by the setting that names it."""
-        return dict(self._files())
+        return {key: path for key, _, path in self._files()}
 
-    def _files(self) -> Iterator[tuple[str, Path | Address]]:
+    @property
+    def sources_of_files(self) -> dict[str, str]:
+        """The source of each of these settings; empty for rows without a source."""
+        return {key: name for key, name, _ in self._files()}
+
+    def _files(self) -> Iterator[tuple[str, str, Path | Address]]:
         for key, value in (("data.train", self.train), ("data.eval", self.eval)):
             if not isinstance(value, tuple):
-                yield from () if value is None else ((key, value),)
+                yield from () if value is None else ((key, "", value),)
                 continue
             for index, source in enumerate(value):
-                yield f"{key}.{index}.path", source.path
+                yield f"{key}.{index}.path", source.name, source.path
                 if isinstance(source, TrainSource) and source.eval is not None:
-                    yield f"{key}.{index}.eval", source.eval
+                    yield f"{key}.{index}.eval", source.name, source.eval
 
     @property
     def order_depends_on_steps(self) -> bool:

@@ -47,7 +47,7 @@ async def test_a_generators_endpoint_judges_and_what_it_cannot_say_is_never_a_nu
     (path / "config.json").write_text(json.dumps(document | {"max_position_embeddings": 8192}))
     async with endpoint_bench(path, lambda _: verdict(correct=8)) as bench:
         config = settings(bench.base_url)
-        model = build_model("judge", judge=config.judge)
+        model = build_model(RewardModelConfig(model="judge", judge=config.judge))
         [result] = await ScoringPool(model=model, config=config).score(leases(1))
         await model.close()
         assert (result.score.value, result.score.details["answered"]) == (0.8, "tiny@policy-0")
@@ -58,7 +58,7 @@ async def test_a_generators_endpoint_judges_and_what_it_cannot_say_is_never_a_nu
         async with endpoint_bench(path, engine=engine) as bench:
             # An untrained model says nothing that is a verdict.
             config = settings(bench.base_url, max_tokens=16)
-            model = build_model("judge", judge=config.judge)
+            model = build_model(RewardModelConfig(model="judge", judge=config.judge))
             results = await ScoringPool(model=model, config=config).score(leases(2))
             assert {result.score.status for result in results} == {types_pb2.SCORE_STATUS_JUDGE_ERROR}
             assert not any(result.score.HasField("value") for result in results)
@@ -98,7 +98,7 @@ async def idle_rounds(max_staleness: int, *, num_steps: int = 6, latency: int = 
         target = f"127.0.0.1:{broker.server.port}"
         session = ScoringSession(Connection(target), run_id=real.RUN, worker_id="judge-0", max_leases=64)
         config = settings(judge.url)
-        model = build_model("judge", judge=config.judge)
+        model = build_model(RewardModelConfig(model="judge", judge=config.judge))
         pool = ScoringPool(source=session, model=model, config=config)
         tasks = [asyncio.create_task(work) for work in (session.run(), pool.run())]
         generator, trainer = real.Generator.connect(broker.channel), real.Trainer.connect(broker.channel)

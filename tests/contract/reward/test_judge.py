@@ -259,7 +259,7 @@ async def test_samples_wait_while_the_endpoint_is_away_and_none_is_scored_meanwh
         settings = RewardModelConfig.model_validate(
             {"model": "judge", "judge": config(judge).model_dump(), "max_batch_size": 4, "max_retries": 0}
         )
-        model = build_model("judge", judge=settings.judge)
+        model = build_model(RewardModelConfig(model="judge", judge=settings.judge))
         pool = ScoringPool(source=source, model=model, config=settings)
         judge.is_up = False
         task = asyncio.create_task(pool.run())
@@ -295,7 +295,7 @@ def test_a_key_is_not_shown_in_plain_text_to_another_machine(monkeypatch: pytest
     monkeypatch.setenv("PENSTOCK_JUDGE_API_KEY", "sk-secret")
     plain = JudgeConfig(url="http://judge.example/v1", model="m", rubric=RUBRIC)
     with pytest.raises(RewardLoadError, match="PENSTOCK_JUDGE_API_KEY would go there in plain text"):
-        build_model("judge", judge=plain, judges=NO_SECURITY)
+        build_model(RewardModelConfig(model="judge", judge=plain), judges=NO_SECURITY)
     with pytest.raises(RewardLoadError, match=r"reward\.judge\.url"):
         build_model("judge")
 

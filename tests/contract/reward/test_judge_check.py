@@ -64,7 +64,7 @@ async def test_reward_check_of_a_configuration_says_whether_its_judge_answers_an
     file.write_text("reward: {model: judge}\n")
     assert "needs reward.judge.url and reward.judge.model" in (await checked(file, capsys))[1][0]
     file.write_text("reward: {model: judge, judge: {url: nowhere, model: m}}\n")
-    with pytest.raises(ConfigError, match=r"reward: judge\.url"):
+    with pytest.raises(ConfigError, match=r"reward\.judge\.url"):
         await checked(file, capsys)
 
 

@@ -84,7 +84,7 @@ def test_length_is_the_trainers_own_overlong_penalty():
     from services.trainer.algorithms.terms.overlong import overlong_penalties
 
     counts = np.arange(0, 130)
-    theirs = overlong_penalties(counts, max_tokens=100, buffer_tokens=20)
+    theirs = overlong_penalties(counts, max_tokens=np.full(130, 100), buffer_tokens=20)
     assert [length_value(int(count), LengthConfig(**DAPO)) for count in counts] == pytest.approx(theirs.tolist())
 
 
