@@ -62,6 +62,7 @@ class RewardServiceServicer:
         INVALID_ARGUMENT: malformed request; the client does not retry and marks the items FAILED.
         RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
         UNAVAILABLE: the items wait until the model answers again; none is lost or scored meanwhile.
+        Items FAILED, TIMEOUT, SANDBOX_ERROR or JUDGE_ERROR above a share that the client sets wait, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

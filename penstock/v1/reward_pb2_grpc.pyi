@@ -44,6 +44,7 @@ class RewardServiceStub:
     INVALID_ARGUMENT: malformed request; the client does not retry and marks the items FAILED.
     RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
     UNAVAILABLE: the items wait until the model answers again; none is lost or scored meanwhile.
+    Items FAILED, TIMEOUT, SANDBOX_ERROR or JUDGE_ERROR above a share that the client sets wait, too.
     """
     GetRewardModel: _grpc.UnaryUnaryMultiCallable[_reward_pb2.GetRewardModelRequest, _reward_pb2.GetRewardModelResponse]
     """Describes the model, so that callers can batch well and people can see what scores their run.
@@ -67,6 +68,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     INVALID_ARGUMENT: malformed request; the client does not retry and marks the items FAILED.
     RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
     UNAVAILABLE: the items wait until the model answers again; none is lost or scored meanwhile.
+    Items FAILED, TIMEOUT, SANDBOX_ERROR or JUDGE_ERROR above a share that the client sets wait, too.
     """
     GetRewardModel: _aio.UnaryUnaryMultiCallable[_reward_pb2.GetRewardModelRequest, _reward_pb2.GetRewardModelResponse]  # type: ignore[assignment]
     """Describes the model, so that callers can batch well and people can see what scores their run.
@@ -93,6 +95,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: malformed request; the client does not retry and marks the items FAILED.
         RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED: the client retries with back-off, then marks the items TIMEOUT.
         UNAVAILABLE: the items wait until the model answers again; none is lost or scored meanwhile.
+        Items FAILED, TIMEOUT, SANDBOX_ERROR or JUDGE_ERROR above a share that the client sets wait, too.
         """
 
     @_abc_1.abstractmethod

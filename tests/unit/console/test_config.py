@@ -27,6 +27,7 @@ from console.launch.launcher import choose_addresses
 from penstock.config import ConfigError
 from penstock.targets import checked_address
 from services.generator.engines.registry import ENGINES
+from services.reward.config import RewardModelConfig
 from tests.helpers.console import ROOT
 
 MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -203,6 +204,10 @@ def test_agents_are_sampled_as_the_run_trains_and_each_generator_has_a_port_of_i
     made = [generator_config(agents, addresses, RunFolder(tmp_path), index).openai for index in range(2)]
     assert [one.listen for one in made] == ["127.0.0.1:8000", "127.0.0.1:8001"]
     assert {(one.temperature, one.reward) for one in made} == {(0.8, "grpc://judge:7310")}
+    several = agents.model_copy(
+        update={"reward": RewardModelConfig.model_validate([{"model": "grpc://judge:7310", "name": "a"}])}
+    )
+    assert generator_config(several, addresses, RunFolder(tmp_path), 0).openai.reward is None
     assert "must be host:port" in problem(generator={"openai_listen": "here"})
 
 
