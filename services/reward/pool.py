@@ -150,6 +150,8 @@ class ScoringPool:
             if await self._canaries.vouches(num_drifts):
                 complete(results)
                 return
+            for lease in leases:
+                lease.item.must_be_fresh = True
 
     async def _judge_canaries(self, leases: Sequence[broker_pb2.ScoringLease]) -> list[broker_pb2.ScoreResult]:
         most = self._config.max_batch_size

@@ -46,6 +46,11 @@ class AnswerCache:
             self._answers.move_to_end(key)
         return found
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._answers.clear()
+        self.num_bytes = 0
+
     def put(self, key: bytes, answer: Answer) -> None:
         """Keep an answer, if it fits at all."""
         if key in self._answers:

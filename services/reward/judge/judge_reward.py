@@ -114,10 +114,10 @@ class JudgeReward(BatchReward):
         self, prompt: Prompt, number: int, deadline_s: float, timeout_s: float, must_be_fresh: bool
     ) -> _Vote:
         key = AnswerCache.key(self._config.url, self._body_beside_messages(number), self.version, prompt.canonical())
-        answer = None if must_be_fresh else self._cache.get(key)
-        if answer is not None:
+        kept = self._cache.get(key)
+        if kept is not None and not must_be_fresh:
             REQUESTS.labels(self._config.model, "cached").inc()
-            return read_verdict(answer.content, self._config), answer
+            return read_verdict(kept.content, self._config), kept
         try:
             answer = await self._endpoint.answer(self._body(prompt, number), deadline_s=deadline_s)
             verdict = read_verdict(answer.content, self._config)
@@ -125,6 +125,9 @@ class JudgeReward(BatchReward):
             VOTES.labels(self._config.model, "unusable").inc()
             return error if isinstance(error, UnusableAnswerError) else _too_late(timeout_s), None
         VOTES.labels(self._config.model, "usable").inc()
+        if kept is not None and read_verdict(kept.content, self._config) != verdict:
+            # The judge has changed since: what else is kept may be of another mind, too.
+            self._cache.clear()
         self._cache.put(key, answer)
         return verdict, answer
 

@@ -170,10 +170,13 @@ async def test_answers_are_asked_for_once_and_only_usable_ones_are_kept() -> Non
         results = [(await reward.score_within([item()], timeout_s=20))[0].value for _ in range(4)]
         assert results == [None, 0.75, 0.75, 0.75]
         assert len(judge.bodies) == 4
+        [other] = await reward.score_within([item("5")], timeout_s=20)
+        # A canary asks again, and where the judge has changed its mind nothing counts that was kept.
         judge.behave = lambda _: verdict(correct=0, clear=0)
         [canary] = await reward.score_within([dataclasses.replace(item(), must_be_fresh=True)], timeout_s=20)
+        [again] = await reward.score_within([item("5")], timeout_s=20)
         await reward.close()
-    assert (canary.value, len(judge.bodies)) == (0.0, 6)
+    assert (other.value, canary.value, again.value, len(judge.bodies)) == (0.75, 0.0, 0.0, 10)
 
 
 async def test_requests_are_repeated_as_the_endpoint_asks_and_paced() -> None:
