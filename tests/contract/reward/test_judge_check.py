@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from console.config.config import load_run_config
 from console.run.grader_check import grader_problems
@@ -17,6 +19,8 @@ from services.reward.canaries.known import read_canaries
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.reward.server import serve
 from tests.helpers.rewards.scripted_judge import ScriptedJudge, refusal, scripted_judge, verdict
+from tests.helpers.stores.redis_server import free_port
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[3]
 KEY = "PENSTOCK_JUDGE_API_KEY"
@@ -89,3 +93,20 @@ async def test_a_run_and_a_worker_refuse_to_start_with_a_key_that_the_judge_refu
         with pytest.raises(ConfigError, match=words):
             await serve(RewardConfig.model_validate(document))
     assert await grader_problems(RewardModelConfig(), is_insecure=False) == []
+
+
+async def test_a_worker_waits_for_a_judge_that_does_not_answer_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward.judge.endpoint.backoff_s", lambda **_: itertools.repeat(0.001))
+    async with scripted_judge(lambda _: verdict(correct=1)) as judge:
+        judge.is_up = False
+        document = {"run_id": "r", "listen": "127.0.0.1:0", "broker": f"127.0.0.1:{free_port()}"}
+        config = RewardConfig.model_validate(document | {"reward": settings(judge, trusts_generator_text=True)})
+        with capture_logs() as logs:
+            worker = asyncio.create_task(serve(config))
+            try:
+                await until(lambda: worker.done() or any("samples will wait for it" in log["event"] for log in logs))
+                await until(lambda: worker.done() or any("reward listens" in log["event"] for log in logs))
+                assert not worker.done()
+            finally:
+                worker.cancel()
+                await asyncio.gather(worker, return_exceptions=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from penstock.config import ConfigError
@@ -134,8 +135,9 @@ async def test_samples_wait_out_a_drift_and_what_was_under_way_is_scored_again(t
                 assert source.num_answers == num_answered <= 8
                 assert len(source.held) + num_answered == 40
                 assert "line 1 got 1.25, known is 1" in pool.holding_reason
+                assert REGISTRY.get_sample_value("penstock_reward_is_drifted") == 1
                 grader.drift = 0.0
-            assert pool.holding_reason == ""
+            assert (pool.holding_reason, REGISTRY.get_sample_value("penstock_reward_is_drifted")) == ("", 0)
         await model.close()
     assert sorted(source.scores) == list(range(40))
     assert source.num_answers == 40
