@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -163,7 +164,7 @@ class Endpoint:
                 if num_bytes > MAX_RESPONSE_BYTES:
                     raise httpx2.RemoteProtocolError(f"a response longer than {MAX_RESPONSE_BYTES} bytes")
                 parts.append(part)
-            return _Response(response.status_code, b"".join(parts), _retry_after_s(response.headers))
+            return _Response(response.status_code, b"".join(parts), retry_after_s(response.headers))
 
     def _read(self, response: _Response) -> Answer:
         model = self._config.model
@@ -224,7 +225,7 @@ def _described(error: Exception) -> str:
     return clean_text(f"{type(error).__name__}: {error}".removesuffix(": "), 200)
 
 
-def _retry_after_s(headers: Any) -> float | None:
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
     """Seconds of a Retry-After header, which has seconds or a date; None if there is none that can be read."""
     text = headers.get("retry-after", "").strip()
     if text.isascii() and text.replace(".", "", 1).isdigit():
