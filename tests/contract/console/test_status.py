@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,41 @@ async def test_a_reward_worker_that_left_is_missed(broker: RunningBroker, clock:
     assert wait.reason == "3 of 3 groups are missing; no reward worker is connected; 2 finished samples wait for 12 s"
 
 
+@asynccontextmanager
+async def judged_by(
+    broker: RunningBroker, model: LocalModel, config: RewardModelConfig | None = None
+) -> AsyncIterator[None]:
+    """Two finished samples that a reward worker holds."""
+    await broker.submit(prompt("a"))
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=2)
+    await generator.finish(await generator.leases(2))
+    session = ScoringSession(
+        Connection(f"127.0.0.1:{broker.server.port}"), run_id=RUN, worker_id="judge-0", max_leases=2
+    )
+    pool = ScoringPool(source=session, model=model, config=config or RewardModelConfig())
+    session.holding_reason = lambda: pool.holding_reason
+    tasks = [asyncio.create_task(work) for work in (session.run(), pool.run())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_shown(broker: RunningBroker, clock: ManualClock, reason: str) -> None:
+    generator = Generator.connect(broker.channel)
+    # The worker renews its leases in real time: further seconds of the broker's clock would end them.
+    await pass_time(broker, clock, 10)
+
+    async def is_shown() -> bool:
+        generator.beat()
+        return reason in (await first_wait(broker)).reason
+
+    await eventually(is_shown)
+
+
 async def test_a_reward_worker_whose_model_is_away_says_so(broker: RunningBroker, clock: ManualClock) -> None:
     class Away(LocalModel):
         async def probe(self) -> None:
@@ -126,31 +162,22 @@ async def test_a_reward_worker_whose_model_is_away_says_so(broker: RunningBroker
         async def score(self, items: Sequence[Any], *, timeout_s: float) -> list[types_pb2.Score]:
             raise ModelAwayError("connection refused")
 
-    await broker.submit(prompt("a"))
-    generator = Generator.connect(broker.channel)
-    generator.beat(credits=2)
-    await generator.finish(await generator.leases(2))
-    session = ScoringSession(
-        Connection(f"127.0.0.1:{broker.server.port}"), run_id=RUN, worker_id="judge-0", max_leases=2
-    )
-    model = Away(FunctionReward(lambda completion: 0.0, name="judge"))
-    pool = ScoringPool(source=session, model=model, config=RewardModelConfig())
-    session.holding_reason = lambda: pool.holding_reason
-    tasks = [asyncio.create_task(work) for work in (session.run(), pool.run())]
-    try:
+    async with judged_by(broker, Away(FunctionReward(lambda completion: 0.0, name="judge"))):
         reason = "judge-0 holds 2 finished samples: reward model judge is unreachable: connection refused"
-        # The worker renews its leases in real time: further seconds of the broker's clock would end them.
-        await pass_time(broker, clock, 10)
+        await until_shown(broker, clock, reason)
 
-        async def is_shown() -> bool:
-            generator.beat()
-            return reason in (await first_wait(broker)).reason
 
-        await eventually(is_shown)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+async def test_a_reward_worker_whose_canaries_drift_says_so(
+    broker: RunningBroker, clock: ManualClock, tmp_path: Path
+) -> None:
+    known = tmp_path / "known.jsonl"
+    known.write_text('{"completion": "right", "value": 1}\n')
+    config = RewardModelConfig.model_validate({"canaries": {"path": known}})
+    async with judged_by(broker, LocalModel(FunctionReward(lambda completion: 0.0, name="judge")), config):
+        reason = (
+            "judge-0 holds 2 finished samples: reward model judge drifts: 1 of 1 canaries: line 1 got 0, known is 1"
+        )
+        await until_shown(broker, clock, reason)
 
 
 def options(broker: str, **changes: Any) -> dict[str, Any]:
