@@ -10,7 +10,7 @@ import numpy as np
 from services.trainer.data_config import DifficultyConfig
 
 MAX_ROWS = 10_000_000
-"""Of one source: 5 bytes each in memory; as text in a checkpoint, compressed, 2 or fewer."""
+"""Of all sources: 5 bytes each in memory; as text in a checkpoint, which holds 64 MiB, compressed, a byte or two."""
 
 
 class DifficultyPool:

@@ -72,7 +72,13 @@ class PromptMixture:
     """
 
     def __init__(self, sources: Sequence[PromptSource], config: DataConfig, *, seed: int) -> None:
-        """Raises DataError if a source has too many rows for a difficulty pool."""
+        """Raises DataError if there are too many rows for difficulty pools."""
+        num_rows = sum(len(source.prompts) for source in sources)
+        if config.difficulty is not None and num_rows > MAX_ROWS:
+            raise DataError(
+                f"data.difficulty: {num_rows} rows, and a checkpoint holds the pools of at most {MAX_ROWS}; use fewer "
+                "rows, or leave it out"
+            )
         self.position = 0
         self.sources = tuple(sources)
         self._is_tagged = any(source.name for source in sources) or config.difficulty is not None
@@ -197,11 +203,6 @@ class PromptMixture:
 def _row_order(source: PromptSource, config: DataConfig, seed: int) -> RowOrder:
     num_rows, pool = len(source.prompts), None
     if config.difficulty is not None:
-        if num_rows > MAX_ROWS:
-            raise DataError(
-                f"data.difficulty: source {source.name!r} has {num_rows} rows, and at most {MAX_ROWS} are supported; "
-                "split it into several sources"
-            )
         pool = DifficultyPool(num_rows, config.difficulty)
     # A source's order does not depend on the others'.
     own_seed = (seed, zlib.crc32(source.name.encode())) if source.name else (seed,)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.wire.source_tag import SourceTag
 from services.trainer.data.curriculum import WINDOW_GROUPS
@@ -143,13 +144,15 @@ def test_rows_rest_while_all_pass_or_fail_and_come_back() -> None:
     assert order.metrics()["source/mid/resting_rows"] in (0.0, 1.0)
 
 
-def test_when_every_row_would_rest_all_come_back_early(caplog: pytest.LogCaptureFixture) -> None:
+def test_when_every_row_would_rest_all_come_back_early_which_is_said_once() -> None:
     order = mixture(("small",), difficulty={"rest_at": [0], "after": 1, "for_epochs": 5})
     epochs = []
-    for _ in range(12):
-        (tag,) = take(order, 1)
-        epochs.append(tag[1])
-        order.note_step([PassedGroup(SourceTag(source="small", epoch=tag[1], row=tag[2]), 0.0)])
+    with capture_logs() as logs:
+        for _ in range(12):
+            (tag,) = take(order, 1)
+            epochs.append(tag[1])
+            order.note_step([PassedGroup(SourceTag(source="small", epoch=tag[1], row=tag[2]), 0.0)])
+    assert [line["source"] for line in logs] == ["small"]
     assert epochs == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
@@ -165,6 +168,13 @@ def test_a_pool_takes_five_bytes_a_row_and_refuses_that_of_other_rows() -> None:
     assert other.dump() == pool.dump()
     with pytest.raises(ValueError, match="not that of 999 rows"):
         DifficultyPool(999, DifficultyConfig()).load(pool.dump())
+
+
+def test_more_rows_than_a_checkpoint_holds_the_pools_of_are_refused() -> None:
+    many = PromptSource(name="", prompts=(source("a", 1).prompts[0],) * 5_000_001, group_size=2, max_new_tokens=8)
+    config = DataConfig.model_validate({"train": "a.jsonl", "difficulty": {}})
+    with pytest.raises(DataError, match=r"data.difficulty: 10000002 rows, and a checkpoint holds the pools of at most"):
+        PromptMixture([many, many], config, seed=0)
 
 
 def test_stages_follow_steps_and_pass_rates_and_weights_fade() -> None:
