@@ -25,6 +25,8 @@ MAX_EXPORTED_BYTES = 1536 * 1024 * 1024
 MAX_WHOLE_BYTES = 4 * 1024 * 1024
 """A larger group travels in pieces."""
 PIECE_BYTES = 1024 * 1024
+MAX_CRITIC_PACK_TOKENS = 512 * 1024
+"""Of a pack that a critic takes: with its values and returns, 16 bytes a token, it is below gRPC's largest message."""
 
 _Item = TypeVar("_Item")
 

@@ -11,8 +11,8 @@ from penstock.collective.broadcast_backend import Transport
 from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, Targets
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.storage.addresses import StoredAddress
-from penstock.targets import checked_addresses
-from penstock.wire.pieces import MAX_GROUP_TOKENS
+from penstock.targets import checked_address, checked_addresses
+from penstock.wire.pieces import MAX_CRITIC_PACK_TOKENS, MAX_GROUP_TOKENS
 from services.trainer.algorithms.config import AlgorithmConfig
 from services.trainer.algorithms.registry import ALGORITHMS
 from services.trainer.data_config import TrainSource
@@ -87,6 +87,14 @@ class TrainingConfig(RunSections):
     broker: Targets = "127.0.0.1:7301"
     """The broker, host:port; in a list of brokers on one Redis the first that works is used."""
 
+    critic: Targets = "127.0.0.1:7309"
+    """The critic, host:port, with algorithm.critic service."""
+
+    @field_validator("critic")
+    @classmethod
+    def _is_host_and_port(cls, value: str) -> str:
+        return checked_address(value)
+
     @field_validator("broker")
     @classmethod
     def _are_hosts_and_ports(cls, value: str) -> str:
@@ -126,11 +134,27 @@ class TrainingConfig(RunSections):
         return self
 
     @model_validator(mode="after")
+    def _check_critic(self) -> Self:
+        algorithm = self.algorithm
+        if algorithm.critic == "service" and not algorithm.definition.has_critic:
+            raise ValueError(
+                f"algorithm.critic: service, but {algorithm.name} has no critic; leave it out, or set algorithm.name "
+                "to ppo"
+            )
+        longest = max(self.trainer.tokens_per_pack, self.data.max_prompt_tokens + self.sampling.max_new_tokens)
+        if algorithm.has_critic_service and longest > MAX_CRITIC_PACK_TOKENS:
+            raise ValueError(
+                f"algorithm.critic: a critic of its own takes packs of at most {MAX_CRITIC_PACK_TOKENS} tokens, and "
+                f"trainer.tokens_per_pack or the longest sample is {longest}; lower them, or set it to trainer"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_stages_and_splits(self) -> Self:
         if self.lora is None:
             return self
         refused = {"expert": "lora"}
-        if self.algorithm.definition.has_critic:
+        if self.algorithm.has_trainer_critic:
             refused |= dict.fromkeys(("pipeline", "tensor"), f"lora beside the critic of {self.algorithm.name}")
         for name, other in refused.items():
             if (degree := getattr(self.trainer.parallel, name)) > 1:
@@ -152,7 +176,7 @@ class TrainingConfig(RunSections):
             "one process, whose weights FSDP does not shard; raise trainer.processes": len(trainer.shares) == 1,
             "trainer.device cpu, where there is nothing to move": trainer.device == "cpu",
             "lora": self.lora is not None,
-            f"the critic of {self.algorithm.name}": self.algorithm.definition.has_critic,
+            f"the critic of {self.algorithm.name}": self.algorithm.has_trainer_critic,
             "trainer.parallel.pipeline": parallel.pipeline > 1,
             "trainer.parallel.tensor": parallel.tensor > 1,
             "trainer.parallel.expert": parallel.expert > 1,

@@ -36,6 +36,9 @@ UNTRAINABLE: Mapping[str, tuple[object, ...]] = {
 """Sampling options that training refuses, each with its neutral values."""
 Share = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
+"""A critic learns by regression from a head of zeros and may go faster than a large policy at its 1e-6; 1e-5 is common.
+A small policy's own rate is above that already: ten times the quick start's 4e-4 kept it from learning."""
 
 
 class RunSettings(StrictModel):
@@ -258,3 +261,10 @@ class RunSections(StrictModel):
     """The optimiser."""
     trainer: ComputeConfig = ComputeConfig()
     """How the trainer uses its machine."""
+
+
+def critic_rate(config: RunSections) -> float:
+    """The peak learning rate of a run's critic."""
+    policy = config.optimizer.learning_rate
+    usual = max(policy, min(CRITIC_RATE_FACTOR * policy, USUAL_CRITIC_RATE))
+    return config.algorithm.critic_learning_rate or usual

@@ -59,6 +59,9 @@ class AlgorithmConfig(StrictModel):
     critic_learning_rate: float | None = Field(default=None, gt=0)
     """For ppo: peak learning rate of the critic; when unset optimizer.learning_rate, or up to ten times that as long as
     it stays below 1e-5."""
+    critic: Literal["trainer", "service"] = "trainer"
+    """For ppo: where the critic computes and learns: in the trainer, or in a process of its own (`penstock serve
+    critic`), which may be anywhere."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """The reward falls linearly by up to 1 over this many last tokens of sampling.max_new_tokens (DAPO); 0 is off."""
     correction: Literal["none", "decoupled", "truncated", "masked"] = "truncated"
@@ -83,6 +86,16 @@ class AlgorithmConfig(StrictModel):
     def has_scorer(self) -> bool:
         """Whether samples come with log-probs of the reference."""
         return self.kl_coefficient > 0 and self.reference == "service"
+
+    @property
+    def has_trainer_critic(self) -> bool:
+        """Whether the trainer trains a critic."""
+        return self.definition.has_critic and self.critic == "trainer"
+
+    @property
+    def has_critic_service(self) -> bool:
+        """Whether a critic of its own does."""
+        return self.definition.has_critic and self.critic == "service"
 
     @property
     def definition(self) -> Algorithm:

@@ -23,9 +23,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from penstock.process.durable_files import replace_file, sync_file, sync_folder
-from services.trainer.model.backend import Backend
+from penstock.storage.addresses import Address
 
 COMPLETE_MARKER = "COMPLETE"
 STATE_FILE = Path("resume") / "trainer.json"
@@ -47,6 +48,16 @@ class ResumeState:
     """Training prompts submitted so far."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """The service's other state, as text by name."""
+
+
+class Saved(Protocol):
+    """What a checkpoint holds: a `Backend`, or a critic of its own."""
+
+    def save(self, directory: Path) -> Future[None]:
+        """See `Backend.save`."""
+
+    def load(self, source: Path | Address) -> None:
+        """See `Backend.load`."""
 
 
 class CheckpointFormatError(Exception):
@@ -93,7 +104,7 @@ class Saving:
         return self.temporary
 
 
-def begin(root: Path, *, backend: Backend, state: ResumeState) -> Saving | None:
+def begin(root: Path, *, backend: Saved, state: ResumeState) -> Saving | None:
     """Begins `root/step_<num_steps>`: on return training may continue; `finish` makes it valid.
 
     Args:
@@ -124,7 +135,7 @@ def newest_step(root: Path) -> int | None:
     return int(complete[-1].name.removeprefix("step_")) if complete else None
 
 
-def load_latest(root: Path, *, backend: Backend) -> ResumeState | None:
+def load_latest(root: Path, *, backend: Saved) -> ResumeState | None:
     """Loads the newest complete checkpoint into `backend`.
 
     Returns:

@@ -130,17 +130,8 @@ class StepMetrics:
     """Batches completed since the initial model, including this one."""
 
 
-class Backend(Protocol):
-    """Holds a causal language model and its optimiser, in one process or in several that train together.
-
-    Promises:
-    - Gradients add up over `forward_backward` until `optimizer_step` or `discard_gradients`; the order of packs and
-      how trajectories are split over packs changes them by rounding only.
-    - A raised error leaves the weights and the optimiser as they were.
-    - After `load(d)`, the same calls give bit-identical results to those made after `save(d)`, on the same machine
-      with the same number of threads.
-    - Calls are synchronous and not thread-safe: one thread at a time.
-    """
+class StepBackend(Protocol):
+    """What a step needs of a `Backend`."""
 
     @property
     def vocab_size(self) -> int:
@@ -149,14 +140,6 @@ class Backend(Protocol):
     @property
     def max_sequence_length(self) -> int:
         """Maximum number of tokens in one trajectory."""
-
-    @property
-    def adapter(self) -> AdapterInfo | None:
-        """How `state_tensors` are applied if they are a LoRA adapter; None if they are all weights."""
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether some of its processes do not see the run's folder: no checkpoint there is whole."""
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -176,13 +159,6 @@ class Backend(Protocol):
             ValueError: No reference is kept, or there is no critic.
         """
 
-    def refresh_reference(self) -> None:
-        """Makes the current weights the reference, if one is kept.
-
-        Raises:
-            UnsupportedModelError: The reference can only be the initial model.
-        """
-
     def optimizer_step(self, *, divisor: int, is_last: bool = True) -> StepMetrics:
         """Divides the gradient by `divisor`, clips its norm, steps and clears it.
 
@@ -198,6 +174,34 @@ class Backend(Protocol):
 
     def discard_gradients(self) -> None:
         """Discards the accumulated gradient."""
+
+
+class Backend(StepBackend, Protocol):
+    """Holds a causal language model and its optimiser, in one process or in several that train together.
+
+    Promises:
+    - Gradients add up over `forward_backward` until `optimizer_step` or `discard_gradients`; the order of packs and
+      how trajectories are split over packs changes them by rounding only.
+    - A raised error leaves the weights and the optimiser as they were.
+    - After `load(d)`, the same calls give bit-identical results to those made after `save(d)`, on the same machine
+      with the same number of threads.
+    - Calls are synchronous and not thread-safe: one thread at a time.
+    """
+
+    @property
+    def adapter(self) -> AdapterInfo | None:
+        """How `state_tensors` are applied if they are a LoRA adapter; None if they are all weights."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some of its processes do not see the run's folder: no checkpoint there is whole."""
+
+    def refresh_reference(self) -> None:
+        """Makes the current weights the reference, if one is kept.
+
+        Raises:
+            UnsupportedModelError: The reference can only be the initial model.
+        """
 
     def close(self) -> None:
         """Releases other processes, which end; the last call."""

@@ -21,6 +21,7 @@ from services.trainer.folders.run_instance import RunInstance, write_instance
 from services.trainer.model.backend import Backend
 from services.trainer.reporting.progress import Progress
 from services.trainer.run_sections import SamplePolicyConfig
+from services.trainer.step.critic_apart import RemoteCritic
 
 # Generators and reward workers renew every few seconds; this long after one is lost, its work goes to another.
 LEASE_S = 15
@@ -68,6 +69,8 @@ class RunContext:
     clock: Clock
     owner: broker_pb2.RunOwner = field(default_factory=broker_pb2.RunOwner)
     """The owner name under which this trainer calls the broker; its epoch is 0 until it has taken the run over."""
+    critic: RemoteCritic | None = None
+    """The critic, if it is a service of its own."""
     keep_owner: KeepOwner = lambda owner: None
     """Called before and after a take-over with the name and newest epoch that the next process must know; may block."""
 

@@ -36,7 +36,7 @@ from penstock.v1 import types_pb2
 from services.trainer.batches.group_decoder import training_samples
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.compute.compute_thread import ComputeThread, Interrupt
-from services.trainer.model.backend import Backend, NonFiniteError
+from services.trainer.model.backend import Backend, NonFiniteError, StepBackend
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import SKIPPED_STEPS, JsonLines, Line, StepTimes, count_step, step_line
@@ -44,6 +44,7 @@ from services.trainer.reporting.stall_timer import Cause, StallTimer
 from services.trainer.run.context import RunContext
 from services.trainer.run.replay_feed import ReplayFeed
 from services.trainer.run.stall_watch import StallWatch
+from services.trainer.step.critic_apart import CriticApart
 from services.trainer.step.sample_filter import SkippedSample, SkipReason
 from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_report import StepReport
@@ -93,6 +94,10 @@ class StepLoop:
         self._context = context
         self._compute = compute
         self._backend = backend
+        self._of_step: StepBackend = backend
+        if context.critic is not None:
+            peak = context.config.optimizer.learning_rate
+            self._of_step = CriticApart(backend, context.critic, peak_learning_rate=peak)
         self._interrupt = interrupt
         self._publisher = publisher
         self._events = events
@@ -147,7 +152,7 @@ class StepLoop:
         """Attempt a step that begins with the groups in `kept`; returns those of the next one, None after success."""
         config, version = self._context.config, self._context.progress.policy_version
         settings = step_settings(config, policy_version=version)
-        step = TrainingStep(self._backend, settings, check=self._interrupt.check)
+        step = TrainingStep(self._of_step, settings, check=self._interrupt.check)
         open_step = _OpenStep(step=step, num_skipped=num_skipped)
         try:
             await self._fill(open_step, kept)

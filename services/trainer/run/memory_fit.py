@@ -105,7 +105,7 @@ def training_mode(
         num_expert_shards=config.trainer.parallel.expert,
         is_stage=config.trainer.parallel.pipeline > 1,
         has_reference=config.algorithm.has_trainer_reference and not has_adapter,
-        has_critic=config.algorithm.definition.has_critic,
+        has_critic=config.algorithm.has_trainer_critic,
         has_adapter=has_adapter,
         is_on_cpus=is_on_cpus,
     )

@@ -21,11 +21,9 @@ from services.trainer.model.model_loading import ModelSettings
 from services.trainer.model.ranks import Ranks
 from services.trainer.run.context import Policy
 from services.trainer.run.memory_fit import fit_memory
+from services.trainer.run_sections import critic_rate
 from services.trainer.step.step_settings import is_reference_early
 
-CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
-"""A critic learns by regression from a head of zeros and may go faster than a large policy at its 1e-6; 1e-5 is common.
-A small policy's own rate is above that already: ten times the quick start's 4e-4 kept it from learning."""
 _log = structlog.get_logger()
 
 
@@ -85,7 +83,7 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
                 and not is_reference_early(config.algorithm)
             ),
             layers_per_stage=config.trainer.parallel.layers_per_stage,
-            critic_learning_rate=critic_rate(config) if algorithm.has_critic else None,
+            critic_learning_rate=critic_rate(config) if config.algorithm.has_trainer_critic else None,
             gradient_checkpointing=fit.recomputes,
             replays_routes=config.algorithm.routing_replay,
         ),
@@ -105,13 +103,6 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
             holds=backend.num_held,
         )
     return backend
-
-
-def critic_rate(config: TrainingConfig) -> float:
-    """The peak learning rate of a run's critic."""
-    policy = config.optimizer.learning_rate
-    usual = max(policy, min(CRITIC_RATE_FACTOR * policy, USUAL_CRITIC_RATE))
-    return config.algorithm.critic_learning_rate or usual
 
 
 def loss_settings(config: TrainingConfig) -> LossSettings:

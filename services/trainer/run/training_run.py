@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -32,6 +33,7 @@ from penstock.errors import FencedError, OtherInstanceError
 from penstock.process.disk import failure_message, full_message, is_full
 from penstock.process.tasks import run_beside, set_within, unless_set
 from penstock.security import Security
+from penstock.storage.addresses import Address
 from penstock.storage.fetched import beside_loop
 from penstock.storage.storage import StorageError
 from penstock.v1 import broker_pb2, trainer_pb2
@@ -55,6 +57,7 @@ from services.trainer.reporting.summary import RunFacts, build_summary, restate_
 from services.trainer.reporting.trackers import open_trackers
 from services.trainer.run.broker_link import BrokerLink
 from services.trainer.run.context import Policy, RunContext, RunSpec
+from services.trainer.run.critic_link import CriticLink, joined_critic
 from services.trainer.run.evaluation import Evaluator
 from services.trainer.run.loop import StepLoop
 from services.trainer.run.monitor import RunMonitor
@@ -110,7 +113,7 @@ class TrainingRun:
             spec.run_dir / "checkpoints",
             keep_last=spec.config.run.keep_checkpoints,
             compute=self._compute,
-            on_written=lambda version, path: self.events.report_checkpoint(policy_version=version, path=str(path)),
+            on_written=self._note_checkpoint,
             storage=_storage_of(spec),
             check_owner=lambda: self.broker.check_owner(self._progress),
         )
@@ -123,6 +126,7 @@ class TrainingRun:
         )
         self._metrics = JsonLines(spec.run_dir / _METRICS)
         self._evaluations = JsonLines(spec.run_dir / _EVALUATIONS, prefix="eval/")
+        self._critic: CriticLink | None = None
         self._opened: Backend | None = None
         """Closed when the run ends."""
         self._backend: Backend | None = None
@@ -245,7 +249,13 @@ class TrainingRun:
         await asyncio.to_thread(self._open_trackers)
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening the run at broker {config.broker}")
         async with self.broker.client() as client:
-            await self._open_to_close(self.broker.context(client, self._progress), backend, prompts)
+            context = self.broker.context(client, self._progress)
+            opened = await self._open(context)
+            async with joined_critic(
+                context, security=self._security, events=self.events, check=self._interrupt.check
+            ) as self._critic:
+                context = replace(context, critic=self._critic)
+                await self._publish_to_close(context, backend, prompts, existed=opened.existed)
         return True
 
     async def _restore(self, backend: Backend) -> None:
@@ -288,9 +298,10 @@ class TrainingRun:
         instance = RunInstance(instance_id=progress.instance_id, epoch=progress.epoch)
         await asyncio.to_thread(write_instance, self.spec.run_dir, instance)
 
-    async def _open_to_close(self, context: RunContext, backend: Backend, prompts: RunPrompts) -> None:
-        """Everything from OpenRun to CloseRun; raises what a part raised."""
-        opened = await self._open(context)
+    async def _publish_to_close(
+        self, context: RunContext, backend: Backend, prompts: RunPrompts, *, existed: bool
+    ) -> None:
+        """Everything after OpenRun up to CloseRun; raises what a part raised."""
         place = {"policy_version": self._progress.policy_version, "history": self._progress.history}
         written = await self._compute.run(backend.write_weights, self._publisher.path(**place))
         await self._publisher.publish(written, **place, adapter=backend.adapter)
@@ -302,7 +313,7 @@ class TrainingRun:
             record=self._evaluations,
             events=self.events,
         )
-        if opened.existed:
+        if existed:
             await evaluator.forget_leftovers()
         if self._progress.policy_version == 0:
             await evaluator.measure()
@@ -394,6 +405,11 @@ class TrainingRun:
                 outstanding = [training_position(group_id) for group_id in self._progress.outstanding]
                 state = replace(state, extra={**state.extra, _ORDER: self._mixture.dump(outstanding)})
             await self._checkpoints.begin(self._backend, state, may_skip=may_skip)
+
+    def _note_checkpoint(self, version: int, path: Path | Address) -> None:
+        self.events.report_checkpoint(policy_version=version, path=str(path))
+        if self._critic is not None:
+            self._critic.note_checkpoint(version)
 
     async def _close_backend(self) -> None:
         if self._opened is None:

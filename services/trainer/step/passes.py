@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.trainer.batches.packing import Pack, Trajectory
 from services.trainer.batches.rank_partition import partition, tokens_of_a_round
-from services.trainer.model.backend import Backend, LossTotals, NonFiniteLossError
+from services.trainer.model.backend import LossTotals, NonFiniteLossError, StepBackend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Passes:
         check: Called before each pass that may be cancelled; raises to do so.
     """
 
-    def __init__(self, backend: Backend, *, max_pack_tokens: int, check: Callable[[], None]) -> None:
+    def __init__(self, backend: StepBackend, *, max_pack_tokens: int, check: Callable[[], None]) -> None:
         self._backend = backend
         self._max_pack_tokens = max_pack_tokens
         self._check = check

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from services.trainer.batches.packing import Trajectory
 from services.trainer.batches.rank_partition import partition, tokens_of_a_round
-from services.trainer.model.backend import Backend, NonFiniteLossError, Quantity
+from services.trainer.model.backend import NonFiniteLossError, Quantity, StepBackend
 from services.trainer.step.step_settings import StepSettings
 
 Scores = dict[Quantity, npt.NDArray[np.float32]]
@@ -27,7 +27,7 @@ class Scoring:
         check: Called before each pass; raises to cancel it.
     """
 
-    def __init__(self, backend: Backend, *, max_pack_tokens: int, check: Callable[[], None]) -> None:
+    def __init__(self, backend: StepBackend, *, max_pack_tokens: int, check: Callable[[], None]) -> None:
         self._backend = backend
         self._max_pack_tokens = max_pack_tokens
         self._check = check

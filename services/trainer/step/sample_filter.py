@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.trainer.batches.training_sample import TrainingSample, is_well_formed
-from services.trainer.model.backend import Backend
+from services.trainer.model.backend import StepBackend
 from services.trainer.step.step_settings import StepSettings
 
 
@@ -37,7 +37,7 @@ class SkippedSample:
 class SampleFilter:
     """Selects the samples of one step."""
 
-    def __init__(self, backend: Backend, settings: StepSettings) -> None:
+    def __init__(self, backend: StepBackend, settings: StepSettings) -> None:
         self._backend = backend
         self._settings = settings
         self.group_ids: set[str] = set()

@@ -35,11 +35,11 @@ from services.trainer.algorithms.base import divisor
 from services.trainer.batches.packing import full_enough
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.model.backend import (
-    Backend,
     BackendError,
     NonFiniteError,
     NonFiniteGradientError,
     PartialStepError,
+    StepBackend,
     StepMetrics,
 )
 from services.trainer.step.advantages import AdvantageEstimator, TrainableSample
@@ -70,7 +70,9 @@ class TrainingStep:
             BackendError to cancel the step.
     """
 
-    def __init__(self, backend: Backend, settings: StepSettings, *, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, backend: StepBackend, settings: StepSettings, *, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._backend = backend
         self._settings = settings
         self._filter = SampleFilter(backend, settings)

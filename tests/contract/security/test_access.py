@@ -20,6 +20,8 @@ from penstock.security.roles import Role, allowed_roles, role_name
 from penstock.v1 import (
     broker_pb2,
     broker_pb2_grpc,
+    critic_pb2,
+    critic_pb2_grpc,
     generator_pb2,
     generator_pb2_grpc,
     reward_pb2,
@@ -39,6 +41,7 @@ from tests.helpers.serving import serving
 
 MODULES = (
     (broker_pb2, broker_pb2_grpc),
+    (critic_pb2, critic_pb2_grpc),
     (generator_pb2, generator_pb2_grpc),
     (reward_pb2, reward_pb2_grpc),
     (scheduler_pb2, scheduler_pb2_grpc),
@@ -62,9 +65,10 @@ _READS = {"GetRun", "WatchPolicy"}
 _PLANS = {"GetPlan", "WatchPlan"}
 _SCORES = {"Score", "GetRewardModel"}
 _TRAINS = {"OpenRun", "CloseRun", "SubmitPrompts", "StreamMicrobatches", "AckStep", "DropGroups"}
+_TEACHES = {"OpenCritic", "EvaluatePack", "AccumulateGradient", "StepCritic"}
 _FETCHES = {"GetManifest", "WatchManifests", "FindSources", "JoinBroadcast", "ReportHolding"}
 EXPECTED = {
-    "trainer": {*_TRAINS, *_READS, *_PLANS, "ListRuns", "AuditRun", "GetGenerator", "ListNodes"},
+    "trainer": {*_TRAINS, *_READS, *_PLANS, *_TEACHES, "ListRuns", "AuditRun", "GetGenerator", "ListNodes"},
     "generator": {
         *(*_READS, *_PLANS, *_SCORES, *_FETCHES),
         *("StreamLeases", "StreamTokens", "GetShardMap", "GetGenerator", "RegisterNode", "ReportNode", "ListNodes"),

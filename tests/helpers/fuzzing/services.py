@@ -16,6 +16,7 @@ from penstock.network.rpc import Service, service_of
 from penstock.rewards.serving import reward_service
 from penstock.v1 import (
     broker_pb2,
+    critic_pb2,
     generator_pb2,
     reward_pb2,
     scheduler_pb2,
@@ -31,11 +32,13 @@ from services.reward.models.build import build_model
 from services.scheduler.config import LengthsConfig
 from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
+from services.trainer.critic.service import CriticService
 from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from services.trainer.service import TrainerService
 from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
 from tests.helpers.brokers.members import NotedShards
 from tests.helpers.brokers.trajectories import groups
+from tests.helpers.trainers.critics import critic_packs, open_critic
 
 SERVICES = [
     module.DESCRIPTOR.services_by_name[name]
@@ -43,6 +46,7 @@ SERVICES = [
         (reward_pb2, "RewardService"),
         (scheduler_pb2, "SchedulerService"),
         (trainer_pb2, "TrainerService"),
+        (critic_pb2, "CriticService"),
         (weights_pb2, "WeightStoreService"),
         (generator_pb2, "GeneratorService"),
         (shards_pb2, "ShardService"),
@@ -136,6 +140,7 @@ def make_services() -> list[Service]:
         service_of(weights),
         service_of(GeneratorServicer(StillGenerator())),
         service_of(ShardService(shards, shards)),
+        service_of(CriticService("r", open_critic())),
     ]
 
 
@@ -149,6 +154,24 @@ def valid_requests(method: MethodDescriptor) -> list[Message]:
         "RegisterNode": scheduler_pb2.RegisterNodeRequest(node=this_machine(node_id="n")),
         "CreatePlan": scheduler_pb2.CreatePlanRequest(run_id="r", num_generators=2),
         "StartRun": trainer_pb2.StartRunRequest(run_id="r", config_json="{}"),
+        "OpenCritic": critic_pb2.OpenCriticRequest(
+            run_id="r",
+            place=critic_pb2.CriticPlace(epoch=1),
+            instance_id="i",
+            learning_rate=1e-3,
+            beta_1=0.9,
+            beta_2=0.99,
+            max_grad_norm=1.0,
+        ),
+        "EvaluatePack": critic_pb2.EvaluatePackRequest(
+            run_id="r", place=critic_pb2.CriticPlace(epoch=1), pack=critic_packs(1)[0]
+        ),
+        "AccumulateGradient": critic_pb2.AccumulateGradientRequest(
+            run_id="r", place=critic_pb2.CriticPlace(epoch=1), gradient_id=1, pack=critic_packs(1)[0]
+        ),
+        "StepCritic": critic_pb2.StepCriticRequest(
+            run_id="r", place=critic_pb2.CriticPlace(epoch=1), gradient_id=1, num_packs=1, rate_factor=1.0
+        ),
         "AcceptChunks": shards_pb2.AcceptChunksRequest(
             run_id="r", token_shard=1, sender_id="g", chunks=[chunk(broker_pb2.Lease(lease_id="l", key=key), [1])]
         ),

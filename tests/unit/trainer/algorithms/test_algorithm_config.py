@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from services.trainer.algorithms.terms.correction import Correction
 from services.trainer.config import TrainingConfig
-from services.trainer.run.policy_loading import critic_rate, loss_settings
+from services.trainer.run.policy_loading import loss_settings
+from services.trainer.run_sections import critic_rate
 from services.trainer.step.step_settings import step_settings
 
 TEACHER = {"reference": "service", "reference_path": "t"}

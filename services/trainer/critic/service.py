@@ -1,0 +1,112 @@
+"""The CriticService: calls of one trainer, in their order, in the thread in which the critic computes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+
+from penstock.clock import SystemClock
+from penstock.errors import InvalidFieldError, RunConflictError, ServiceUnavailableError
+from penstock.names import check_run_id
+from penstock.v1 import critic_pb2, critic_pb2_grpc
+from penstock.wire.codec import float32_bytes
+from services.trainer.checkpoints.checkpoint import CheckpointFormatError
+from services.trainer.compute.compute_thread import ComputeThread
+from services.trainer.critic.critic_run import CriticRun
+from services.trainer.model.backend import BackendError
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Result = TypeVar("_Result")
+_log = structlog.get_logger()
+
+
+class CriticService(critic_pb2_grpc.CriticServiceServicer):
+    """Serves one run's critic.
+
+    Args:
+        run_id: The only run that may open it.
+        critic: It.
+    """
+
+    def __init__(self, run_id: str, critic: CriticRun) -> None:
+        self._run_id = run_id
+        self._critic = critic
+        self._compute = ComputeThread(clock=SystemClock(), on_span=lambda start_s, end_s: None)
+        self._steps: set[asyncio.Task[None]] = set()
+
+    async def OpenCritic(
+        self, request: critic_pb2.OpenCriticRequest, context: _Context
+    ) -> critic_pb2.OpenCriticResponse:
+        """Bring the critic to a place."""
+        check_run_id(request.run_id)
+        if request.run_id != self._run_id:
+            raise RunConflictError(
+                f"run_id: {request.run_id!r}, but this critic serves run {self._run_id!r}; start one with that run_id"
+            )
+        if request.place.policy_version < 0 or request.place.epoch < 0 or not request.instance_id:
+            raise InvalidFieldError("place: a version and an epoch of at least 0, and an instance_id", field="place")
+        return await self._run(self._critic.open, request)
+
+    async def EvaluatePack(
+        self, request: critic_pb2.EvaluatePackRequest, context: _Context
+    ) -> critic_pb2.EvaluatePackResponse:
+        """Values of a pack."""
+        values = await self._run(self._critic.evaluate, request)
+        return critic_pb2.EvaluatePackResponse(values=float32_bytes(values))
+
+    async def AccumulateGradient(
+        self, request: critic_pb2.AccumulateGradientRequest, context: _Context
+    ) -> critic_pb2.AccumulateGradientResponse:
+        """Add a pack to the gradient."""
+        return await self._run(self._critic.accumulate, request)
+
+    async def StepCritic(
+        self, request: critic_pb2.StepCriticRequest, context: _Context
+    ) -> critic_pb2.StepCriticResponse:
+        """Take a step; answered as soon as it is on the disk, so that trainer and critic step side by side."""
+        loop, recorded = asyncio.get_running_loop(), asyncio.Event()
+
+        def note_recorded() -> None:
+            loop.call_soon_threadsafe(recorded.set)
+
+        async def step() -> None:
+            await self._run(lambda asked: self._critic.step(asked, on_recorded=note_recorded), request)
+
+        # Goes on to its end even if the caller is gone.
+        task = asyncio.create_task(step())
+        self._steps.add(task)
+        task.add_done_callback(self._note_end)
+        waiter = asyncio.create_task(recorded.wait())
+        try:
+            await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+        if not recorded.is_set():
+            # It was refused, or is done.
+            await task
+        return critic_pb2.StepCriticResponse()
+
+    async def close(self) -> None:
+        """End what is under way, and complete the checkpoint that is being written."""
+        try:
+            await self._run(lambda _: self._critic.finish(), None)
+        except ServiceUnavailableError as error:
+            _log.error("the critic's checkpoint was not written; the journal has its steps", error=str(error))
+        self._compute.close()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._steps.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("a step was not taken", error=str(error))
+
+    async def _run(self, function: Callable[[Any], _Result], request: Any) -> _Result:
+        """The call in the critic's thread; what an operator has to mend is UNAVAILABLE, and the trainer waits."""
+        try:
+            return await self._compute.run(function, request)
+        except (OSError, BackendError, CheckpointFormatError) as error:
+            _log.error("the critic cannot go on", error=str(error))
+            raise ServiceUnavailableError(f"the critic cannot go on: {error}") from error

@@ -1,0 +1,174 @@
+"""A run's link to its critic, if that is a service: the compute thread waits, the event loop calls.
+
+A critic that is away is waited for, by name, as long as `run.patience_s` allows; a stop ends the wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.clients.critic import CriticClient
+from penstock.clock import Clock, SystemClock
+from penstock.security import Security
+from penstock.v1 import critic_pb2, trainer_pb2
+from services.trainer.batches.critic_packs import encoded_pack
+from services.trainer.batches.packing import Pack
+from services.trainer.reporting.events import RunEvents
+from services.trainer.run.context import RunContext
+from services.trainer.run_sections import critic_rate
+
+POLL_S = 0.2
+"""How soon a wait for the critic notices a stop."""
+_Result = TypeVar("_Result")
+
+
+class CriticLink:
+    """The critic as the compute thread calls it; see `RemoteCritic`.
+
+    Args:
+        client: Opened.
+        loop: In which the client's calls run.
+        check: Raises InterruptedComputeError once the run is to stop.
+        keep_checkpoints: Checkpoints that the trainer keeps.
+        clock: Where time comes from.
+    """
+
+    def __init__(
+        self,
+        client: CriticClient,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        check: Callable[[], None],
+        keep_checkpoints: int,
+        clock: Clock | None = None,
+    ) -> None:
+        self.waited_s = 0.0
+        """How long the compute thread has waited for the critic."""
+        self._client = client
+        self._loop = loop
+        self._check = check
+        self._written = deque([client.oldest_policy_version], maxlen=keep_checkpoints)
+        self._clock = clock or SystemClock()
+
+    def values(self, packs: Sequence[Pack]) -> list[npt.NDArray[np.float32]]:
+        """Values of the packs' loss tokens, float32[N] each."""
+        return self._wait(self._call(self._client.evaluate([encoded_pack(pack) for pack in packs])))
+
+    def begin_gradient(self, packs: Sequence[Pack]) -> Future[float]:
+        """Begin to add the gradient of packs."""
+        return self._call(self._client.accumulate([encoded_pack(pack) for pack in packs]))
+
+    def wait_for(self, loss: Future[float]) -> float:
+        """The sum of their losses."""
+        return self._wait(loss)
+
+    def give_up(self, loss: Future[float]) -> None:
+        """End the call."""
+        loss.cancel()
+
+    @property
+    def gradient_norm(self) -> float:
+        """Norm of the mean gradient so far."""
+        return self._client.gradient_norm
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps taken in the batch under way."""
+        return self._client.minibatch
+
+    def step(self, *, rate_factor: float, is_last: bool) -> None:
+        """Take the optimiser step."""
+        self._wait(self._call(self._client.step(rate_factor=rate_factor, is_last=is_last)))
+
+    def discard(self) -> None:
+        """Discard the gradient; waits for no critic."""
+        self._call(self._client.discard()).result()
+
+    def note_checkpoint(self, policy_version: int) -> None:
+        """The trainer has written a checkpoint, and so may go back to it and to those that it keeps before."""
+        self._written.append(policy_version)
+        self._client.oldest_policy_version = min(self._written)
+
+    def _call(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, future: Future[_Result]) -> _Result:
+        begun_s = self._clock.monotonic_s()
+        try:
+            while True:
+                try:
+                    return future.result(timeout=POLL_S)
+                except TimeoutError:
+                    self._check()
+        except CancelledError as error:
+            raise RuntimeError("a call of the critic was cancelled") from error
+        finally:
+            future.cancel()
+            self.waited_s += self._clock.monotonic_s() - begun_s
+
+
+@asynccontextmanager
+async def joined_critic(
+    context: RunContext, *, security: Security, events: RunEvents, check: Callable[[], None]
+) -> AsyncIterator[CriticLink | None]:
+    """The run's critic at the trainer's version; None if the trainer has it, or the algorithm has none.
+
+    Args:
+        context: Of a run that was taken over.
+        security: Certificates and token.
+        events: Told when the critic is waited for.
+        check: Raises InterruptedComputeError once the run is to stop.
+
+    Raises:
+        PenstockError: The critic refuses, or was away for too long.
+    """
+    config = context.config
+    if not config.algorithm.has_critic_service:
+        yield None
+        return
+
+    def note_outage(text: str) -> None:
+        if text:
+            events.say_waiting(text)
+        else:
+            events.change_state(events.state)
+
+    async with CriticClient(
+        config.critic,
+        _opening(context),
+        security=security,
+        patience_s=config.run.patience_s,
+        on_outage=note_outage,
+    ) as client:
+        events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening critic {config.critic}")
+        await client.open()
+        yield CriticLink(
+            client,
+            loop=asyncio.get_running_loop(),
+            check=check,
+            keep_checkpoints=config.run.keep_checkpoints,
+            clock=context.clock,
+        )
+
+
+def _opening(context: RunContext) -> critic_pb2.OpenCriticRequest:
+    optimizer, version = context.config.optimizer, context.progress.policy_version
+    return critic_pb2.OpenCriticRequest(
+        run_id=context.run_id,
+        place=critic_pb2.CriticPlace(epoch=context.owner.epoch, policy_version=version),
+        instance_id=context.owner.instance_id,
+        oldest_policy_version=version,
+        learning_rate=critic_rate(context.config),
+        beta_1=optimizer.betas[0],
+        beta_2=optimizer.betas[1],
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+    )

@@ -1,0 +1,164 @@
+"""A critic in its own service: losses and weights are those of the critic in the trainer, whoever is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from penstock.network.rpc import Server, service_of
+from penstock.v1 import types_pb2
+from penstock.wire.codec import float32_bytes, int32_bytes
+from services.trainer.critic.config import CriticConfig
+from services.trainer.critic.critic_run import CriticRun
+from services.trainer.critic.service import CriticService
+from services.trainer.critic.trained_critic import TrainedCritic
+from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker, scored_group
+from tests.helpers.serving import serving
+from tests.helpers.trainers.training import run_alone, run_document
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RUN, NUM_STEPS = "r", 4
+
+
+class MortalCritic(CriticService):
+    """Dies in the middle of calls, counted by method from 1, and so takes its process with it."""
+
+    def __init__(self, critic: CriticRun, deaths: set[tuple[str, int]], counts: dict[str, int]) -> None:
+        super().__init__(RUN, critic)
+        self.dying = asyncio.Event()
+        self._deaths, self._counts = deaths, counts
+
+    async def AccumulateGradient(self, request, context):
+        await self._count("accumulate")
+        return await super().AccumulateGradient(request, context)
+
+    async def StepCritic(self, request, context):
+        response = await super().StepCritic(request, context)
+        await self._count("step")
+        return response
+
+    async def _count(self, what: str) -> None:
+        self._counts[what] = self._counts.get(what, 0) + 1
+        if (what, self._counts[what]) in self._deaths:
+            self.dying.set()
+            await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def critic_host(
+    model: Path, state_dir: Path, *, deaths: set[tuple[str, int]] = frozenset(), every: int = 2
+) -> AsyncIterator[tuple[str, list[MortalCritic]]]:
+    """A critic that is started again at the same address as often as it dies, and those that lived."""
+    config = CriticConfig(run_id=RUN, model_path=model, state_dir=state_dir)
+    lives: list[MortalCritic] = []
+    counts: dict[str, int] = {}
+    port = asyncio.get_running_loop().create_future()
+
+    async def live() -> None:
+        listen = "127.0.0.1:0"
+        while True:
+            critic = CriticRun(
+                state_dir,
+                make_model=lambda optimizer: TrainedCritic(config, model, optimizer),
+                checkpoint_every_steps=every,
+            )
+            service = MortalCritic(critic, deaths, counts)
+            lives.append(service)
+            server = Server(listen=listen, services=[service_of(service)])
+            listen = f"127.0.0.1:{await server.start()}"
+            if not port.done():
+                port.set_result(listen)
+            try:
+                await service.dying.wait()
+            finally:
+                await server.stop(grace_s=0)
+                # As the end of its process does: its thread and its lock are gone, and nothing was finished.
+                service._compute.close()
+                os.close(critic._lock)
+
+    task = asyncio.create_task(live())
+    try:
+        yield await port, lives
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def varied_group(prompt: types_pb2.Prompt, *, policy_version: int) -> types_pb2.TrajectoryGroup:
+    """The same for the same prompt in every run, of 3 to 12 tokens a sample."""
+    group = scored_group(prompt, policy_version=policy_version, num_tokens=12)
+    for index, sample in enumerate(group.trajectories):
+        rng = np.random.default_rng(zlib.crc32(f"{prompt.group_id}/{index}".encode()))
+        size = int(rng.integers(3, 13))
+        sample.token_ids = int32_bytes(rng.integers(5, 13, size=size))
+        sample.behavior_logprobs = float32_bytes([-3.0] * size)
+        sample.policy_versions.lengths = int32_bytes([size])
+        sample.score.value = float(rng.integers(0, 2))
+    return group
+
+
+def ppo(folder: Path, model: Path, broker: str, **run: Any) -> dict[str, Any]:
+    folder.mkdir()
+    document = run_document(folder, model, broker, num_steps=NUM_STEPS, num_eval_prompts=0, **run)
+    document["algorithm"] |= {"name": "ppo", "max_staleness": 0, "num_minibatches": 2, "kl_coefficient": 0.05}
+    document["trainer"] = {"tokens_per_pack": 64}
+    return document
+
+
+async def trained(document: dict[str, Any], *, resume: bool = False) -> Path:
+    broker = ScriptedTrainingBroker()
+    broker.make_group = varied_group
+    async with serving(broker.service()) as (_, target):
+        return await run_alone(document | {"broker": target}, run_id=RUN, resume=resume)
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in each.items() if k.startswith(("loss/", "optimizer/grad_norm"))} for each in found]
+
+
+def resumed(checkpoint: Path, prefix: str) -> dict[str, Any]:
+    """Tensors of a checkpoint whose names begin so, without that prefix."""
+    files = (load_file(path) for path in (checkpoint / "resume").glob("*.safetensors"))
+    tensors = {name: tensor for each in files for name, tensor in each.items()}
+    return {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+
+
+def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert one
+    for name, tensor in one.items():
+        np.testing.assert_allclose(tensor.numpy(), other[name].numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+async def test_a_critic_of_its_own_that_dies_has_the_losses_and_weights_of_one_in_the_trainer(
+    tmp_path: Path, model: Path
+) -> None:
+    """It dies with half a gradient, and after it took a step that it has not confirmed."""
+    alone = await trained(ppo(tmp_path / "alone", model, ""))
+    deaths = {("accumulate", 6), ("step", 5)}
+    async with critic_host(model, tmp_path / "critic", deaths=deaths) as (address, lives):
+        document = ppo(tmp_path / "apart", model, "")
+        document["algorithm"]["critic"] = "service"
+        apart = await trained(document | {"critic": address})
+        assert len(lives) == 3
+        lives[-1]._critic.finish()
+    assert len(lines(apart)) == NUM_STEPS
+    for one, other in zip(lines(alone), lines(apart), strict=True):
+        assert {"loss/loss", "loss/value_loss"} <= one.keys()
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    own = alone / "checkpoints" / f"step_{NUM_STEPS}"
+    assert_close(resumed(own, "weights/"), resumed(apart / "checkpoints" / f"step_{NUM_STEPS}", "weights/"))
+    critics = tmp_path / "critic" / "checkpoints" / f"step_{NUM_STEPS}"
+    assert_close(resumed(own, "critic/weights/"), resumed(critics, "weights/"))
+    assert_close(resumed(own, "critic/optimizer/"), resumed(critics, "optimizer/"))
