@@ -50,7 +50,7 @@ RECORDING_SUFFIXES = (".jsonl", ".parquet")
 MAX_SAMPLES_PER_STEP = 1_000_000
 
 _Section = TypeVar("_Section", bound=StrictModel)
-DevicesOf = Literal["trainer", "generators", "reward", "scorers"]
+DevicesOf = Literal["trainer", "generators", "reward", "scorers", "critic"]
 Address = Annotated[str, AfterValidator(checked_address)]
 """One server, host:port."""
 
@@ -144,6 +144,9 @@ class EndpointsSection(StrictModel):
     """A trainer; the paths in model and data are then on its machine. Several with scheduler.problem: the plan says at
     which of them `penstock node` starts the trainer, with a process for each GPU that trains, and revisions move it;
     all of them need the run folder, model and data at the same paths."""
+    critic: Address | None = None
+    """A critic started for this run's id, for algorithm.critic service; required where the trainer is elsewhere. One
+    that is started here has the trainer's device and threads, and keeps its state in the run folder."""
     generators: list[str] | None = None
     """Generators started for this run's id, which have to answer before it starts; [] if all of them are where nobody
     connects to from here: they come by themselves."""
@@ -199,7 +202,7 @@ class RunConfig(RunSections, NetworkConfig):
     devices: dict[DevicesOf, Annotated[tuple[int | str, ...], Field(max_length=1024)]] = Field(default_factory=dict)
     """GPUs of processes started here: indices or UUIDs of nvidia-smi, GPU/INSTANCE for MIG. For the trainer one for
     each of trainer.processes, for generators tensor_parallel x pipeline_parallel each, in order; chosen if left out.
-    For scorers one each. For reward none if left out. GPUs that are named for both are shared."""
+    For scorers one each, for critic one. For reward none if left out. GPUs that are named for both are shared."""
     endpoints: EndpointsSection = EndpointsSection()
     """Services that run elsewhere."""
     listen: ListenSection = ListenSection()
@@ -254,6 +257,24 @@ class RunConfig(RunSections, NetworkConfig):
     def num_scorers(self) -> int:
         """Scorers that this run starts."""
         return self.scorers if self.algorithm.has_scorer else 0
+
+    @property
+    def starts_critic(self) -> bool:
+        """Whether this run starts a critic of its own."""
+        return self.algorithm.has_critic_service and self.endpoints.critic is None
+
+    @model_validator(mode="after")
+    def _the_critic_is_within_reach(self) -> Self:
+        if self.starts_critic and self.endpoints.trainer is not None:
+            raise ValueError(
+                "endpoints.critic: required with algorithm.critic service where endpoints.trainer is set: start "
+                "`penstock serve critic` where that trainer reaches it, and name its address"
+            )
+        if self.endpoints.critic is not None and not self.algorithm.has_critic_service:
+            raise ValueError(
+                "endpoints.critic: has no effect without algorithm.critic service; set that, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_plan_is_followed_whole(self) -> Self:
@@ -343,11 +364,10 @@ class RunConfig(RunSections, NetworkConfig):
 
     @model_validator(mode="after")
     def _remote_services_know_the_run(self) -> Self:
-        attached = self.endpoints.reward is not None or self.endpoints.generators is not None
-        if attached and not self.run.id:
-            raise ValueError(
-                "run.id: required with endpoints.reward or endpoints.generators, which serve one run by its id"
-            )
+        attached = ("reward", "critic", "generators")
+        found = [name for name in attached if getattr(self.endpoints, name) is not None]
+        if found and not self.run.id:
+            raise ValueError(f"run.id: required with endpoints.{found[0]}, which serves one run by its id")
         return self
 
 

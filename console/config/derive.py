@@ -16,6 +16,7 @@ from services.generator.engines.registry import ENGINES
 from services.reward.config import RewardConfig
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.trainer.config import TrainerConfig, TrainingConfig
+from services.trainer.critic.config import CriticConfig
 from services.trainer.scorer.config import ScorerConfig
 
 _ANY_HOST = {"0.0.0.0", "[::]", "::"}
@@ -46,6 +47,8 @@ class Addresses:
     trainer: Endpoint
     generators: tuple[Endpoint, ...]
     scorers: tuple[Endpoint, ...]
+    critic: Endpoint | None
+    """None if the trainer has it, or there is none."""
     weights_listen: str | None
     """Listen address of the weights server of a trainer started here; None if the trainer runs elsewhere."""
     weights_url: str | None
@@ -109,6 +112,23 @@ def scorer_config(config: RunConfig, addresses: Addresses, index: int) -> Scorer
         device=config.trainer.device,
         num_threads=config.trainer.num_threads,
         tokens_per_pack=config.trainer.tokens_per_pack,
+    )
+
+
+def critic_config(config: RunConfig, addresses: Addresses, folder: RunFolder) -> CriticConfig:
+    """The configuration of a critic that is started here."""
+    assert addresses.critic is not None
+    return CriticConfig(
+        insecure=config.insecure,
+        listen=addresses.critic.listen or "",
+        run_id=config.run.id,
+        model_path=config.model.path,
+        state_dir=folder.critic,
+        checkpoint_every_steps=config.run.checkpoint_every_steps,
+        dtype=config.model.dtype,
+        device=config.trainer.device,
+        num_threads=config.trainer.num_threads,
+        gradient_checkpointing=bool(config.trainer.gradient_checkpointing),
     )
 
 
@@ -180,7 +200,12 @@ def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
 
 
 def training_config(
-    config: RunConfig, *, broker: str, source: str, processes: int | tuple[float, ...] | None = None
+    config: RunConfig,
+    *,
+    broker: str,
+    source: str,
+    critic: str | None = None,
+    processes: int | tuple[float, ...] | None = None,
 ) -> TrainingConfig:
     """The document of StartRun, with these `processes` if given. Raises ConfigError if the trainer would refuse it."""
     names = ("run", "model", "data", "sampling", "algorithm", "policy", "optimizer", "trainer")
@@ -188,7 +213,8 @@ def training_config(
     if processes is not None:
         document["trainer"]["processes"] = processes
     document["lora"] = None if config.lora is None else config.lora.model_dump()
-    return validate(TrainingConfig, {**document, "broker": broker}, source=source)
+    document |= {"broker": broker} | ({} if critic is None else {"critic": critic})
+    return validate(TrainingConfig, document, source=source)
 
 
 def write_config(config: StrictModel, path: Path) -> None:

@@ -9,6 +9,7 @@
     logs/<name>.log        its log; .log.1, .log.2 ... are older
     redis/                 the embedded Redis' append-only files
     cache/<name>/          weights fetched by a generator
+    critic/                checkpoints and steps of a critic started here
     lengths/               length forecasts learned by a scheduler started here
 
 Every file is replaced atomically (a temporary file is renamed), so a reader never sees half of one.
@@ -70,6 +71,7 @@ class RunFolder:
         self.redis = path / "redis"
         self.cache = path / "cache"
         self.lengths = path / "lengths"
+        self.critic = path / "critic"
 
     def create(self) -> None:
         """Make the folder and its subfolders; existing content stays."""

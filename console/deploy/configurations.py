@@ -147,6 +147,11 @@ class Configurations:
                 "algorithm.reference: service: --deploy writes no container for scorers; set scorers to 0 and start "
                 "them with `penstock serve scorer`, or set algorithm.reference to trainer"
             )
+        if self.config.get("algorithm", {}).get("critic") == "service" and "critic" not in self.config["endpoints"]:
+            raise ConfigError(
+                "algorithm.critic: service: --deploy writes no container for a critic; start it with `penstock serve "
+                "critic` and name it in endpoints.critic, or set algorithm.critic to trainer"
+            )
         document = self._with_plan(IN_CONTAINERS.config)
         document["run"] = {**document["run"], "dir": str(IN_CONTAINERS.runs)}
         attached = {name: self.center[name] for name in ("broker", "scheduler", "reward", "trainer")}

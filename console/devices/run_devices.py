@@ -82,7 +82,7 @@ def survey(config: RunConfig) -> RunDevices | None:
     if not given:
         # PyTorch falls back to the CPU where it may.
         is_fixed = config.trainer.device == "cuda"
-        needs = [need for need in needs if is_fixed or not need.process.startswith(("trainer", "scorer-"))]
+        needs = [need for need in needs if is_fixed or not need.process.startswith(("trainer", "critic", "scorer-"))]
     claims = GpuClaims(f"run {config.run.id} (process {os.getpid()})")
     in_use = {device.uuid: device.use for device in given if device.use}
     claimed = claims.others(device.uuid for device in given)
@@ -104,6 +104,15 @@ def _needs(config: RunConfig) -> Iterator[DeviceNeed]:
             setting="devices.trainer",
         )
     yield from _scorer_needs(config)
+    if config.starts_critic and _trains_on_gpus(config):
+        yield DeviceNeed(
+            process="critic",
+            count=1,
+            because="algorithm.critic: service",
+            fix="set algorithm.critic: trainer, or trainer.device: cpu",
+            named=_named(config, "critic"),
+            setting="devices.critic",
+        )
     if config.starts_generators and config.generator.decodes_on_gpus():
         yield from _generator_needs(config, uses_nccl=uses_nccl)
     if named := _named(config, "reward"):

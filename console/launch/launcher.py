@@ -17,6 +17,7 @@ from console.config.derive import (
     Addresses,
     Endpoint,
     broker_config,
+    critic_config,
     generator_config,
     local_endpoint,
     reward_config,
@@ -67,7 +68,7 @@ class Launcher:
     async def start(self) -> None:
         """Start everything, and wait for what StartRun needs: broker, scheduler, trainer. Raises ServiceFailedError.
 
-        Reward worker, scorers and generators load meanwhile; they find the run by themselves once it is open.
+        Reward worker, scorers, critic and generators load meanwhile: they find the run once it is open, or it them.
         """
         addresses, config = self.addresses, self._config
         self._claim_gpus()
@@ -80,6 +81,8 @@ class Launcher:
             self._launch("scheduler", scheduler_config(config, addresses, self._folder), addresses.scheduler)
         if addresses.trainer.is_local:
             self._launch("trainer", trainer_config(config, addresses), addresses.trainer)
+        if addresses.critic is not None and addresses.critic.is_local:
+            self._launch("critic", critic_config(config, addresses, self._folder), addresses.critic)
         if addresses.reward.is_local:
             self._launch("reward", reward_config(config, addresses), addresses.reward)
         self._launch_workers()
@@ -111,7 +114,7 @@ class Launcher:
         """Stop everything: consumers of the broker first, then the broker, then its Redis."""
         generators = [name for name in self.services.names if name.startswith(("generator-", "node-"))]
         scorers = [name for name in self.services.names if name.startswith("scorer-")]
-        for group in (generators, ["reward", *scorers], ["trainer"], ["scheduler"], ["broker"], ["redis"]):
+        for group in (generators, ["reward", *scorers], ["trainer"], ["critic"], ["scheduler"], ["broker"], ["redis"]):
             await self.services.stop(group)
         if self._cores is not None:
             self._cores.release()
@@ -143,6 +146,7 @@ class Launcher:
     def _launch(self, name: str, settings: StrictModel, endpoint: Endpoint) -> None:
         kind = name.partition("-")[0]
         threads = {
+            "critic": self._config.trainer.num_threads,
             "generator": self._config.generator.num_threads,
             "scorer": self._config.trainer.num_threads,
             "trainer": self._config.trainer.num_threads,
@@ -165,7 +169,7 @@ def choose_addresses(config: RunConfig) -> Addresses:
     """Addresses of every service of the run: as configured, else free loopback ports."""
     endpoints, listen = config.endpoints, config.listen
     num_local = config.generator.count if config.starts_generators else 0
-    free = iter(free_addresses(5 + num_local + config.num_scorers))
+    free = iter(free_addresses(6 + num_local + config.num_scorers))
 
     def endpoint(elsewhere: str | None, here: str | None) -> Endpoint:
         if elsewhere is not None:
@@ -181,6 +185,7 @@ def choose_addresses(config: RunConfig) -> Addresses:
         trainer=endpoint(endpoints.trainer, listen.trainer),
         generators=tuple(endpoint(target, None) for target in generators),
         scorers=tuple(endpoint(None, None) for _ in range(config.num_scorers)),
+        critic=endpoint(endpoints.critic, None) if config.algorithm.has_critic_service else None,
         weights_listen=weights_listen,
         weights_url=_weights_address(weights_listen, listen.public_host),
     )

@@ -163,10 +163,10 @@ def _train_tasks(run: RunConfig | None) -> list[Document]:
     tasks: list[Document] = [{"name": "actor_train", "kind": "train"}]
     if run is None:
         return tasks
-    # Scorers are beside the plan, which places generators and trainers.
+    # Scorers and a critic of its own are beside the plan, which places generators and trainers.
     if run.algorithm.has_trainer_reference:
         tasks.append({"name": "reference", "kind": "infer"})
-    if run.algorithm.definition.has_critic:
+    if run.algorithm.has_trainer_critic:
         tasks += [
             {"name": "critic", "kind": "infer", "shares_weights": True},
             {"name": "critic_train", "kind": "train"},

@@ -269,7 +269,11 @@ class _Run:
         def make_config() -> TrainingConfig:
             processes = None if self._plan is None else self._plan.processes
             return training_config(
-                self._config, broker=addresses.broker.target, source=self._source, processes=processes
+                self._config,
+                broker=addresses.broker.target,
+                critic=None if addresses.critic is None else addresses.critic.target,
+                source=self._source,
+                processes=processes,
             )
 
         return RunSession(

@@ -268,7 +268,7 @@ def _port_problems(config: RunConfig) -> list[str]:
 
 async def _network_problems(config: RunConfig, security: Security) -> list[str]:
     endpoints = config.endpoints
-    single = ((name, getattr(endpoints, name)) for name in ("broker", "scheduler", "reward", "trainer"))
+    single = ((name, getattr(endpoints, name)) for name in ("broker", "scheduler", "reward", "trainer", "critic"))
     # One that moves is started by its machine once there is a plan.
     is_moving = config.moves_trainer
     wanted = [(name, target) for name, target in single if target is not None and not (is_moving and name == "trainer")]

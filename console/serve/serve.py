@@ -30,11 +30,13 @@ class ServiceKind(StrEnum):
     TRAINER = "trainer"
     SCHEDULER = "scheduler"
     SCORER = "scorer"
+    CRITIC = "critic"
 
     @property
     def package(self) -> str:
         """Where its configuration and its server are."""
-        return "services.trainer.scorer" if self == ServiceKind.SCORER else f"services.{self}"
+        is_trainers = self in (ServiceKind.SCORER, ServiceKind.CRITIC)
+        return f"services.trainer.{self}" if is_trainers else f"services.{self}"
 
 
 def serve_command(

@@ -12,7 +12,7 @@ LEAVE_S = 20.0
 """The generators of a machine that leaves, which may be switched off 30 s after it was announced: tokens and leases are
 back within seconds, so an engine that takes longer to stop is killed."""
 CHECKPOINT_S = 300.0
-"""A trainer's last checkpoint, of a large model to a slow disk."""
+"""A trainer's last checkpoint, or one that a critic is writing, of a large model to a slow disk."""
 ENGINE_STOP_S = 30.0
 """A generator's engine and what it started."""
 DRAIN_S = 5.0
@@ -22,6 +22,7 @@ SERVER_STOP_S = 5.0
 
 LAST_ACT_S: Mapping[str, float] = {
     "broker": SERVER_STOP_S,
+    "critic": CHECKPOINT_S + SERVER_STOP_S,
     "generator": ENGINE_STOP_S + SERVER_STOP_S,
     "reward": DRAIN_S + SERVER_STOP_S,
     "scheduler": SERVER_STOP_S,

@@ -1,8 +1,12 @@
-"""PPO with its reference in services of its own: real processes, one of them killed, and the losses of all in one."""
+"""PPO with reference and critic in services of their own: real processes, some killed, and the losses of all in one."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from console.recording.reader import read_groups
 from quickstart.prepare import Prepared
@@ -24,20 +28,37 @@ def task(tmp_path):
     return Prepared(model_dir=make_tiny_model(tmp_path / "model"), train_path=path, eval_path=path)
 
 
-async def test_a_killed_scorer_costs_no_sample_and_the_losses_are_those_of_all_in_one(task, tmp_path):
+def tensors(checkpoint: Path, prefix: str) -> dict[str, Tensor]:
+    """Those that a checkpoint resumes from whose names begin so, without that prefix."""
+    files = (load_file(path) for path in (checkpoint / "resume").glob("*.safetensors"))
+    found = {name: tensor for each in files for name, tensor in each.items()}
+    return {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
+
+
+def assert_equal_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_are_those_of_all_in_one(task, tmp_path):
     document = small_run(
         task, tmp_path, run__num_steps=NUM_STEPS, run__num_eval_prompts=0, reward__model="brevity:brevity",
         algorithm__name="ppo", algorithm__kl_coefficient=0.05, algorithm__reference="service",
+        algorithm__critic="service", algorithm__num_minibatches=2, run__checkpoint_every_steps=NUM_STEPS,
         algorithm__max_staleness=0, optimizer__learning_rate=1e-3, policy__token_shards=3,
     )  # fmt: skip
     document |= {"scorers": 2, "record": True}
     with running(document, tmp_path) as run:
         run.wait_for_step(1)
         run.kill("scorer-0")
+        run.kill("critic")
         assert run.end() == 0, run.text
         apart = run.metrics()
     assert_balanced(run.summary(), num_samples=NUM_STEPS * 8 * 4)
-    assert run.summary()["restarts"]["scorer-0"] == 1
+    restarts = run.summary()["restarts"]
+    assert (restarts["scorer-0"], restarts["critic"]) == (1, 1)
     assert not {"reference_failed", "too_many_leases"} & run.summary()["audit"]["dropped"].keys()
 
     recorded = {each.group.prompt.group_id: each.group for each in read_groups(run.folder.path / "trajectories.jsonl")}
@@ -46,7 +67,7 @@ async def test_a_killed_scorer_costs_no_sample_and_the_losses_are_those_of_all_i
     sections = ("run", "model", "data", "sampling", "algorithm", "optimizer")
     alone_document = {name: dict(document[name]) for name in sections}
     alone_document["run"]["dir"] = str(tmp_path / "alone")
-    alone_document["algorithm"]["reference"] = "trainer"
+    alone_document["algorithm"] |= {"reference": "trainer", "critic": "trainer"}
     async with serving(broker.service()) as (_, target):
         folder = await run_alone(alone_document | {"broker": target})
     alone = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -56,3 +77,6 @@ async def test_a_killed_scorer_costs_no_sample_and_the_losses_are_those_of_all_i
         assert {"loss/loss", "loss/value_loss"} <= names
         expected = {name: other[name] for name in names}
         assert {name: one[name] for name in names} == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    last = f"checkpoints/step_{NUM_STEPS}"
+    assert_equal_weights(tensors(folder / last, "weights/"), tensors(run.folder.path / last, "weights/"))
+    assert_equal_weights(tensors(folder / last, "critic/weights/"), tensors(run.folder.critic / last, "weights/"))

@@ -104,9 +104,15 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
             _log.warning("a step was not taken", error=str(error))
 
     async def _run(self, function: Callable[[Any], _Result], request: Any) -> _Result:
-        """The call in the critic's thread; what an operator has to mend is UNAVAILABLE, and the trainer waits."""
+        """The call in the critic's thread.
+
+        A disk that refuses may be mended, and the trainer waits; a model or checkpoint that does not fit ends its run.
+        """
         try:
             return await self._compute.run(function, request)
-        except (OSError, BackendError, CheckpointFormatError) as error:
+        except OSError as error:
             _log.error("the critic cannot go on", error=str(error))
             raise ServiceUnavailableError(f"the critic cannot go on: {error}") from error
+        except (BackendError, CheckpointFormatError) as error:
+            _log.error("the critic cannot be opened", error=str(error))
+            raise RunConflictError(f"the critic cannot be opened: {error}") from error

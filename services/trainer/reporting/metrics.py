@@ -8,8 +8,9 @@ Promises:
 Keys: reward/{mean,std}; component/NAME, means of the reward's components; length/{mean,max} in completion tokens;
 staleness/{min,mean,max} in versions;
 throughput/{samples_per_second,response_tokens_per_second} over the step's wall time;
-time/{step_s,train_s,idle_s,publish_s} since the step before; wait/{samples,acknowledging,publishing,checkpointing}_s,
-the parts of that in which the trainer waited for these; publish/pause_share, wait/publishing_s over time/step_s;
+time/{step_s,train_s,idle_s,publish_s} since the step before;
+wait/{samples,acknowledging,publishing,checkpointing,critic}_s, the parts of that in which the trainer waited for
+these; publish/pause_share, wait/publishing_s over time/step_s;
 publish/{offer_s,write_s,digest_s,bytes} of the version offered last: from the end of its optimiser step until it was
 offered, and what of that was writing its file and digesting it; step/pack_fill, tokens over the token budget of the
 step's forward passes; step/{samples,groups,response_tokens,zero_variance_groups,skipped_samples};
@@ -65,7 +66,7 @@ class StepTimes:
 
     step_s: float
     train_s: float
-    """Work of the compute thread."""
+    """Work of the compute thread, without its waits for a critic."""
     publish_s: float
     """Writing and digesting the previous version, during the step."""
     waits_s: Mapping[Cause, float] = field(default_factory=dict)

@@ -20,6 +20,8 @@ class Cause(StrEnum):
     """The previous publication, still being written, and the copy of the newest weights."""
     CHECKPOINTING = "checkpointing"
     """The part of a checkpoint that is not written in the background."""
+    CRITIC = "critic"
+    """A critic of its own: its values, and what its gradients and steps take longer than the trainer's."""
 
 
 class StallTimer:
@@ -37,6 +39,10 @@ class StallTimer:
             yield
         finally:
             self._seconds[cause] += self._clock.monotonic_s() - begin_s
+
+    def add(self, cause: Cause, seconds: float) -> None:
+        """Counts a wait that was timed elsewhere."""
+        self._seconds[cause] += seconds
 
     def take(self) -> Mapping[Cause, float]:
         """Seconds by cause since the last call, for every cause."""

@@ -50,13 +50,12 @@ class CriticLink:
         keep_checkpoints: int,
         clock: Clock | None = None,
     ) -> None:
-        self.waited_s = 0.0
-        """How long the compute thread has waited for the critic."""
         self._client = client
         self._loop = loop
         self._check = check
         self._written = deque([client.oldest_policy_version], maxlen=keep_checkpoints)
         self._clock = clock or SystemClock()
+        self._waited_s = 0.0
 
     def values(self, packs: Sequence[Pack]) -> list[npt.NDArray[np.float32]]:
         """Values of the packs' loss tokens, float32[N] each."""
@@ -92,6 +91,11 @@ class CriticLink:
         """Discard the gradient; waits for no critic."""
         self._call(self._client.discard()).result()
 
+    def take_waited_s(self) -> float:
+        """Seconds for which calls have waited since this was asked last."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
     def note_checkpoint(self, policy_version: int) -> None:
         """The trainer has written a checkpoint, and so may go back to it and to those that it keeps before."""
         self._written.append(policy_version)
@@ -112,7 +116,7 @@ class CriticLink:
             raise RuntimeError("a call of the critic was cancelled") from error
         finally:
             future.cancel()
-            self.waited_s += self._clock.monotonic_s() - begun_s
+            self._waited_s += self._clock.monotonic_s() - begun_s
 
 
 @asynccontextmanager

@@ -321,9 +321,11 @@ class StepLoop:
     def _line(self, open_step: _OpenStep, report: StepReport) -> Line:
         clock = self._context.clock
         at_s = clock.monotonic_s()
+        critic_s = 0.0 if self._context.critic is None else self._context.critic.take_waited_s()
+        self.waits.add(Cause.CRITIC, critic_s)
         times = StepTimes(
             step_s=at_s - self._line_s,
-            train_s=self._compute.busy_s - self._busy_at_line_s,
+            train_s=self._compute.busy_s - self._busy_at_line_s - critic_s,
             publish_s=self._publisher.last_s,
             offer=self._publisher.last_offer,
             waits_s=self.waits.take(),

@@ -67,6 +67,9 @@ class RemoteCritic(Protocol):
     def discard(self) -> None:
         """Discard the gradient."""
 
+    def take_waited_s(self) -> float:
+        """Seconds for which calls have waited since this was asked last."""
+
 
 class CriticApart:
     """A `StepBackend` of a policy here and a critic elsewhere.

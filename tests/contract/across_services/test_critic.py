@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from penstock.network import outage
 from penstock.network.rpc import Server, service_of
-from penstock.v1 import types_pb2
+from penstock.v1 import trainer_pb2, types_pb2
 from penstock.wire.codec import float32_bytes, int32_bytes
 from services.trainer.critic.config import CriticConfig
 from services.trainer.critic.critic_run import CriticRun
@@ -24,7 +26,8 @@ from services.trainer.critic.service import CriticService
 from services.trainer.critic.trained_critic import TrainedCritic
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker, scored_group
 from tests.helpers.serving import serving
-from tests.helpers.trainers.training import run_alone, run_document
+from tests.helpers.trainers.training import run_alone, run_document, running_trainer
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RUN, NUM_STEPS = "r", 4
@@ -50,15 +53,16 @@ class MortalCritic(CriticService):
     async def _count(self, what: str) -> None:
         self._counts[what] = self._counts.get(what, 0) + 1
         if (what, self._counts[what]) in self._deaths:
+            self.num_packs_lost = len(self._critic._answers)
             self.dying.set()
             await asyncio.Event().wait()
 
 
 @asynccontextmanager
 async def critic_host(
-    model: Path, state_dir: Path, *, deaths: set[tuple[str, int]] = frozenset(), every: int = 2
+    model: Path, state_dir: Path, *, deaths: set[tuple[str, int]] = frozenset(), every: int = 2, is_revived: bool = True
 ) -> AsyncIterator[tuple[str, list[MortalCritic]]]:
-    """A critic that is started again at the same address as often as it dies, and those that lived."""
+    """A critic that is started again at the same address as often as it dies, if `is_revived`, and those that lived."""
     config = CriticConfig(run_id=RUN, model_path=model, state_dir=state_dir)
     lives: list[MortalCritic] = []
     counts: dict[str, int] = {}
@@ -85,6 +89,8 @@ async def critic_host(
                 # As the end of its process does: its thread and its lock are gone, and nothing was finished.
                 service._compute.close()
                 os.close(critic._lock)
+            if not is_revived:
+                return
 
     task = asyncio.create_task(live())
     try:
@@ -111,7 +117,7 @@ def ppo(folder: Path, model: Path, broker: str, **run: Any) -> dict[str, Any]:
     folder.mkdir()
     document = run_document(folder, model, broker, num_steps=NUM_STEPS, num_eval_prompts=0, **run)
     document["algorithm"] |= {"name": "ppo", "max_staleness": 0, "num_minibatches": 2, "kl_coefficient": 0.05}
-    document["trainer"] = {"tokens_per_pack": 64}
+    document["trainer"] = {"tokens_per_pack": 32}
     return document
 
 
@@ -146,12 +152,13 @@ async def test_a_critic_of_its_own_that_dies_has_the_losses_and_weights_of_one_i
 ) -> None:
     """It dies with half a gradient, and after it took a step that it has not confirmed."""
     alone = await trained(ppo(tmp_path / "alone", model, ""))
-    deaths = {("accumulate", 6), ("step", 5)}
+    deaths = {("accumulate", 7), ("step", 5)}
     async with critic_host(model, tmp_path / "critic", deaths=deaths) as (address, lives):
         document = ppo(tmp_path / "apart", model, "")
         document["algorithm"]["critic"] = "service"
         apart = await trained(document | {"critic": address})
         assert len(lives) == 3
+        assert lives[0].num_packs_lost > 0
         lives[-1]._critic.finish()
     assert len(lines(apart)) == NUM_STEPS
     for one, other in zip(lines(alone), lines(apart), strict=True):
@@ -162,3 +169,48 @@ async def test_a_critic_of_its_own_that_dies_has_the_losses_and_weights_of_one_i
     critics = tmp_path / "critic" / "checkpoints" / f"step_{NUM_STEPS}"
     assert_close(resumed(own, "critic/weights/"), resumed(critics, "weights/"))
     assert_close(resumed(own, "critic/optimizer/"), resumed(critics, "optimizer/"))
+
+
+async def test_a_trainer_that_goes_back_to_its_checkpoint_takes_its_critic_along(tmp_path: Path, model: Path) -> None:
+    async with critic_host(model, tmp_path / "critic", every=3) as (address, _):
+        document = ppo(tmp_path / "run", model, "", checkpoint_every_steps=2) | {"critic": address}
+        document["algorithm"]["critic"] = "service"
+        broker = ScriptedTrainingBroker()
+        broker.make_group = varied_group
+        async with serving(broker.service()) as (_, target):
+            folder = await run_alone(document | {"broker": target}, run_id=RUN)
+            first = lines(folder)
+            # As if it had been killed before its last checkpoint was complete.
+            shutil.rmtree(folder / "checkpoints" / "step_4")
+            await run_alone(document | {"broker": target}, run_id=RUN, resume=True)
+        assert json.loads((folder / "summary.json").read_text())["outcome"] == "completed"
+        assert lines(folder)[:2] == first[:2]
+        assert lines(folder)[2:] == [pytest.approx(line, rel=1e-6) for line in first[2:]]
+
+        other = ppo(tmp_path / "other", model, "") | {"critic": address}
+        other["algorithm"]["critic"] = "service"
+        refused = await trained(other)
+        message = json.loads((refused / "summary.json").read_text())["message"]
+        assert f"state_dir: {tmp_path / 'critic'} holds the critic of run 'r'" in message
+
+
+async def test_a_trainer_says_that_it_waits_for_its_critic_and_a_stop_ends_the_wait(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "FIRST_NOTICE_S", 0.2)
+    broker = ScriptedTrainingBroker()
+    broker.make_group = varied_group
+    async with (
+        critic_host(model, tmp_path / "critic", deaths={("accumulate", 1)}, is_revived=False) as (address, _),
+        serving(broker.service()) as (_, target),
+        running_trainer() as trainer,
+    ):
+        document = ppo(tmp_path / "run", model, target) | {"critic": address}
+        document["algorithm"]["critic"] = "service"
+        folder = Path(await trainer.start(document))
+        await until(lambda: trainer.run.events.message.startswith(f"waiting for critic {address} since "))
+        version = trainer.run.events.policy_version
+        trainer.run.request_stop()
+        events = await trainer.events()
+    assert events[-1].finished.outcome == trainer_pb2.RUN_OUTCOME_STOPPED
+    assert (folder / "checkpoints" / f"step_{version}" / "COMPLETE").exists()

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from console.config.config import GeneratorSection, RunConfig, load_run_config, parse_run_config, resolve, to_yaml
 from console.config.derive import (
     broker_config,
+    critic_config,
     generator_config,
     local_endpoint,
     reward_config,
@@ -192,6 +193,28 @@ def test_a_scorer_computes_as_the_trainer_does_with_the_model_that_is_named(
     assert "generator.openai_listen" in problem(algorithm=apart, generator={"openai_listen": "127.0.0.1:8000"})
 
 
+def test_a_critic_is_started_beside_the_trainer_or_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    ppo = {"name": "ppo", "critic": "service"}
+    resolved = resolve(config(algorithm=ppo, run={"checkpoint_every_steps": 7}), now_s=0.0)
+    addresses = choose_addresses(resolved)
+    assert addresses.critic is not None
+    found = critic_config(resolved, addresses, RunFolder(tmp_path / "run"))
+    assert (found.run_id, found.listen) == (resolved.run.id, addresses.critic.target)
+    assert (found.checkpoint_every_steps, found.state_dir) == (7, tmp_path / "run" / "critic")
+    sent = training_config(resolved, broker="b:1", critic=addresses.critic.target, source="test")
+    assert sent.critic == found.listen
+
+    away = {"run": {"id": "r"}, "algorithm": ppo, "endpoints": {"critic": "far:7309"}}
+    there = choose_addresses(resolve(config(**away), now_s=0.0)).critic
+    assert there is not None
+    assert (there.target, there.is_local) == ("far:7309", False)
+    assert choose_addresses(resolve(config(algorithm={"name": "ppo"}), now_s=0.0)).critic is None
+    assert "run.id: required with endpoints.critic" in problem(**(away | {"run": {}}))
+    assert "endpoints.critic: has no effect" in problem(**(away | {"algorithm": {"name": "ppo"}}))
+    assert "endpoints.critic: required" in problem(algorithm=ppo, endpoints={"trainer": "far:7304"})
+
+
 def test_agents_are_sampled_as_the_run_trains_and_each_generator_has_a_port_of_its_own(tmp_path: Path) -> None:
     agents = config(
         run={"id": "r"},
@@ -229,7 +252,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_the_number_of_fields_stays_within_the_budget() -> None:
-    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 148
+    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 152
 
 
 ENGINE_VALUES = {

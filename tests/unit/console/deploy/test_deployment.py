@@ -328,6 +328,13 @@ def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, 
     assert read.lengths.state_dir.is_relative_to("/runs")
 
 
+def test_a_critic_is_not_put_into_a_container(model):
+    run = {**PLAIN_RUN, "algorithm": {"name": "ppo", "critic": "service"}}
+    with pytest.raises(ConfigError, match=r"^algorithm.critic: service: --deploy writes no container for a critic"):
+        deployed(model, run=run)
+    deployed(model, run={**run, "endpoints": {"critic": "far:7309"}})
+
+
 def test_scorers_are_not_put_into_containers(model):
     run = {**PLAIN_RUN, "algorithm": {"kl_coefficient": 0.1, "reference": "service"}}
     with pytest.raises(ConfigError, match=r"^algorithm.reference: service: --deploy writes no container for scorers"):

@@ -72,6 +72,15 @@ def test_scorers_have_gpus_of_their_own(machine):
         survey(config(**apart, devices={"scorers": [3]}))
 
 
+def test_a_critic_has_a_gpu_of_its_own(machine):
+    machine(*[Card()] * 3)
+    apart = {"algorithm": {"name": "ppo", "critic": "service"}}
+    run = survey(config(**apart))
+    assert run.allocation.problems == []
+    assert len({shown(run, process) for process in ("generator-0", "trainer", "critic")}) == 3
+    assert shown(survey(config(**apart, devices={"critic": [2]})), "critic") == uuid_of(2)
+
+
 def test_pipeline_stages_have_gpus_of_their_own(machine):
     machine(*[Card()] * 8)
     run = survey(config(generator={"engine": "vllm", "tensor_parallel": 2, "pipeline_parallel": 3}))

@@ -34,6 +34,7 @@ def config(algorithm, **sections):
             "algorithm.reference_refresh_steps: a scorer's model is frozen",
         ),
         ({"reference_path": "t", "kl_coefficient": 0.1}, "algorithm.reference_path: .*t: the trainer's reference is"),
+        ({"critic": "service"}, "algorithm.critic: service, but grpo has no critic; leave it out, or set"),
         ({"name": "distill"}, "algorithm.kl_coefficient: distill needs a KL; set it, for example to 1.0"),
         ({"name": "distill", "kl_coefficient": 1.0}, "algorithm.reference_path: distill learns from a teacher"),
         (
@@ -45,6 +46,17 @@ def config(algorithm, **sections):
 def test_contradictions_are_refused(algorithm, message):
     with pytest.raises(ValidationError, match=message):
         config(algorithm)
+
+
+def test_a_critic_of_its_own_takes_packs_up_to_a_size_and_leaves_the_trainer_free_of_its_limits():
+    ppo = {"name": "ppo", "critic": "service"}
+    with pytest.raises(ValidationError, match=r"algorithm.critic: .* packs of at most 524288 tokens, and .* is 600000"):
+        config(ppo, trainer={"tokens_per_pack": 600_000})
+    pipeline = {"processes": 2, "parallel": {"pipeline": 2, "shard": 1}}
+    with pytest.raises(ValidationError, match=r"trainer.parallel.pipeline: 2 is not supported with lora beside the"):
+        config({"name": "ppo"}, lora={}, trainer=pipeline)
+    config(ppo, lora={}, trainer=pipeline)
+    config(ppo, trainer={"processes": 2, "offload": True})
 
 
 def test_distillation_trains_on_groups_of_one_and_of_equal_rewards():

@@ -16,12 +16,14 @@ def test_waits_of_a_cause_add_up_until_they_are_taken():
     clock.advance(10.0)
     with meter.waiting(Cause.PUBLISHING):
         clock.advance(0.5)
+    meter.add(Cause.CRITIC, 0.25)
     taken = meter.take()
     assert taken == {
         Cause.SAMPLES: 5.0,
         Cause.ACKNOWLEDGING: 0.0,
         Cause.PUBLISHING: 0.5,
         Cause.CHECKPOINTING: 0.0,
+        Cause.CRITIC: 0.25,
     }
     assert not any(meter.take().values())
 

@@ -77,7 +77,8 @@ def test_every_promised_key_is_there_and_rates_are_of_the_training_phase():
         0.8,
         None,
     )
-    assert summary["trainer_waits_s"] == {"samples": 6.0, "acknowledging": 0, "publishing": 0, "checkpointing": 0}
+    waits = {"samples": 6.0, "acknowledging": 0, "publishing": 0, "checkpointing": 0, "critic": 0}
+    assert summary["trainer_waits_s"] == waits
     assert round(summary["pack_fill"], 6) == 0.95
     assert summary["max_staleness_seen"] == 2
     assert summary["audit"] == {
