@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import access_pb2 as penstock_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/critic.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/access.proto\"G\n\x0b\x43riticPlace\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tminibatch\x18\x03 \x01(\r\"s\n\nCriticPack\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x17\n\x0fsegment_lengths\x18\x02 \x03(\r\x12\x18\n\x10target_positions\x18\x03 \x01(\x0c\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x12\x0f\n\x07returns\x18\x05 \x01(\x0c\"\xe4\x01\n\x11OpenCriticRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.penstock.v1.CriticPlace\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x1d\n\x15oldest_policy_version\x18\x04 \x01(\x03\x12\x15\n\rlearning_rate\x18\x05 \x01(\x01\x12\x0e\n\x06\x62\x65ta_1\x18\x06 \x01(\x01\x12\x0e\n\x06\x62\x65ta_2\x18\x07 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x08 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\t \x01(\x01\"E\n\x12OpenCriticResponse\x12\x12\n\nvocab_size\x18\x01 \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x02 \x01(\r\"u\n\x13\x45valuatePackRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.penstock.v1.CriticPlace\x12%\n\x04pack\x18\x03 \x01(\x0b\x32\x17.penstock.v1.CriticPack\"&\n\x14\x45valuatePackResponse\x12\x0e\n\x06values\x18\x01 \x01(\x0c\"\x9f\x01\n\x19\x41\x63\x63umulateGradientRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.penstock.v1.CriticPlace\x12\x13\n\x0bgradient_id\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\r\x12%\n\x04pack\x18\x05 \x01(\x0b\x32\x17.penstock.v1.CriticPack\"G\n\x1a\x41\x63\x63umulateGradientResponse\x12\x12\n\nvalue_loss\x18\x01 \x01(\x01\x12\x15\n\rgradient_norm\x18\x02 \x01(\x01\"\xb9\x01\n\x11StepCriticRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.penstock.v1.CriticPlace\x12\x13\n\x0bgradient_id\x18\x03 \x01(\x04\x12\x11\n\tnum_packs\x18\x04 \x01(\r\x12\x13\n\x0brate_factor\x18\x05 \x01(\x01\x12\x0f\n\x07is_last\x18\x06 \x01(\x08\x12\x1d\n\x15oldest_policy_version\x18\x07 \x01(\x03\"\x14\n\x12StepCriticResponse\"d\n\x0c\x43riticRecord\x12,\n\x04step\x18\x01 \x01(\x0b\x32\x1e.penstock.v1.StepCriticRequest\x12&\n\x05packs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.CriticPack2\x85\x03\n\rCriticService\x12T\n\nOpenCritic\x12\x1e.penstock.v1.OpenCriticRequest\x1a\x1f.penstock.v1.OpenCriticResponse\"\x05\xe2\xab\x19\x01\x02\x12Z\n\x0c\x45valuatePack\x12 .penstock.v1.EvaluatePackRequest\x1a!.penstock.v1.EvaluatePackResponse\"\x05\xe2\xab\x19\x01\x02\x12l\n\x12\x41\x63\x63umulateGradient\x12&.penstock.v1.AccumulateGradientRequest\x1a\'.penstock.v1.AccumulateGradientResponse\"\x05\xe2\xab\x19\x01\x02\x12T\n\nStepCritic\x12\x1e.penstock.v1.StepCriticRequest\x1a\x1f.penstock.v1.StepCriticResponse\"\x05\xe2\xab\x19\x01\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/critic.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/access.proto\"G\n\x0b\x43riticPlace\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tminibatch\x18\x03 \x01(\r\"s\n\nCriticPack\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x17\n\x0fsegment_lengths\x18\x02 \x03(\r\x12\x18\n\x10target_positions\x18\x03 \x01(\x0c\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x12\x0f\n\x07returns\x18\x05 \x01(\x0c\"u\n\x0f\x43riticOptimizer\x12\x15\n\rlearning_rate\x18\x01 \x01(\x01\x12\x0e\n\x06\x62\x65ta_1\x18\x02 \x01(\x01\x12\x0e\n\x06\x62\x65ta_2\x18\x03 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x04 \x01(\x01\x12\x15\n\rmax_grad_norm\x18\x05 \x01(\x01\"\xb1\x01\n\x11OpenCriticRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.penstock.v1.CriticPlace\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x1d\n\x15oldest_policy_version\x18\x04 \x01(\x03\x12/\n\toptimizer\x18\x05 \x01(\x0b\x32\x1c.penstock.v1.CriticOptimizer\"E\n\x12OpenCriticResponse\x12\x12\n\nvocab_size\x18\x01 \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x02 \x01(\r\"u\n\x13\x45valuatePackRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.penstock.v1.CriticPlace\x12%\n\x04pack\x18\x03 \x01(\x0b\x32\x17.penstock.v1.CriticPack\"&\n\x14\x45valuatePackResponse\x12\x0e\n\x06values\x18\x01 \x01(\x0c\"\x9f\x01\n\x19\x41\x63\x63umulateGradientRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.penstock.v1.CriticPlace\x12\x13\n\x0bgradient_id\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\r\x12%\n\x04pack\x18\x05 \x01(\x0b\x32\x17.penstock.v1.CriticPack\"G\n\x1a\x41\x63\x63umulateGradientResponse\x12\x12\n\nvalue_loss\x18\x01 \x01(\x01\x12\x15\n\rgradient_norm\x18\x02 \x01(\x01\"\xb9\x01\n\x11StepCriticRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.penstock.v1.CriticPlace\x12\x13\n\x0bgradient_id\x18\x03 \x01(\x04\x12\x11\n\tnum_packs\x18\x04 \x01(\r\x12\x13\n\x0brate_factor\x18\x05 \x01(\x01\x12\x0f\n\x07is_last\x18\x06 \x01(\x08\x12\x1d\n\x15oldest_policy_version\x18\x07 \x01(\x03\"\x14\n\x12StepCriticResponse\"\x95\x01\n\x0c\x43riticRecord\x12,\n\x04step\x18\x01 \x01(\x0b\x32\x1e.penstock.v1.StepCriticRequest\x12&\n\x05packs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.CriticPack\x12/\n\toptimizer\x18\x03 \x01(\x0b\x32\x1c.penstock.v1.CriticOptimizer2\x85\x03\n\rCriticService\x12T\n\nOpenCritic\x12\x1e.penstock.v1.OpenCriticRequest\x1a\x1f.penstock.v1.OpenCriticResponse\"\x05\xe2\xab\x19\x01\x02\x12Z\n\x0c\x45valuatePack\x12 .penstock.v1.EvaluatePackRequest\x1a!.penstock.v1.EvaluatePackResponse\"\x05\xe2\xab\x19\x01\x02\x12l\n\x12\x41\x63\x63umulateGradient\x12&.penstock.v1.AccumulateGradientRequest\x1a\'.penstock.v1.AccumulateGradientResponse\"\x05\xe2\xab\x19\x01\x02\x12T\n\nStepCritic\x12\x1e.penstock.v1.StepCriticRequest\x1a\x1f.penstock.v1.StepCriticResponse\"\x05\xe2\xab\x19\x01\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,24 +44,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CRITICPLACE']._serialized_end=138
   _globals['_CRITICPACK']._serialized_start=140
   _globals['_CRITICPACK']._serialized_end=255
-  _globals['_OPENCRITICREQUEST']._serialized_start=258
-  _globals['_OPENCRITICREQUEST']._serialized_end=486
-  _globals['_OPENCRITICRESPONSE']._serialized_start=488
-  _globals['_OPENCRITICRESPONSE']._serialized_end=557
-  _globals['_EVALUATEPACKREQUEST']._serialized_start=559
-  _globals['_EVALUATEPACKREQUEST']._serialized_end=676
-  _globals['_EVALUATEPACKRESPONSE']._serialized_start=678
-  _globals['_EVALUATEPACKRESPONSE']._serialized_end=716
-  _globals['_ACCUMULATEGRADIENTREQUEST']._serialized_start=719
-  _globals['_ACCUMULATEGRADIENTREQUEST']._serialized_end=878
-  _globals['_ACCUMULATEGRADIENTRESPONSE']._serialized_start=880
-  _globals['_ACCUMULATEGRADIENTRESPONSE']._serialized_end=951
-  _globals['_STEPCRITICREQUEST']._serialized_start=954
-  _globals['_STEPCRITICREQUEST']._serialized_end=1139
-  _globals['_STEPCRITICRESPONSE']._serialized_start=1141
-  _globals['_STEPCRITICRESPONSE']._serialized_end=1161
-  _globals['_CRITICRECORD']._serialized_start=1163
-  _globals['_CRITICRECORD']._serialized_end=1263
-  _globals['_CRITICSERVICE']._serialized_start=1266
-  _globals['_CRITICSERVICE']._serialized_end=1655
+  _globals['_CRITICOPTIMIZER']._serialized_start=257
+  _globals['_CRITICOPTIMIZER']._serialized_end=374
+  _globals['_OPENCRITICREQUEST']._serialized_start=377
+  _globals['_OPENCRITICREQUEST']._serialized_end=554
+  _globals['_OPENCRITICRESPONSE']._serialized_start=556
+  _globals['_OPENCRITICRESPONSE']._serialized_end=625
+  _globals['_EVALUATEPACKREQUEST']._serialized_start=627
+  _globals['_EVALUATEPACKREQUEST']._serialized_end=744
+  _globals['_EVALUATEPACKRESPONSE']._serialized_start=746
+  _globals['_EVALUATEPACKRESPONSE']._serialized_end=784
+  _globals['_ACCUMULATEGRADIENTREQUEST']._serialized_start=787
+  _globals['_ACCUMULATEGRADIENTREQUEST']._serialized_end=946
+  _globals['_ACCUMULATEGRADIENTRESPONSE']._serialized_start=948
+  _globals['_ACCUMULATEGRADIENTRESPONSE']._serialized_end=1019
+  _globals['_STEPCRITICREQUEST']._serialized_start=1022
+  _globals['_STEPCRITICREQUEST']._serialized_end=1207
+  _globals['_STEPCRITICRESPONSE']._serialized_start=1209
+  _globals['_STEPCRITICRESPONSE']._serialized_end=1229
+  _globals['_CRITICRECORD']._serialized_start=1232
+  _globals['_CRITICRECORD']._serialized_end=1381
+  _globals['_CRITICSERVICE']._serialized_start=1384
+  _globals['_CRITICSERVICE']._serialized_end=1773
 # @@protoc_insertion_point(module_scope)

@@ -91,6 +91,44 @@ class CriticPack(_message.Message):
 Global___CriticPack: _TypeAlias = CriticPack  # noqa: Y015
 
 @_typing.final
+class CriticOptimizer(_message.Message):
+    """Settings of AdamW."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    BETA_1_FIELD_NUMBER: _builtins.int
+    BETA_2_FIELD_NUMBER: _builtins.int
+    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
+    MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
+    learning_rate: _builtins.float
+    """Peak learning rate."""
+    beta_1: _builtins.float
+    """Decay of the first moment."""
+    beta_2: _builtins.float
+    """Decay of the second moment."""
+    weight_decay: _builtins.float
+    """Decoupled weight decay."""
+    max_grad_norm: _builtins.float
+    """Gradients are scaled down to this norm."""
+    def __init__(
+        self,
+        *,
+        learning_rate: _builtins.float = ...,
+        beta_1: _builtins.float = ...,
+        beta_2: _builtins.float = ...,
+        weight_decay: _builtins.float = ...,
+        max_grad_norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta_1", b"beta_1", "beta_2", b"beta_2", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "weight_decay", b"weight_decay"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CriticOptimizer: _TypeAlias = CriticOptimizer  # noqa: Y015
+
+@_typing.final
 class OpenCriticRequest(_message.Message):
     """Request of OpenCritic."""
 
@@ -100,30 +138,20 @@ class OpenCriticRequest(_message.Message):
     PLACE_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     OLDEST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    LEARNING_RATE_FIELD_NUMBER: _builtins.int
-    BETA_1_FIELD_NUMBER: _builtins.int
-    BETA_2_FIELD_NUMBER: _builtins.int
-    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
-    MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     instance_id: _builtins.str
     """Which run of that id, as in RunOwner."""
     oldest_policy_version: _builtins.int
     """The oldest version of which the trainer has a checkpoint: the critic keeps what it needs to return there."""
-    learning_rate: _builtins.float
-    """Peak learning rate."""
-    beta_1: _builtins.float
-    """AdamW's decay of the first moment."""
-    beta_2: _builtins.float
-    """AdamW's decay of the second moment."""
-    weight_decay: _builtins.float
-    """AdamW's decoupled weight decay."""
-    max_grad_norm: _builtins.float
-    """Gradients are scaled down to this norm."""
     @_builtins.property
     def place(self) -> Global___CriticPlace:
         """Where the critic is to be."""
+
+    @_builtins.property
+    def optimizer(self) -> Global___CriticOptimizer:
+        """How the critic learns from now on."""
 
     def __init__(
         self,
@@ -132,15 +160,11 @@ class OpenCriticRequest(_message.Message):
         place: Global___CriticPlace | None = ...,
         instance_id: _builtins.str = ...,
         oldest_policy_version: _builtins.int = ...,
-        learning_rate: _builtins.float = ...,
-        beta_1: _builtins.float = ...,
-        beta_2: _builtins.float = ...,
-        weight_decay: _builtins.float = ...,
-        max_grad_norm: _builtins.float = ...,
+        optimizer: Global___CriticOptimizer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta_1", b"beta_1", "beta_2", b"beta_2", "instance_id", b"instance_id", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "oldest_policy_version", b"oldest_policy_version", "place", b"place", "run_id", b"run_id", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "oldest_policy_version", b"oldest_policy_version", "optimizer", b"optimizer", "place", b"place", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,6 +393,7 @@ class CriticRecord(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     PACKS_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def step(self) -> Global___StepCriticRequest:
         """The step that was taken."""
@@ -377,15 +402,20 @@ class CriticRecord(_message.Message):
     def packs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CriticPack]:
         """The packs of its gradient, in order."""
 
+    @_builtins.property
+    def optimizer(self) -> Global___CriticOptimizer:
+        """The settings with which it was taken."""
+
     def __init__(
         self,
         *,
         step: Global___StepCriticRequest | None = ...,
         packs: _abc.Iterable[Global___CriticPack] | None = ...,
+        optimizer: Global___CriticOptimizer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["packs", b"packs", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "packs", b"packs", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,6 @@ from penstock.storage.fetched import beside_loop, fetched
 from services.trainer.critic.config import CriticConfig
 from services.trainer.critic.critic_run import CriticRun
 from services.trainer.critic.service import CriticService
-from services.trainer.run_sections import OptimizerConfig
 
 if TYPE_CHECKING:
     from services.trainer.critic.trained_critic import TrainedCritic
@@ -36,11 +35,11 @@ async def serve(config: CriticConfig) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model_path: {config.model_path}: no config.json; give a Hugging Face directory")
 
-    def make_model(optimizer: OptimizerConfig) -> TrainedCritic:
+    def make_model() -> TrainedCritic:
         # Imported here: torch takes seconds, and the configuration's errors should not wait for it.
         from services.trainer.critic.trained_critic import TrainedCritic
 
-        return TrainedCritic(config, folder, optimizer)
+        return TrainedCritic(config, folder)
 
     try:
         critic = CriticRun(

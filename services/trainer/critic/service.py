@@ -97,6 +97,7 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
         except ServiceUnavailableError as error:
             _log.error("the critic's checkpoint was not written; the journal has its steps", error=str(error))
         self._compute.close()
+        self._critic.release()
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._steps.discard(task)

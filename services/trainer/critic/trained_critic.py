@@ -28,8 +28,8 @@ from services.trainer.run_sections import OptimizerConfig
 class TrainedCritic:
     """Computes what a critic in the trainer would, by the same code; one thread at a time."""
 
-    def __init__(self, config: CriticConfig, folder: Path, optimizer: OptimizerConfig) -> None:
-        """Begins as a copy of the model in `folder`; the optimiser's learning rate is the critic's.
+    def __init__(self, config: CriticConfig, folder: Path) -> None:
+        """Begins as a copy of the model in `folder`; to be configured before its first step.
 
         Raises:
             UnsupportedModelError: Packed rows would not train the model on its own function.
@@ -46,8 +46,8 @@ class TrainedCritic:
             dtype=compute_dtype(config.dtype, path=folder, device=device),
             device=device,
             ranks=ranks,
-            learning_rate=optimizer.learning_rate,
-            optimizer=optimizer,
+            learning_rate=OptimizerConfig().learning_rate,
+            optimizer=OptimizerConfig(),
             checkpoints_layers=config.gradient_checkpointing,
         )
         learner = self._critic.learner
@@ -64,6 +64,10 @@ class TrainedCritic:
         self.num_steps = 0
         """Steps of the run, each of one or several minibatches, that it has learned from."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+    def configure(self, optimizer: OptimizerConfig) -> None:
+        """Later steps use these settings; the learning rate is the critic's peak."""
+        self._critic.configure(optimizer)
 
     def values(self, pack: Pack) -> npt.NDArray[np.float32]:
         """Values of the states before the pack's loss tokens, float32[N]."""

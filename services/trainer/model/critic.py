@@ -143,6 +143,11 @@ class Critic:
         self._num_tokens += pack.num_loss_tokens
         return total
 
+    def configure(self, settings: OptimizerConfig) -> None:
+        """Later steps use these settings, with their learning rate as the peak."""
+        self.learner.configure(settings)
+        self._learning_rate = settings.learning_rate
+
     def gradient_norm(self) -> float:
         """Norm of the gradient of the mean over the tokens of all processes so far."""
         return self.learner.gradient_norm() / max(1, self._ranks.added_up(self._num_tokens))

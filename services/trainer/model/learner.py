@@ -36,6 +36,12 @@ class Learner:
         for parameter in parameters.values():
             parameter.grad = torch.zeros_like(parameter)
 
+    def configure(self, settings: OptimizerConfig) -> None:
+        """Later steps use these settings; a step's learning rate comes with it."""
+        for group in self.optimizer.param_groups:
+            group["betas"], group["weight_decay"] = settings.betas, settings.weight_decay
+        self._max_grad_norm = settings.max_grad_norm
+
     def gradient_norm(self) -> float:
         """L2 norm of the accumulated gradient, of all processes, which add it up; once for an optimiser step."""
         gradients = {name: each.grad for name, each in self.parameters.items() if each.grad is not None}

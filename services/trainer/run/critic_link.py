@@ -170,9 +170,11 @@ def _opening(context: RunContext) -> critic_pb2.OpenCriticRequest:
         place=critic_pb2.CriticPlace(epoch=context.owner.epoch, policy_version=version),
         instance_id=context.owner.instance_id,
         oldest_policy_version=version,
-        learning_rate=critic_rate(context.config),
-        beta_1=optimizer.betas[0],
-        beta_2=optimizer.betas[1],
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
+        optimizer=critic_pb2.CriticOptimizer(
+            learning_rate=critic_rate(context.config),
+            beta_1=optimizer.betas[0],
+            beta_2=optimizer.betas[1],
+            weight_decay=optimizer.weight_decay,
+            max_grad_norm=optimizer.max_grad_norm,
+        ),
     )

@@ -38,7 +38,7 @@ from services.trainer.service import TrainerService
 from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
 from tests.helpers.brokers.members import NotedShards
 from tests.helpers.brokers.trajectories import groups
-from tests.helpers.trainers.critics import critic_packs, open_critic
+from tests.helpers.trainers.critics import critic_packs, open_critic, opening
 
 SERVICES = [
     module.DESCRIPTOR.services_by_name[name]
@@ -154,15 +154,7 @@ def valid_requests(method: MethodDescriptor) -> list[Message]:
         "RegisterNode": scheduler_pb2.RegisterNodeRequest(node=this_machine(node_id="n")),
         "CreatePlan": scheduler_pb2.CreatePlanRequest(run_id="r", num_generators=2),
         "StartRun": trainer_pb2.StartRunRequest(run_id="r", config_json="{}"),
-        "OpenCritic": critic_pb2.OpenCriticRequest(
-            run_id="r",
-            place=critic_pb2.CriticPlace(epoch=1),
-            instance_id="i",
-            learning_rate=1e-3,
-            beta_1=0.9,
-            beta_2=0.99,
-            max_grad_norm=1.0,
-        ),
+        "OpenCritic": opening(),
         "EvaluatePack": critic_pb2.EvaluatePackRequest(
             run_id="r", place=critic_pb2.CriticPlace(epoch=1), pack=critic_packs(1)[0]
         ),

@@ -25,10 +25,12 @@ class OneNumber:
 
     vocab_size, max_sequence_length = 32, 16
 
-    def __init__(self, optimizer: OptimizerConfig) -> None:
+    def __init__(self) -> None:
         self.weight, self.num_steps = 0.0, 0
-        self._rate = optimizer.learning_rate
         self.discard_gradients()
+
+    def configure(self, optimizer: OptimizerConfig) -> None:
+        self._rate = optimizer.learning_rate
 
     def values(self, pack: Pack) -> np.ndarray:
         return (self.weight * pack.target_ids).astype(np.float32)
@@ -78,7 +80,8 @@ def opening(version: int = 0, minibatch: int = 0, *, epoch: int = 1, instance: s
     """OpenCritic of run r."""
     place = critic_pb2.CriticPlace(epoch=epoch, policy_version=version, minibatch=minibatch)
     settings = {"learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.99, "max_grad_norm": 1.0} | fields
-    return critic_pb2.OpenCriticRequest(run_id="r", place=place, instance_id=instance, **settings)
+    optimizer = critic_pb2.CriticOptimizer(**settings)
+    return critic_pb2.OpenCriticRequest(run_id="r", place=place, instance_id=instance, optimizer=optimizer)
 
 
 def make_critic(folder: Path, *, every: int = 2) -> CriticRun:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
@@ -63,7 +61,7 @@ class Trainer:
 
 
 def die(critic):
-    os.close(critic._lock)
+    critic.release()
 
 
 @pytest.fixture
@@ -117,6 +115,21 @@ def test_it_returns_into_the_middle_of_a_step_and_takes_no_step_twice(folder):
     assert critic._model.weight == weight
 
 
+def test_steps_are_taken_again_with_the_settings_with_which_they_were_taken(folder):
+    trainer, _ = values_by_version(folder, 1, every=10)
+    trainer.critic.open(opening(1, learning_rate=0.05))
+    trainer.step()
+    values = trainer.values()
+    die(trainer.critic)
+    critic = make_critic(folder)
+    critic.open(opening(2, learning_rate=0.1))
+    trainer.critic = critic
+    assert trainer.values() == values
+    critic.open(opening(2, learning_rate=0.1))
+    with pytest.raises(InvalidFieldError, match=r"optimizer: learning_rate: .*greater than 0"):
+        critic.open(opening(2, learning_rate=0.0))
+
+
 def test_it_keeps_what_the_trainer_may_go_back_to_and_no_more(folder):
     trainer = Trainer(make_critic(folder, every=2))
     for _ in range(9):
@@ -124,7 +137,7 @@ def test_it_keeps_what_the_trainer_may_go_back_to_and_no_more(folder):
         trainer.step()
     steps = sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_?"))
     assert steps[0] == 4
-    assert min(each.policy_version for each in trainer.critic._journal.positions()) == 4
+    assert min(each.policy_version for each in trainer.critic._kept._journal.positions()) == 4
     with pytest.raises(VersionConflictError, match=r"leads to version 0, but the trainer is at version 3"):
         trainer.critic.open(opening(3))
 
