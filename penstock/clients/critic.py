@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from penstock.errors import OffsetMismatchError, UnknownRunError
+from penstock.errors import OffsetMismatchError, UnknownRunError, require
 from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.network.rpc import call_with_retry
@@ -148,8 +148,9 @@ class CriticClient(Connection):
                 continue
             values = float32_array(answer.values, "values")
             num_targets = len(pack.target_positions) // np.dtype(np.int32).itemsize
-            if values.size != num_targets:
-                raise OffsetMismatchError(f"{self.outage.peer}: {values.size} values for {num_targets} tokens")
+            require(
+                values.size == num_targets, "values", f"{values.size} of {self.peer}", f"{num_targets} for this pack"
+            )
             return values
 
     async def _catch_up(self) -> None:

@@ -37,6 +37,7 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
         self._critic = critic
         self._compute = ComputeThread(clock=SystemClock(), on_span=lambda start_s, end_s: None)
         self._steps: set[asyncio.Task[None]] = set()
+        self._is_ending = False
 
     async def OpenCritic(
         self, request: critic_pb2.OpenCriticRequest, context: _Context
@@ -91,10 +92,11 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
         return critic_pb2.StepCriticResponse()
 
     async def close(self) -> None:
-        """End what is under way, and complete the checkpoint that is being written."""
+        """End what is under way, complete the checkpoint that is being written, and refuse further calls for now."""
+        self._is_ending = True
         try:
-            await self._run(lambda _: self._critic.finish(), None)
-        except ServiceUnavailableError as error:
+            await self._compute.run(self._critic.finish)
+        except OSError as error:
             _log.error("the critic's checkpoint was not written; the journal has its steps", error=str(error))
         self._compute.close()
         self._critic.release()
@@ -109,6 +111,8 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
 
         A disk that refuses may be mended, and the trainer waits; a model or checkpoint that does not fit ends its run.
         """
+        if self._is_ending:
+            raise ServiceUnavailableError("the critic is ending; its next process goes on from here")
         try:
             return await self._compute.run(function, request)
         except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 from penstock.storage.addresses import Address
 from services.trainer.batches.packing import Pack
 from services.trainer.critic.config import CriticConfig
+from services.trainer.distributed.memory_share import memory_share
+from services.trainer.distributed.rank_backend import COPIES_SHARE
 from services.trainer.model.attention import register_packed_attention
 from services.trainer.model.critic import Critic
 from services.trainer.model.precision import compute_dtype
@@ -96,11 +98,14 @@ class TrainedCritic:
         self.num_steps += is_last
 
     def save(self, directory: Path) -> Future[None]:
-        """Copies everything now and writes it in the background, as `Backend.save`."""
+        """Copies everything now and writes it in the background; without memory for a copy waits until it has."""
         state = self._state.collect(num_batches=self.num_steps)
-        return self._writer.submit(
-            _write, directory, {n: each.detach().to("cpu", copy=True) for n, each in state.items()}
-        )
+        if sum(each.nbytes for each in state.values()) > COPIES_SHARE * memory_share(1):
+            written = self._writer.submit(_write, directory, state)
+            wait([written])
+            return written
+        copies = {name: each.detach().to("cpu", copy=True) for name, each in state.items()}
+        return self._writer.submit(_write, directory, copies)
 
     def load(self, source: Path | Address) -> None:
         """Continues from what `save` wrote; raises CheckpointMismatchError and then changes nothing."""

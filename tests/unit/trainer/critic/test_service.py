@@ -1,0 +1,91 @@
+"""The calls of a critic's own process: whom it serves, and what it says while it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.errors import RunConflictError, ServiceUnavailableError, UnknownRunError
+from penstock.v1 import critic_pb2
+from penstock.wire.codec import float32_array
+from services.trainer.critic.service import CriticService
+from services.trainer.model.backend import UnsupportedModelError
+from tests.helpers.trainers.critics import critic_packs, make_critic, opening
+
+PLACE = critic_pb2.CriticPlace(epoch=1)
+EVALUATE = critic_pb2.EvaluatePackRequest(run_id="r", place=PLACE, pack=critic_packs(1)[0])
+
+
+@pytest.fixture
+def critic(tmp_path):
+    return make_critic(tmp_path / "critic")
+
+
+async def test_it_is_opened_by_its_own_run_and_answers_with_values(critic):
+    service = CriticService("r", critic)
+    with pytest.raises(UnknownRunError):
+        await service.EvaluatePack(EVALUATE, None)
+    other = opening()
+    other.run_id = "other"
+    with pytest.raises(RunConflictError, match="this critic serves run 'r'; start one with that run_id"):
+        await service.OpenCritic(other, None)
+    await service.OpenCritic(opening(), None)
+    answer = await service.EvaluatePack(EVALUATE, None)
+    assert float32_array(answer.values, "values").tolist() == [0.0] * 4
+
+
+async def test_one_that_ends_sends_its_trainer_to_its_next_process(critic, tmp_path):
+    service = CriticService("r", critic)
+    await service.OpenCritic(opening(), None)
+    await service.close()
+    with pytest.raises(ServiceUnavailableError, match="the critic is ending"):
+        await service.EvaluatePack(EVALUATE, None)
+    following = CriticService("r", make_critic(tmp_path / "critic"))
+    await following.OpenCritic(opening(), None)
+    await following.EvaluatePack(EVALUATE, None)
+
+
+async def test_a_step_is_confirmed_before_it_is_taken(critic, monkeypatch):
+    service = CriticService("r", critic)
+    await service.OpenCritic(opening(), None)
+    begun, may_end, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+    step = critic._model.step
+
+    def slow_step(**settings):
+        loop.call_soon_threadsafe(begun.set)
+        asyncio.run_coroutine_threadsafe(may_end.wait(), loop).result(timeout=30)
+        step(**settings)
+
+    monkeypatch.setattr(critic._model, "step", slow_step)
+    await service.AccumulateGradient(
+        critic_pb2.AccumulateGradientRequest(run_id="r", place=PLACE, gradient_id=1, pack=critic_packs(1)[0]), None
+    )
+    request = critic_pb2.StepCriticRequest(
+        run_id="r", place=PLACE, gradient_id=1, num_packs=1, rate_factor=1.0, is_last=True
+    )
+    await service.StepCritic(request, None)
+    await begun.wait()
+    evaluating = asyncio.ensure_future(
+        service.EvaluatePack(
+            critic_pb2.EvaluatePackRequest(
+                run_id="r", place=critic_pb2.CriticPlace(epoch=1, policy_version=1), pack=critic_packs(1)[0]
+            ),
+            None,
+        )
+    )
+    may_end.set()
+    assert any(float32_array((await evaluating).values, "values"))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(OSError("disk full"), ServiceUnavailableError), (UnsupportedModelError("no"), RunConflictError)],
+)
+async def test_a_disk_may_be_mended_and_a_model_does_not_change(critic, monkeypatch, error, kind):
+    def fail(place):
+        raise error
+
+    monkeypatch.setattr(critic._kept, "model_at", fail)
+    with pytest.raises(kind, match=str(error)):
+        await CriticService("r", critic).OpenCritic(opening(), None)
