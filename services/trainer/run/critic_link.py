@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from penstock.clients.critic import CriticClient
 from penstock.clock import Clock, SystemClock
@@ -27,7 +28,10 @@ from services.trainer.run_sections import critic_rate
 
 POLL_S = 0.2
 """How soon a wait for the critic notices a stop."""
+NOTICE_S = 3.0
+"""A critic that takes longer to answer is worth a line: it loads its model, takes steps again, or is slow."""
 _Result = TypeVar("_Result")
+_log = structlog.get_logger()
 
 
 class CriticLink:
@@ -38,6 +42,7 @@ class CriticLink:
         loop: In which the client's calls run.
         check: Raises InterruptedComputeError once the run is to stop.
         keep_checkpoints: Checkpoints that the trainer keeps.
+        on_wait: Called in the loop with a line while an answer takes long, and with an empty one when it is there.
         clock: Where time comes from.
     """
 
@@ -48,6 +53,7 @@ class CriticLink:
         loop: asyncio.AbstractEventLoop,
         check: Callable[[], None],
         keep_checkpoints: int,
+        on_wait: Callable[[str], None] = lambda text: None,
         clock: Clock | None = None,
     ) -> None:
         self._client = client
@@ -55,6 +61,7 @@ class CriticLink:
         self._check = check
         self._written = deque([client.oldest_policy_version], maxlen=keep_checkpoints)
         self._clock = clock or SystemClock()
+        self._on_wait = on_wait
         self._waited_s = 0.0
 
     def values(self, packs: Sequence[Pack]) -> list[npt.NDArray[np.float32]]:
@@ -105,18 +112,34 @@ class CriticLink:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, future: Future[_Result]) -> _Result:
-        begun_s = self._clock.monotonic_s()
+        begun_s, is_noticed = self._clock.monotonic_s(), False
         try:
             while True:
                 try:
                     return future.result(timeout=POLL_S)
                 except TimeoutError:
+                    if future.done():
+                        raise
                     self._check()
+                    is_noticed = self._notice(self._clock.monotonic_s() - begun_s, is_first=not is_noticed)
         except CancelledError as error:
             raise RuntimeError("a call of the critic was cancelled") from error
         finally:
             future.cancel()
             self._waited_s += self._clock.monotonic_s() - begun_s
+            if is_noticed:
+                self._loop.call_soon_threadsafe(self._on_wait, "")
+
+    def _notice(self, waited_s: float, *, is_first: bool) -> bool:
+        """Says that an answer takes long, if it does; whether it does."""
+        if waited_s < NOTICE_S or self._client.outage.is_noticed:
+            # Of one that is away, the client says so.
+            return not is_first
+        if is_first:
+            _log.warning("waiting for the critic, which has not answered", peer=self._client.peer)
+        text = f"waiting for {self._client.peer} for {waited_s:.0f} s: it is loading, taking steps again, or slow"
+        self._loop.call_soon_threadsafe(self._on_wait, text)
+        return True
 
 
 @asynccontextmanager
@@ -139,7 +162,7 @@ async def joined_critic(
         yield None
         return
 
-    def note_outage(text: str) -> None:
+    def note_wait(text: str) -> None:
         if text:
             events.say_waiting(text)
         else:
@@ -150,7 +173,7 @@ async def joined_critic(
         _opening(context),
         security=security,
         patience_s=config.run.patience_s,
-        on_outage=note_outage,
+        on_outage=note_wait,
     ) as client:
         events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening critic {config.critic}")
         await client.open()
@@ -159,6 +182,7 @@ async def joined_critic(
             loop=asyncio.get_running_loop(),
             check=check,
             keep_checkpoints=config.run.keep_checkpoints,
+            on_wait=note_wait,
             clock=context.clock,
         )
 
