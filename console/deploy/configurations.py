@@ -27,7 +27,7 @@ from console.node.config import NodeConfig
 from penstock.config import ConfigError, Document, validate
 from penstock.security.plain_text import is_local
 from penstock.storage.addresses import looks_like_address
-from services.generator.engines.registry import engine_keys
+from services.generator.engines.registry import DEFAULT_ENGINE, ENGINES, engine_keys
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
@@ -59,6 +59,7 @@ class Configurations:
         self, model: CostModel, plan: PlanDocument, *, run: Document, layout: Layout, address: str | None, folder: Path
     ) -> None:
         _check_names(model.problem)
+        _check_engine(plan, run)
         self.model, self.plan, self.layout, self.address, self.folder = model, plan, layout, address, folder
         self.is_emulated = run.get("generator", {}).get("engine") == "emulated"
         placed = run if address is not None else _placed(run, layout)
@@ -285,6 +286,16 @@ def _check_names(problem: Problem) -> None:
                     f"nodes.{index}.{key}: {value!r} cannot name a {'machine' if key == 'name' else 'folder'} of a "
                     "deployment; use letters, digits, dots, dashes and underscores"
                 )
+
+
+def _check_engine(plan: PlanDocument, run: Document) -> None:
+    name = run.get("generator", {}).get("engine", DEFAULT_ENGINE.engine)
+    for index, each in enumerate(plan.gen):
+        if each.pp > 1 and name in ENGINES and not ENGINES[name].has_pipeline_stages:
+            raise ConfigError(
+                f"gen.{index}.pp: {each.pp} stages, and the engine {name} has none; set generator.engine to vllm, or "
+                "constraints.gen_pp to 1 and plan again"
+            )
 
 
 def _placed(run: Document, layout: Layout) -> Document:

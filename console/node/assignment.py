@@ -19,6 +19,8 @@ class Placement:
 
     gpus: tuple[int, ...]
     """Indices on the machine."""
+    pipeline_parallel: int = 1
+    """Stages of each replica."""
     num_replicas: int = 1
     """Emulated generators that share the process."""
     num_samples: int = 0
@@ -31,12 +33,16 @@ class Placement:
 
     @property
     def tensor_parallel(self) -> int:
-        """GPUs of each replica."""
-        return len(self.gpus) // self.num_replicas
+        """GPUs of each stage of a replica."""
+        return len(self.gpus) // self.num_replicas // self.pipeline_parallel
 
     def is_like(self, other: Placement) -> bool:
         """Whether a process of one placement can continue as the other."""
-        is_same = (self.gpus, self.num_replicas) == (other.gpus, other.num_replicas)
+        is_same = (self.gpus, self.pipeline_parallel, self.num_replicas) == (
+            other.gpus,
+            other.pipeline_parallel,
+            other.num_replicas,
+        )
         return is_same and is_like(self.num_samples, other.num_samples)
 
 
@@ -58,12 +64,27 @@ def placements(plan: pb.Plan, config: NodeConfig) -> dict[str, Placement]:
 
 def misfits(plan: pb.Plan, config: NodeConfig) -> list[str]:
     """How the plan exceeds this machine's GPUs, in words: the problem then describes another machine."""
-    return [
-        f"{each.num_replicas} generators of {each.tensor_parallel} GPUs, on GPUs "
+    return [_misfit(each, config) for each in plan.assignments if _is_for(each, config) and not _fits(each, config)]
+
+
+def _misfit(each: pb.Assignment, config: NodeConfig) -> str:
+    if _lacks_stages(each, config):
+        return (
+            f"generators of {each.pipeline_parallel} pipeline stages; engine {config.generator.engine.engine} has none"
+        )
+    return (
+        f"{each.num_replicas} generators of {_degree(each)} GPUs, on GPUs "
         f"{', '.join(map(str, each.accelerator_indices)) or 'of its choice'}; there are {config.gpus}"
-        for each in plan.assignments
-        if _is_for(each, config) and not _fits(each, config)
-    ]
+    )
+
+
+def _lacks_stages(each: pb.Assignment, config: NodeConfig) -> bool:
+    return each.pipeline_parallel > 1 and not config.generator.engine.has_pipeline_stages
+
+
+def _degree(each: pb.Assignment) -> int:
+    """GPUs of a replica."""
+    return max(1, each.tensor_parallel) * max(1, each.pipeline_parallel)
 
 
 def _is_for(each: pb.Assignment, config: NodeConfig) -> bool:
@@ -72,7 +93,8 @@ def _is_for(each: pb.Assignment, config: NodeConfig) -> bool:
 
 def _fits(each: pb.Assignment, config: NodeConfig) -> bool:
     gpus = _gpus(each, config)
-    return len(gpus) >= max(1, each.tensor_parallel) * max(1, each.num_replicas) and max(gpus) < config.gpus
+    is_enough = len(gpus) >= _degree(each) * max(1, each.num_replicas) and max(gpus) < config.gpus
+    return is_enough and not _lacks_stages(each, config)
 
 
 def _gpus(each: pb.Assignment, config: NodeConfig) -> tuple[int, ...]:
@@ -83,15 +105,15 @@ def _placed(each: pb.Assignment, config: NodeConfig) -> Iterator[Placement]:
     if not _is_for(each, config) or not _fits(each, config):
         return
     gpus = _gpus(each, config)
-    count = max(1, each.num_replicas)
-    degree = max(1, each.tensor_parallel)
+    count, degree = max(1, each.num_replicas), _degree(each)
+    settings = {"pipeline_parallel": max(1, each.pipeline_parallel), "num_samples": each.num_concurrent_samples}
     if config.generator.engine.is_emulated:
         used = gpus[: degree * count]
-        yield Placement(gpus=used, num_replicas=count, num_samples=each.num_concurrent_samples)
+        yield Placement(gpus=used, num_replicas=count, **settings)
         return
     for index in range(count):
         own = gpus[index * degree : (index + 1) * degree]
-        yield Placement(gpus=own, num_samples=each.num_concurrent_samples)
+        yield Placement(gpus=own, **settings)
 
 
 def change(running: Mapping[str, Placement], wanted: Mapping[str, Placement]) -> Change:
@@ -108,7 +130,11 @@ def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> 
     base = config.generator
     host = base.listen.rpartition(":")[0]
     num_samples = min(placement.num_samples or base.engine.max_concurrent_samples, MOST_SAMPLES)
-    engine = {"tensor_parallel": placement.tensor_parallel, "max_concurrent_samples": num_samples}
+    engine = {
+        "tensor_parallel": placement.tensor_parallel,
+        "pipeline_parallel": placement.pipeline_parallel,
+        "max_concurrent_samples": num_samples,
+    }
     update: dict[str, object] = {
         "insecure": base.insecure or config.insecure,
         "listen": f"{host}:{port}",

@@ -205,7 +205,8 @@ class NodeAgent:
         self._running[placement.name] = placement
         host = target.rpartition(":")[0]
         self._replicas[placement.name] = [
-            Replica(f"{host}:{port + index}", placement.tensor_parallel) for index in range(placement.num_replicas)
+            Replica(f"{host}:{port + index}", placement.tensor_parallel, placement.pipeline_parallel)
+            for index in range(placement.num_replicas)
         ]
 
 

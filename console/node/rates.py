@@ -26,17 +26,27 @@ _LOOK_EVERY_S = 1.0
 _TIMEOUT_S = 3.0
 
 
+_Layout = tuple[int, int]
+"""Tensor-parallel degree and pipeline stages."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replica:
     """A generator of this machine."""
 
     target: str
     tensor_parallel: int
+    pipeline_parallel: int = 1
+
+    @property
+    def layout(self) -> _Layout:
+        """What its speed is measured under."""
+        return self.tensor_parallel, self.pipeline_parallel
 
 
 @dataclass(slots=True)
 class _Window:
-    """Work of the replicas of one tensor-parallel degree since the last rate."""
+    """Work of the replicas of one layout since the last rate."""
 
     busy_s: float = 0.0
     sample_s: float = 0.0
@@ -54,9 +64,9 @@ class Meter:
     def __init__(self, *, time_scale: float = 1.0) -> None:
         self._time_scale = time_scale
         self._seen: dict[str, generator_pb2.GetGeneratorResponse] = {}
-        self._windows: dict[int, _Window] = {}
-        self._rates: dict[int, pb.MeasuredRate] = {}
-        self._num_replicas: Counter[int] = Counter()
+        self._windows: dict[_Layout, _Window] = {}
+        self._rates: dict[_Layout, pb.MeasuredRate] = {}
+        self._num_replicas: Counter[_Layout] = Counter()
         self._asked_s: dict[str, float] = {}
         self.start_s: float | None = None
         """How long the newest generator took to build its engine; None before the first one."""
@@ -77,37 +87,38 @@ class Meter:
         busy_s = max(0.0, now.busy_s - before.busy_s - swap_s)
         if not at_once or not busy_s:
             return
-        window = self._windows.setdefault(replica.tensor_parallel, _Window())
+        window = self._windows.setdefault(replica.layout, _Window())
         window.busy_s += busy_s
         window.sample_s += busy_s * sum(at_once) / len(at_once)
         window.num_tokens += now.num_tokens_generated - before.num_tokens_generated
 
     def rates(self) -> list[pb.MeasuredRate]:
-        """The newest rate of each tensor-parallel degree; empty until enough was decoded."""
-        for degree, window in list(self._windows.items()):
+        """The newest rate of each layout; empty until enough was decoded."""
+        for layout, window in list(self._windows.items()):
             if window.busy_s >= MIN_BUSY_S and window.num_tokens > 0:
-                self._rates[degree] = self._rate(degree, self._windows.pop(degree))
+                self._rates[layout] = self._rate(layout, self._windows.pop(layout))
         return list(self._rates.values())
 
     def expect(self, replicas: Mapping[str, Replica]) -> None:
-        """Set the present replicas, by target, and forget other generators and degrees.
+        """Set the present replicas, by target, and forget other generators and layouts.
 
         The last rates are still reported while nothing runs here: a restarted scheduler does not know them.
         """
         self._seen = {target: seen for target, seen in self._seen.items() if target in replicas}
         self._asked_s = {target: asked_s for target, asked_s in self._asked_s.items() if target in replicas}
-        degrees = self._num_replicas = Counter(replica.tensor_parallel for replica in replicas.values())
-        if degrees:
-            self._rates = {degree: rate for degree, rate in self._rates.items() if degree in degrees}
-        self._windows = {degree: window for degree, window in self._windows.items() if degree in degrees}
+        layouts = self._num_replicas = Counter(replica.layout for replica in replicas.values())
+        if layouts:
+            self._rates = {layout: rate for layout, rate in self._rates.items() if layout in layouts}
+        self._windows = {layout: window for layout, window in self._windows.items() if layout in layouts}
 
-    def _rate(self, degree: int, window: _Window) -> pb.MeasuredRate:
+    def _rate(self, layout: _Layout, window: _Window) -> pb.MeasuredRate:
         rate = pb.MeasuredRate(
             role=pb.ROLE_GENERATOR,
-            tokens_per_second=self._num_replicas[degree] * window.num_tokens / window.busy_s / self._time_scale,
+            tokens_per_second=self._num_replicas[layout] * window.num_tokens / window.busy_s / self._time_scale,
             token_s=window.sample_s / window.num_tokens * self._time_scale,
             num_concurrent_samples=window.sample_s / window.busy_s,
-            tensor_parallel=degree,
+            tensor_parallel=layout[0],
+            pipeline_parallel=layout[1],
         )
         rate.window.FromMilliseconds(round(1000 * window.busy_s * self._time_scale))
         return rate

@@ -23,7 +23,11 @@ from console.probe.probe_file import Probe, read_inventory
 from penstock.config import ConfigError, Document, validate
 from penstock.names import is_run_id
 from penstock.storage.fetched import fetched
+from services.generator.engines.registry import ENGINES
 from services.scheduler.problem.problem import SCHEMA, Problem
+
+MAX_STAGES = 8
+"""Most stages of a replica that plans of probed machines have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,7 @@ def build_problem(inventory: Path, sources: Sources) -> BuiltProblem:
         "model": section,
         "workload": _workload(sources, run, model, missing, notes),
         "cost_model": {**decode_constants(list(probes.values()), notes), **_run_constants(run, notes)},
+        "constraints": _constraints(run),
     }
     if missing:
         raise ConfigError("\n".join(missing))
@@ -181,6 +186,13 @@ def _run_constants(run: RunConfig | None, notes: list[str]) -> Document:
     if run.lora is not None:
         notes.append("lora: planned as if all weights were trained; the cost model knows no adapters")
     return {"max_num_seqs": run.generator.max_concurrent_samples, "train_pack_tokens": run.trainer.tokens_per_pack}
+
+
+def _constraints(run: RunConfig | None) -> Document:
+    """What the run's engine can do beyond the defaults; recorded routes come from one stage only."""
+    if run is None or not ENGINES[run.generator.engine].has_pipeline_stages or run.algorithm.routing_replay:
+        return {}
+    return {"gen_pp": MAX_STAGES}
 
 
 def _differences(run: RunConfig, probes: Sequence[Probe]) -> list[str]:

@@ -50,7 +50,7 @@ def _placement(report: FeasiblePlan) -> list[str]:
     trains = {share.node: share.gpus for share in plan.train}
     rows = []
     for machine, node in list(nodes.items())[:_MAX_MACHINES]:
-        replicas = [each.tp for each in plan.gen if each.node == machine for _ in range(each.count)]
+        replicas = [each.layout.gpus for each in plan.gen if each.node == machine for _ in range(each.count)]
         blocks = [("generate", degree) for degree in replicas] + [("train", trains.get(machine, 0))]
         blocks.append(("idle", node.gpus - sum(gpus for _, gpus in blocks)))
         gpu_width = min(_GPU, (_WIDTH - _LEFT - 12) / node.gpus)

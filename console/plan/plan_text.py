@@ -56,7 +56,12 @@ def _rows(report: FeasiblePlan) -> dict[tuple[str, ...], list[str]]:
 
 
 def _does(replicas: Replicas) -> str:
-    return f"generate, {replicas.count} x tensor parallel {replicas.tp}"
+    return f"generate, {replicas.count} x {_layout(replicas)}"
+
+
+def _layout(replicas: Replicas) -> str:
+    stages = f" x {replicas.pp} stages" if replicas.pp > 1 else ""
+    return f"tensor parallel {replicas.tp}{stages}"
 
 
 def _lines(report: FeasiblePlan) -> list[str]:
@@ -148,10 +153,10 @@ def _explained(report: FeasiblePlan) -> Iterator[str]:
     for (name, does, *_), machines in _rows(report).items():
         each = generation.get((machines[0], does))
         if each is not None and each.state is not None:
-            tp, state = each.replicas.tp, each.state
+            gpus, state = each.replicas.layout.gpus, each.state
             yield (
-                f"  {state.step_s * 1000:10.2f} ms {name}, tensor parallel {tp}: {state.batch} sequences, "
-                f"{report.model.demand.weight_bytes / tp / 1e9:.1f} GB of weights a GPU"
+                f"  {state.step_s * 1000:10.2f} ms {name}, {_layout(each.replicas)}: {state.batch} sequences, "
+                f"{report.model.demand.weight_bytes / gpus / 1e9:.1f} GB of weights a GPU"
             )
     yield "one more machine would bring:" if report.next_purchases else "no offer makes it faster"
     for purchase in report.next_purchases:

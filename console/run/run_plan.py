@@ -134,7 +134,12 @@ def as_message(plan: PlanDocument) -> pb.Plan:
     put_trainers(message, plan)
     for each in plan.gen:
         message.assignments.add(
-            node_id=each.node, role=pb.ROLE_GENERATOR, tensor_parallel=each.tp, num_replicas=each.count
+            node_id=each.node,
+            role=pb.ROLE_GENERATOR,
+            tensor_parallel=each.tp,
+            pipeline_parallel=each.pp if each.pp > 1 else 0,
+            num_replicas=each.count,
+            num_concurrent_samples=each.batch or 0,
         )
     return message
 

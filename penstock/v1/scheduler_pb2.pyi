@@ -237,6 +237,7 @@ class MeasuredRate(_message.Message):
     TOKEN_S_FIELD_NUMBER: _builtins.int
     NUM_CONCURRENT_SAMPLES_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role it was measured in."""
@@ -253,6 +254,8 @@ class MeasuredRate(_message.Message):
     """Generators: samples that one replica decoded at once meanwhile, on average; above 0 where `token_s` is set."""
     tensor_parallel: _builtins.int
     """Generators: tensor-parallel degree of those replicas; 0 means 1."""
+    pipeline_parallel: _builtins.int
+    """Generators: their pipeline stages; 0 means 1."""
     run_id: _builtins.str
     """Trainers: the run that all its training processes together trained at these rates while they computed, waits left
     out. Plans of that run follow it. Empty: the rates are those of this machine, waits included.
@@ -271,11 +274,12 @@ class MeasuredRate(_message.Message):
         token_s: _builtins.float | None = ...,
         num_concurrent_samples: _builtins.float = ...,
         tensor_parallel: _builtins.int = ...,
+        pipeline_parallel: _builtins.int = ...,
         run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "token_s", b"token_s", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "num_concurrent_samples", b"num_concurrent_samples", "role", b"role", "run_id", b"run_id", "samples_per_second", b"samples_per_second", "tensor_parallel", b"tensor_parallel", "token_s", b"token_s", "tokens_per_second", b"tokens_per_second", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "num_concurrent_samples", b"num_concurrent_samples", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "run_id", b"run_id", "samples_per_second", b"samples_per_second", "tensor_parallel", b"tensor_parallel", "token_s", b"token_s", "tokens_per_second", b"tokens_per_second", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__token_s: _TypeAlias = _typing.Literal["token_s"]  # noqa: Y015
     _WhichOneofArgType__token_s: _TypeAlias = _typing.Literal["_token_s", b"_token_s"]  # noqa: Y015
@@ -305,7 +309,7 @@ class Assignment(_message.Message):
     tensor_parallel: _builtins.int
     """Tensor-parallel degree; 0 means 1."""
     pipeline_parallel: _builtins.int
-    """Pipeline-parallel degree of trainers; 0 means 1."""
+    """Pipeline stages of trainers, or of each replica of a generator; 0 means 1."""
     share: _builtins.float
     """Share of the role's work, 0 to 1; the shares of a role add up to 1."""
     num_replicas: _builtins.int
@@ -318,7 +322,7 @@ class Assignment(_message.Message):
 
     @_builtins.property
     def layers_per_stage(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Layers of each pipeline stage, in order; empty means even."""
+        """Layers of each pipeline stage of trainers, in order; empty means even."""
 
     def __init__(
         self,

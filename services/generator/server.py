@@ -18,6 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import structlog
+
 from penstock.config import ConfigError
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
@@ -36,6 +38,8 @@ from services.generator.service import GeneratorServicer
 
 if TYPE_CHECKING:
     from services.generator.openai.server import OpenAIEndpoint
+
+_log = structlog.get_logger()
 
 
 async def serve(config: GeneratorConfig) -> None:
@@ -116,6 +120,14 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
         engine = config.engine.build(config)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    _log.info(
+        "generator in its place",
+        generator_id=config.generator_id,
+        engine=config.engine.engine,
+        tensor_parallel=config.engine.tensor_parallel,
+        pipeline_parallel=config.engine.pipeline_parallel,
+        max_concurrent_samples=config.engine.max_concurrent_samples,
+    )
     generator = Generator(config, engine=engine, text=text, metrics=metrics, security=security)
     service = service_of(GeneratorServicer(generator))
     server = Server(listen=config.listen, services=[service], security=security, public_hosts=_relay_hosts(config))

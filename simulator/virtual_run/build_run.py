@@ -10,7 +10,7 @@ from functools import partial
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.cost_model.replica import ReplicaModel
-from services.scheduler.problem.plan_document import PlanDocument, TrainShare
+from services.scheduler.problem.plan_document import Layout, PlanDocument, TrainShare
 from services.scheduler.problem.problem import NodeClass
 from simulator.virtual_run.virtual_generator import GeneratorSpec
 
@@ -76,7 +76,7 @@ def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
         raise SetupError(score.reason)
     homes = model.homes(plan)
     specs = [
-        _limited(_replica(model, each.replicas.node, each.replicas.tp, index), each.state.batch + 1)
+        _limited(_replica(model, each.replicas.node, each.replicas.layout, index), each.state.batch + 1)
         for each in score.generation
         if each.state is not None
         for index in range(each.replicas.count)
@@ -108,7 +108,7 @@ def colocated(model: CostModel, *, is_blind: bool = False, tp: int | None = None
         best = max(degrees, key=partial(_rate, model, node))
         for index in range(node.count):
             name = node.machine(index)
-            specs += [_replica(model, name, best, number) for number in range(node.gpus // best)]
+            specs += [_replica(model, name, model.layout(node, best), number) for number in range(node.gpus // best)]
     pool = [TrainShare(node=name, gpus=node.gpus) for name, node in model.nodes.items()]
     shares, mesh = model.pools.arranged(pool, model.nodes)
     step = model.pools.step(PlanDocument(train=shares, mesh=mesh), model.nodes)
@@ -143,14 +143,14 @@ def _rate(model: CostModel, node: NodeClass, tp: int) -> float:
     return state.samples_per_second / tp if state is not None else 0.0
 
 
-def _replica(model: CostModel, name: str, tp: int, index: int) -> GeneratorSpec:
+def _replica(model: CostModel, name: str, layout: Layout, index: int) -> GeneratorSpec:
     node = model.nodes[name]
-    replica = ReplicaModel(model.problem, model.demand, node, tp)
+    replica = ReplicaModel(model.problem, model.demand, node, *layout)
     state = replica.at(replica.batch())
     if state is None:
-        raise SetupError(f"tp {tp} on {name}: no memory for the cache of one sample")
+        raise SetupError(f"tp {layout.tp} on {name}: no memory for the cache of one sample")
     return GeneratorSpec(
-        name=f"{name}/{tp}x{index}",
+        name=f"{name}/{layout.gpus}x{index}",
         node=name,
         region=node.region,
         steps_s=tuple(replica.step_s(count) for count in range(state.batch + 1)),

@@ -21,8 +21,9 @@ from benchmarks.scheduler.problems.settings import (
     streamrl_lengths,
 )
 from services.scheduler.cost_model.demand import demand_of
+from services.scheduler.cost_model.layouts import layouts
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.cost_model.replica import ReplicaModel, tensor_parallel_degrees
+from services.scheduler.cost_model.replica import ReplicaModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import CostConstants, Problem
 
@@ -253,7 +254,8 @@ def _drained(model: str, gpus: int) -> Callable[[CostConstants], float]:
         demand, (node,) = demand_of(changed), changed.nodes
         return max(
             gpus // tp * rate(ReplicaModel(changed, demand, node, tp), demand.samples_per_step * tp / gpus)
-            for tp in tensor_parallel_degrees(changed, demand, node)
+            for tp, pp in layouts(changed, demand, node)
+            if pp == 1
         )
 
     return predict

@@ -43,14 +43,14 @@ class Demand:
     training_state_bytes: float
     """Weights, gradients and optimiser state of everything that the training pool stores."""
 
-    def read_weight_bytes(self, batch: float) -> float:
-        """Bytes of weights that a decode step of this many sequences reads: of experts, those that a token is sent to.
+    def unread_expert_bytes(self, batch: float) -> float:
+        """Bytes of experts that no token of a decode step of this many sequences is sent to.
 
         Tokens are sent to experts independently and evenly, so that an expert stays unread with probability
         (1 - share) ** batch.
         """
         unread_share: float = (1 - self.expert_share) ** batch
-        return self.weight_bytes - self.expert_bytes * unread_share
+        return self.expert_bytes * unread_share
 
 
 def demand_of(problem: Problem) -> Demand:

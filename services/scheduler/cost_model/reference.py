@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.scheduler.cost_model.demand import demand_of
+from services.scheduler.cost_model.layouts import layouts, usable_bytes
 from services.scheduler.cost_model.network import Network
 from services.scheduler.cost_model.pool_memory import PoolMemory
-from services.scheduler.cost_model.replica import ReplicaModel, ReplicaState, tensor_parallel_degrees, usable_bytes
+from services.scheduler.cost_model.replica import ReplicaModel, ReplicaState
 from services.scheduler.cost_model.training_step import Pool, TrainingStep, gpu_samples_per_second
 from services.scheduler.meshes.training_pools import TrainingPools
-from services.scheduler.problem.plan_document import PlanDocument, Replicas, node_classes, placement_error
+from services.scheduler.problem.plan_document import Layout, PlanDocument, Replicas, node_classes, placement_error
 from services.scheduler.problem.problem import NodeClass, Problem
 
 RM1 = "rm1"
@@ -98,8 +99,12 @@ class CostModel:
         self.network = Network(problem.links)
         self.nodes = node_classes(problem)
         """Each machine's entry, by the machine's id."""
-        self.degrees = {node.name: tensor_parallel_degrees(problem, self.demand, node) for node in problem.nodes}
-        """Tensor-parallel degrees that fit, by node entry."""
+        self.layouts = {node.name: layouts(problem, self.demand, node) for node in problem.nodes}
+        """Layouts of replicas that fit, by node entry."""
+        self.degrees = {
+            name: tuple(dict.fromkeys(layout.gpus for layout in found)) for name, found in self.layouts.items()
+        }
+        """GPUs that a replica can have, by node entry, ascending."""
         self.usable_bytes = {node.name: usable_bytes(problem, node) for node in problem.nodes}
         """Usable memory of each GPU, by node entry."""
         self.pool_memory = PoolMemory(problem, self.demand, self.usable_bytes)
@@ -111,27 +116,48 @@ class CostModel:
         }
         """Samples per second of one training GPU, by node entry."""
         self._models = {
-            (node.name, tp): ReplicaModel(problem, self.demand, node, tp)
+            (node.name, layout): ReplicaModel(problem, self.demand, node, *layout)
             for node in problem.nodes
-            for tp in self.degrees[node.name]
+            for layout in self.layouts[node.name]
         }
-        self._states: dict[tuple[str, int, int], ReplicaState | None] = {}
+        self._states: dict[tuple[str, Layout, int], ReplicaState | None] = {}
+        self._best_layouts = {
+            (node.name, gpus): self._best_layout(node, gpus)
+            for node in problem.nodes
+            for gpus in self.degrees[node.name]
+        }
 
     def over(self, problem: Problem) -> CostModel:
         """The same cost model for another problem."""
         return CostModel(problem, name=self.name)
 
-    def replica(self, node: NodeClass, tp: int, batch_share: float = 1.0) -> ReplicaState | None:
-        """A replica at this share of its largest batch; None if less than one sequence is left. `tp` must fit."""
-        model = self._models[node.name, tp]
-        key = (node.name, tp, model.batch(batch_share))
+    def layout(self, node: NodeClass, gpus: int) -> Layout:
+        """The layout of a replica of that many GPUs that is fastest at its largest batch."""
+        return self._best_layouts[node.name, gpus]
+
+    def replica(self, node: NodeClass, gpus: int) -> ReplicaState | None:
+        """A replica of that many GPUs at its largest batch; None if that is less than one sequence."""
+        layout = self.layout(node, gpus)
+        return self.state(node, layout, math.floor(self.largest_batch(node, layout)))
+
+    def state(self, node: NodeClass, layout: Layout, batch: int) -> ReplicaState | None:
+        """A replica at this batch; None if it is less than one sequence. The layout must fit."""
+        key = (node.name, layout, batch)
         if key not in self._states:
-            self._states[key] = model.at(key[2])
+            self._states[key] = self._models[node.name, layout].at(batch)
         return self._states[key]
 
-    def largest_batch(self, node: NodeClass, tp: int) -> float:
+    def largest_batch(self, node: NodeClass, layout: Layout) -> float:
         """Sequences that a replica could decode concurrently, not rounded."""
-        return self._models[node.name, tp].max_batch
+        return self._models[node.name, layout].max_batch
+
+    def _best_layout(self, node: NodeClass, gpus: int) -> Layout:
+        def rate(layout: Layout) -> float:
+            state = self.state(node, layout, math.floor(self.largest_batch(node, layout)))
+            return state.samples_per_second if state is not None else 0.0
+
+        # Of equal ones the first, with fewest stages.
+        return max((layout for layout in self.layouts[node.name] if layout.gpus == gpus), key=rate)
 
     def homes(self, plan: PlanDocument) -> frozenset[str]:
         """Regions that send new weights: the head's, where a trainer is Penstock's own, or by RM-1 all of the pool."""
@@ -165,7 +191,13 @@ class CostModel:
             return f"training spans the regions {', '.join(regions)}, and constraints.train_single_region forbids that"
         for replicas in plan.gen:
             node = self.nodes[replicas.node]
-            if replicas.tp not in self.degrees[node.name]:
+            if replicas.layout not in self.layouts[node.name]:
+                if replicas.pp > 1:
+                    known = ", ".join(f"{tp} x {pp}" for tp, pp in self.layouts[node.name])
+                    return (
+                        f"tp {replicas.tp} x pp {replicas.pp} on {replicas.node}: layouts that fit, of at most "
+                        f"constraints.gen_pp {self.problem.constraints.gen_pp} stages: {known or 'none'}"
+                    )
                 return (
                     f"tp {replicas.tp} on {replicas.node}: degrees that divide {node.gpus} GPUs and "
                     f"{self.problem.model.q_heads} heads, keep to max_tp and hold "
@@ -182,10 +214,11 @@ _States = list[ReplicaState | None]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Replicas of one degree on the machines of one entry."""
+    """Replicas of one layout and batch on the machines of one entry."""
 
     node: NodeClass
-    tp: int
+    layout: Layout
+    stated_batch: int | None
     count: int
     transfer_s: float
     """Transfer time of new weights to them; infinite if they are unreachable."""
@@ -200,19 +233,21 @@ class _Scoring:
         self._samples_per_step = demand.samples_per_step
         self._versions = model.problem.workload.staleness + 1.0
         """Policy versions within which a sample is usable."""
-        # Machines of an entry are alike, and so are their replicas of one degree: they are computed together.
-        counts: Counter[tuple[str, int]] = Counter()
+        # Machines of an entry are alike, and so are their replicas of one layout: they are computed together.
+        counts: Counter[tuple[str, Layout, int | None]] = Counter()
         for replicas in plan.gen:
-            counts[model.nodes[replicas.node].name, replicas.tp] += replicas.count
+            counts[model.nodes[replicas.node].name, replicas.layout, replicas.batch] += replicas.count
         entries = {node.name: node for node in model.problem.nodes}
         self._kinds: list[_Kind] = []
-        for (name, tp), count in counts.items():
+        for (name, layout, batch), count in counts.items():
             transfer_s = model.network.transfer_s(homes, entries[name].region, demand.weight_bytes)
-            self._kinds.append(_Kind(entries[name], tp, count, transfer_s))
-        self._batches = [
-            (kind.count, model.largest_batch(kind.node, kind.tp)) for kind in self._kinds if kind.transfer_s < math.inf
-        ]
-        """Number of replicas that weights reach, and the largest batch of one."""
+            self._kinds.append(_Kind(entries[name], layout, batch, count, transfer_s))
+        self._batches = [self._largest_batch(kind) for kind in self._kinds]
+        """Largest batch of a replica of each kind."""
+
+    def _largest_batch(self, kind: _Kind) -> float:
+        fitting = self._model.largest_batch(kind.node, kind.layout)
+        return fitting if kind.stated_batch is None else min(fitting, float(kind.stated_batch))
 
     def best(self) -> Score:
         """The best over the batch sizes worth trying: batches below the limit help only against the tail."""
@@ -246,17 +281,26 @@ class _Scoring:
     def _generation(self, states: _States, throughput: float) -> tuple[Generation, ...]:
         """The generation of each machine's replicas, in the order of the plan."""
         found = {
-            (kind.node.name, kind.tp): (state, self._duty(kind.transfer_s, throughput))
+            (kind.node.name, kind.layout, kind.stated_batch): (state, self._duty(kind.transfer_s, throughput))
             for kind, state in zip(self._kinds, states, strict=True)
         }
         nodes = self._model.nodes
-        return tuple(Generation(each, *found[nodes[each.node].name, each.tp]) for each in self._plan.gen)
+        return tuple(
+            Generation(each, *found[nodes[each.node].name, each.layout, each.batch]) for each in self._plan.gen
+        )
 
     def _states(self, share: float) -> _States:
-        return [self._model.replica(kind.node, kind.tp, share) for kind in self._kinds]
+        return [
+            self._model.state(kind.node, kind.layout, math.floor(largest * share))
+            for kind, largest in zip(self._kinds, self._batches, strict=True)
+        ]
 
     def _samples_under_way(self, share: float) -> int:
-        return sum(count * math.floor(largest * share) for count, largest in self._batches)
+        return sum(
+            kind.count * math.floor(largest * share)
+            for kind, largest in zip(self._kinds, self._batches, strict=True)
+            if kind.transfer_s < math.inf
+        )
 
     def _generated(self, states: _States, throughput: float) -> float:
         """Fresh samples per second that the replicas make while training runs at `throughput`."""

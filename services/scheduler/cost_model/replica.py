@@ -1,7 +1,8 @@
 """Computes the steady state of one generation replica: its concurrent sequences and its speed.
 
 A decode step reads the weights and the cache of the whole batch, or computes, whichever takes longer, plus a fixed
-overhead and, with tensor parallelism, two all-reduces per layer. Source: RM-1, "Decode" and "Replica rate".
+overhead and, with tensor parallelism, two all-reduces per layer. Source: RM-1, "Decode" and "Replica rate", which have
+no pipeline stages.
 """
 
 from __future__ import annotations
@@ -10,11 +11,8 @@ import math
 from dataclasses import dataclass
 
 from services.scheduler.cost_model.demand import Demand
+from services.scheduler.cost_model.layouts import Stage, stages_of, usable_bytes
 from services.scheduler.problem.problem import NodeClass, Problem
-
-MAX_TENSOR_PARALLEL = 16
-_WEIGHTS_HEADROOM = 1.02
-"""With less than 2 % of headroom beside the weights there is no useful cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,57 +30,84 @@ class ReplicaState:
 
 
 class ReplicaModel:
-    """Replicas of `tp` GPUs of one machine."""
+    """Replicas of `tp` x `pp` GPUs of one machine."""
 
-    def __init__(self, problem: Problem, demand: Demand, node: NodeClass, tp: int) -> None:
+    def __init__(self, problem: Problem, demand: Demand, node: NodeClass, tp: int, pp: int = 1) -> None:
         gpu, constants, model = problem.gpu_types[node.gpu], problem.cost_model, problem.model
         peak = tp * gpu.tflops_bf16 * 1e12
         self._demand = demand
+        self._stages = stages_of(model, demand, pp)
         self._read_bytes_per_second = tp * gpu.hbm_GBps * 1e9 * constants.eta_bw
         self._decode_flops_per_second = peak * constants.eta_fl
         self._prefill_flops_per_second = peak * constants.eta_prefill
         # With more GPUs than KV heads, some heads are duplicated.
         self._kv_copies = max(1.0, tp / model.kv_heads)
-        self._step_overhead_s = constants.step_overhead_s + model.layers * constants.layer_overhead_s
-        self._overhead_s_per_sequence = constants.sequence_overhead_s
+        self._step_overhead_s = constants.step_overhead_s
+        self._layer_overhead_s = constants.layer_overhead_s
+        self._sequence_overhead_s = constants.sequence_overhead_s
+        self._layer_overhead_s_per_sequence = 0.0
         if tp > 1:
-            self._step_overhead_s += 2 * model.layers * (gpu.ar_latency_us * 1e-6 + constants.allreduce_overhead_s)
+            self._layer_overhead_s += 2 * (gpu.ar_latency_us * 1e-6 + constants.allreduce_overhead_s)
             reduced_bytes = 2.0 * (tp - 1) / tp * model.hidden * 2
-            self._overhead_s_per_sequence += 2 * model.layers * reduced_bytes / (gpu.ar_bus_GBps * 1e9)
+            self._layer_overhead_s_per_sequence = 2 * reduced_bytes / (gpu.ar_bus_GBps * 1e9)
+        if pp > 1:
+            # A stage sends the next one hidden state and residual of each sequence.
+            self._step_overhead_s += gpu.ar_latency_us * 1e-6
+            self._sequence_overhead_s += 2.0 * model.hidden * 2 / (gpu.ar_bus_GBps * 1e9)
         self._pause_s = constants.sync_pause_s
         self._recomputes = constants.kv_recompute_on_update
         self._measured_samples_per_second = next(
             (
                 rate.tokens_per_second / demand.completion_tokens
                 for rate in problem.measured_rates
-                if rate.role == "generator" and (rate.gpu, rate.tp) == (node.gpu, tp)
+                if rate.role == "generator" and (rate.gpu, rate.tp, rate.pp) == (node.gpu, tp, pp)
             ),
             None,
         )
-        free_bytes = tp * usable_bytes(problem, node) - demand.weight_bytes
         resident_bytes = self._kv_copies * demand.kv_resident_bytes / demand.completion_tokens
-        self.max_batch = min(free_bytes / resident_bytes, float(constants.max_num_seqs))
+        offered_bytes = tp * usable_bytes(problem, node)
+        fitting = min(
+            (offered_bytes - stage.weight_bytes) / (resident_bytes * stage.layer_share) for stage in self._stages
+        )
+        self.max_batch = min(fitting, float(constants.max_num_seqs))
         """Sequences that fit in memory, not rounded."""
+
+    @property
+    def _prefill_share(self) -> float:
+        """Of a prefill, that of the stage with most layers, for which the others wait."""
+        return max(stage.layer_share for stage in self._stages)
 
     @property
     def prefill_s(self) -> float:
         """Prefill time of one sample, with nothing else running; a prompt that a group shares counts once."""
-        return self._demand.prefill_flops / self._prefill_flops_per_second
+        return self._demand.prefill_flops * self._prefill_share / self._prefill_flops_per_second
 
     @property
     def prefill_token_s(self) -> float:
         """Prefill time per context token that is recomputed."""
-        return self._demand.flops_per_token / self._prefill_flops_per_second
+        return self._demand.flops_per_token * self._prefill_share / self._prefill_flops_per_second
 
     def step_s(self, batch: float) -> float:
-        """Time of one decode step of this many sequences with the mean context."""
+        """Time in which each of this many sequences with the mean context gets a token.
+
+        Stages work at once, each on its part of the sequences, so that each waits for the slowest as often as there
+        are stages. The parts are taken to be equal.
+        """
+        num_stages = len(self._stages)
+        at_once = batch if num_stages == 1 else max(1.0, batch / num_stages)
+        return num_stages * max(self._pass_s(stage, at_once) for stage in self._stages)
+
+    def _pass_s(self, stage: Stage, batch: float) -> float:
         demand = self._demand
-        read_per_sequence = demand.kv_read_bytes / demand.completion_tokens
-        read_bytes = demand.read_weight_bytes(batch) + self._kv_copies * batch * read_per_sequence
+        read_per_sequence = demand.kv_read_bytes / demand.completion_tokens * stage.layer_share
+        unread_bytes = demand.unread_expert_bytes(batch) * stage.layer_share
+        read_bytes = stage.weight_bytes - unread_bytes + self._kv_copies * batch * read_per_sequence
         read_s = read_bytes / self._read_bytes_per_second
-        flops = batch * (demand.flops_per_token + demand.flops_per_kv_byte * read_per_sequence)
+        flops = batch * (stage.flops_per_token + demand.flops_per_kv_byte * read_per_sequence)
         compute_s = flops / self._decode_flops_per_second
-        return max(read_s, compute_s) + self._step_overhead_s + batch * self._overhead_s_per_sequence
+        overhead_s = self._step_overhead_s + stage.num_layers * self._layer_overhead_s
+        per_sequence_s = self._sequence_overhead_s + stage.num_layers * self._layer_overhead_s_per_sequence
+        return max(read_s, compute_s) + overhead_s + batch * per_sequence_s
 
     def samples_per_second(self, batch: float) -> float:
         """Rate with this many sequences, while it is not paused."""
@@ -108,22 +133,3 @@ class ReplicaModel:
             context_tokens = demand.kv_read_bytes / demand.completion_tokens / demand.kv_bytes_per_token
             pause_s += batch * context_tokens * self.prefill_token_s
         return ReplicaState(batch, self.step_s(batch), self.samples_per_second(batch), pause_s)
-
-
-def usable_bytes(problem: Problem, node: NodeClass) -> float:
-    """Memory of one GPU available to weights, cache and training state."""
-    constants = problem.cost_model
-    return (problem.gpu_types[node.gpu].hbm_GB * constants.mem_util - constants.reserve_GB) * 1e9
-
-
-def tensor_parallel_degrees(problem: Problem, demand: Demand, node: NodeClass) -> tuple[int, ...]:
-    """Possible degrees of replicas: powers of two that divide the machine and the query heads and fit the model."""
-    most = min(node.gpus, problem.constraints.max_tp, MAX_TENSOR_PARALLEL)
-    return tuple(
-        tp
-        for tp in (1, 2, 4, 8, 16)
-        if tp <= most
-        and node.gpus % tp == 0
-        and problem.model.q_heads % tp == 0
-        and tp * usable_bytes(problem, node) > demand.weight_bytes * _WEIGHTS_HEADROOM
-    )

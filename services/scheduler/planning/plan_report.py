@@ -151,7 +151,7 @@ def _feasible(report: FeasiblePlan) -> dict[str, object]:
         "training": {"step_s": step.step_s, **asdict(step)},
         "generation": [
             {
-                **each.replicas.model_dump(),
+                **each.replicas.model_dump(exclude={"batch"}),
                 "batch": each.state.batch if each.state else 0,
                 "decode_step_s": each.state.step_s if each.state else None,
                 "samples_per_second": each.samples_per_second,

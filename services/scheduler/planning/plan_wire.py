@@ -102,8 +102,9 @@ def _assign(message: pb.Plan, report: FeasiblePlan) -> None:
         message.assignments.add(
             node_id=replicas.node,
             role=pb.ROLE_GENERATOR,
-            accelerator_indices=indices(replicas.node, replicas.tp * replicas.count),
+            accelerator_indices=indices(replicas.node, replicas.gpus),
             tensor_parallel=replicas.tp,
+            pipeline_parallel=replicas.pp if replicas.pp > 1 else 0,
             num_replicas=replicas.count,
             num_concurrent_samples=each.state.batch if each.state is not None else 0,
             share=each.fresh_samples_per_second / generated,

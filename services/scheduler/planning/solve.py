@@ -16,6 +16,7 @@ from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import SOLVERS, make_solver
+from services.scheduler.solvers.relayout import relaid
 
 _SOLVE_SHARE = 0.8
 _SIMULATED_SHARE = 0.9
@@ -93,10 +94,28 @@ def solve(model: CostModel, solver: str, *, time_left: TimeLeft, seed: int = 0, 
 def _checked(model: CostModel, solution: Solution) -> Solution:
     if solution.plan is None:
         return solution
-    solution = _without_idlers(model, solution, solution.plan)
+    solution = _without_idlers(model, relaid(model, solution), solution.plan)
     if solution.plan is not None:
+        if model.pool_memory.is_even:
+            solution = _with_batches(solution, solution.plan)
+        assert solution.plan is not None
         check_plan(model.problem, solution.plan, solver=solution.solver)
     return solution
+
+
+def _with_batches(solution: Solution, plan: PlanDocument) -> Solution:
+    """The solution whose plan states how many samples each replica decodes at once; RM-1's plans do not."""
+    if not isinstance(solution.score, Score):
+        return solution
+    gen = tuple(
+        each.replicas.model_copy(update={"batch": each.state.batch if each.state is not None else None})
+        for each in solution.score.generation
+    )
+    plan = plan.model_copy(update={"gen": gen})
+    generation = tuple(
+        replace(each, replicas=replicas) for each, replicas in zip(solution.score.generation, gen, strict=True)
+    )
+    return replace(solution, plan=plan, score=replace(solution.score, generation=generation))
 
 
 def _without_idlers(model: CostModel, solution: Solution, plan: PlanDocument) -> Solution:

@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import combinations
 
 from penstock.errors import InternalError
-from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.plan_document import PlanDocument, Replicas
 from services.scheduler.problem.plan_mesh_check import mesh_violations
 from services.scheduler.problem.problem import NodeClass, Problem
 
@@ -53,7 +53,7 @@ def _named(plan: PlanDocument) -> list[tuple[str, str]]:
 def _capacity(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
     used: Counter[str] = Counter()
     for replicas in plan.gen:
-        used[replicas.node] += replicas.tp * replicas.count
+        used[replicas.node] += replicas.tp * replicas.pp * replicas.count
     for share in plan.train:
         used[share.node] += share.gpus
     shares = Counter(share.node for share in plan.train)
@@ -78,12 +78,41 @@ def _degrees(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocumen
         if node.gpus % degree or problem.model.q_heads % degree:
             found.append(f"{field}: {degree} divides not both {node.gpus} GPUs and {problem.model.q_heads} query heads")
         offered_GB = degree * _usable_GB(problem, node)
-        if offered_GB <= weights_GB * _WEIGHTS_HEADROOM:
+        if replicas.pp > 1 or replicas.batch is not None:
+            found += _stages(problem, replicas, f"gen.{index}", offered_GB)
+        elif offered_GB <= weights_GB * _WEIGHTS_HEADROOM:
             found.append(
                 f"{field}: {degree} GPUs of {replicas.node} offer {offered_GB:.1f} GB to weights and a cache, and the "
                 f"weights alone are {weights_GB:.1f} GB"
             )
     return found
+
+
+def _stages(problem: Problem, replicas: Replicas, field: str, offered_GB: float) -> list[str]:
+    """What the GPUs of one stage lack: each has a run of layers and the cache of its batch's samples in them."""
+    model, most = problem.model, min(problem.constraints.gen_pp, problem.model.layers)
+    if replicas.pp > most:
+        return [f"{field}.pp: {replicas.pp} stages; constraints.gen_pp and {model.layers} layers allow {most}"]
+    embedding = model.vocab * model.hidden
+    of_layer = (model.params - (1 if model.tied_embeddings else 2) * embedding) / model.layers
+    layers = [model.layers // replicas.pp] * replicas.pp
+    for extra in range(model.layers % replicas.pp):
+        layers[-2 - extra] += 1
+    mean, mean_square = problem.workload.output_len.moments()
+    sharers = problem.workload.group_size if problem.cost_model.prefix_sharing else 1
+    held_tokens = problem.workload.prompt_len / sharers + (mean_square + mean) / 2 / mean
+    of_token = 2.0 * model.kv_heads * model.head_dim * model.kv_bytes * max(1.0, replicas.tp / model.kv_heads)
+    for stage, count in enumerate(layers):
+        is_first, is_last = stage == 0, stage == replicas.pp - 1
+        ends = is_first + is_last - (is_first and is_last and model.tied_embeddings)
+        weights_GB = (count * of_layer + ends * embedding) * model.weight_bytes / 1e9
+        cache_GB = (replicas.batch or 0) * held_tokens * of_token * count / 1e9
+        if max(weights_GB * _WEIGHTS_HEADROOM, (weights_GB + cache_GB) * (1 - 1e-9)) > offered_GB:
+            return [
+                f"{field}: {replicas.tp} GPUs of {replicas.node} offer {offered_GB:.1f} GB to stage {stage + 1}, whose "
+                f"weights are {weights_GB:.1f} GB, and the cache of {replicas.batch or 0} samples {cache_GB:.1f} GB"
+            ]
+    return []
 
 
 def _training_memory(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:

@@ -1,20 +1,21 @@
 """Defines the plan document: which machines generate, with which parallelism, and which train, and in what mesh.
 
-    {"gen":   [{"node": "h20-0", "tp": 1, "count": 8}],
+    {"gen":   [{"node": "h20-0", "tp": 2, "pp": 2, "count": 2, "batch": 96}],
      "train": [{"node": "h800-0", "gpus": 8, "share": 1.0}, {"node": "h20-1", "gpus": 4, "share": 0.3}],
      "mesh":  {"islands": [8, 4]}}
 
-`count` replicas of tensor-parallel degree `tp` on a machine; `gpus` of a machine in the training pool, one process of
-the trainer each, whose ranks follow the list. The first machine of the pool is the head, where Redis, broker,
-scheduler, reward worker and the trainer's first process are; it sends weights to generators over its region's links.
-Without a mesh all processes shard one copy of the model, and tokens follow the GPUs' speed.
+`count` replicas on a machine, of `pp` stages of `tp` GPUs each, which decode `batch` samples at once; `gpus` of a
+machine in the training pool, one process of the trainer each, whose ranks follow the list. The first machine of the
+pool is the head, where Redis, broker, scheduler, reward worker and the trainer's first process are; it sends weights to
+generators over its region's links. Without a mesh all processes shard one copy of the model, and tokens follow the
+GPUs' speed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -26,13 +27,41 @@ SHARE_DIGITS = 4
 Count = Annotated[int, Field(ge=1, le=1024)]
 
 
+class Layout(NamedTuple):
+    """How a replica uses its GPUs."""
+
+    tp: int
+    """GPUs that split each layer between them."""
+    pp: int = 1
+    """Stages of layers, each of `tp` GPUs."""
+
+    @property
+    def gpus(self) -> int:
+        """Of the whole replica."""
+        return self.tp * self.pp
+
+
 class Replicas(StrictModel):
     """Equal generation replicas on one machine."""
 
     node: str
     tp: Count = 1
-    """GPUs of each replica."""
+    """GPUs of each replica that split layers between them."""
+    pp: Count = 1
+    """Stages of layers of each replica, of `tp` GPUs each."""
     count: Count = 1
+    batch: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Samples that each decodes at once; unset: as many as its memory holds."""
+
+    @property
+    def layout(self) -> Layout:
+        """How each uses its GPUs."""
+        return Layout(self.tp, self.pp)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all of them."""
+        return self.layout.gpus * self.count
 
 
 class TrainShare(StrictModel):
@@ -110,7 +139,11 @@ class PlanDocument(StrictModel):
 
     def stated(self) -> dict[str, Any]:
         """What it states, for JSON and YAML."""
-        return self.model_dump(mode="json", exclude_none=True)
+        found = self.model_dump(mode="json", exclude_none=True)
+        for each in found["gen"]:
+            if each["pp"] == 1:
+                del each["pp"]
+        return found
 
 
 def read_plan(path: Path) -> PlanDocument:
@@ -136,7 +169,7 @@ def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | No
     for index, replicas in enumerate(plan.gen):
         if replicas.node not in nodes:
             return f"gen.{index}.node: there is no machine {replicas.node!r}"
-        used[replicas.node] += replicas.tp * replicas.count
+        used[replicas.node] += replicas.gpus
     for index, share in enumerate(plan.train):
         if share.node not in nodes:
             return f"train.{index}.node: there is no machine {share.node!r}"

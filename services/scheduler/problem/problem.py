@@ -270,8 +270,8 @@ class Constraints(StrictModel):
     max_tp: int = Field(default=16, ge=1, le=1024)
     train_single_region: bool = True
     """The training pool must be in one region."""
-    gen_pp: Literal[1] = 1
-    """Pipeline stages of a generation replica; only 1 is supported."""
+    gen_pp: int = Field(default=1, ge=1, le=64)
+    """Most pipeline stages of a generation replica, within one machine; more than 1 take an engine that has them."""
     tail_blocking: bool = False
     """The longest sample must finish within its staleness window."""
 
@@ -283,6 +283,8 @@ class MeasuredRate(StrictModel):
     role: Literal["generator", "trainer"]
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel degree of the measurement; generators only."""
+    pp: int = Field(default=1, ge=1)
+    """Its pipeline stages; generators only."""
     tokens_per_second: Positive
     """Rate of completion tokens of a replica, or of trained tokens (prompt and completion) of one GPU."""
 

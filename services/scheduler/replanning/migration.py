@@ -13,8 +13,8 @@ from services.scheduler.problem.problem import Problem
 LIKE_WITHIN = 0.25
 """A generator restarts when its number of concurrent samples changes by more than this share."""
 
-_Part = tuple[str, int, int]
-"""Machine, role, tensor-parallel degree."""
+_Part = tuple[str, int, int, int]
+"""Machine, role, tensor-parallel degree, pipeline stages."""
 
 
 def stopped_share(before: pb.Plan, after: pb.Plan) -> float:
@@ -44,13 +44,13 @@ def stands_still_s(problem: Problem, views: Sequence[pb.NodeView]) -> float:
 
 
 def _part(each: pb.Assignment) -> _Part:
-    return each.node_id, each.role, each.tensor_parallel
+    return each.node_id, each.role, each.tensor_parallel, each.pipeline_parallel
 
 
 def _gpus(plan: pb.Plan, role: pb.Role.ValueType) -> Counter[_Part]:
     gpus: Counter[_Part] = Counter()
     for each in plan.assignments:
         if each.role == role:
-            stated = max(1, each.tensor_parallel) * max(1, each.num_replicas)
+            stated = max(1, each.tensor_parallel) * max(1, each.pipeline_parallel) * max(1, each.num_replicas)
             gpus[_part(each)] += len(each.accelerator_indices) or stated
     return gpus

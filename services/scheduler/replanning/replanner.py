@@ -265,7 +265,13 @@ def running_plan(plan: pb.Plan) -> PlanDocument:
 def document_of(plan: pb.Plan) -> PlanDocument:
     """The generators and trainers of a plan on the wire."""
     gen = [
-        Replicas(node=each.node_id, tp=each.tensor_parallel or 1, count=each.num_replicas or 1)
+        Replicas(
+            node=each.node_id,
+            tp=each.tensor_parallel or 1,
+            pp=each.pipeline_parallel or 1,
+            count=each.num_replicas or 1,
+            batch=each.num_concurrent_samples or None,
+        )
         for each in plan.assignments
         if each.role == pb.ROLE_GENERATOR
     ]
@@ -290,4 +296,4 @@ def _named(machines: Collection[str]) -> str:
 
 
 def _num_gpus(plan: PlanDocument) -> int:
-    return sum(each.tp * each.count for each in plan.gen) + sum(share.gpus for share in plan.train)
+    return sum(each.gpus for each in plan.gen) + sum(share.gpus for share in plan.train)

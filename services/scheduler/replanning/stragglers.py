@@ -13,7 +13,9 @@ from statistics import median
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
-from services.scheduler.cost_model.replica import ReplicaModel, tensor_parallel_degrees
+from services.scheduler.cost_model.layouts import layouts
+from services.scheduler.cost_model.replica import ReplicaModel
+from services.scheduler.problem.plan_document import Layout
 from services.scheduler.problem.problem import NodeClass, Problem
 
 NUM_ALIKE = 3
@@ -79,7 +81,7 @@ def _speed(problem: Problem, node: NodeClass, rate: pb.MeasuredRate) -> float | 
     if not rate.HasField("token_s"):
         return None
     demand = demand_of(problem)
-    degree = max(1, rate.tensor_parallel)
-    if degree not in tensor_parallel_degrees(problem, demand, node):
+    layout = Layout(max(1, rate.tensor_parallel), max(1, rate.pipeline_parallel))
+    if layout not in layouts(problem, demand, node):
         return None
-    return ReplicaModel(problem, demand, node, degree).token_s(rate.num_concurrent_samples) / rate.token_s
+    return ReplicaModel(problem, demand, node, *layout).token_s(rate.num_concurrent_samples) / rate.token_s

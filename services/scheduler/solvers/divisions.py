@@ -151,7 +151,10 @@ def plan_of(model: CostModel, parts: Sequence[Division], kept: PlanDocument | No
         for index, split in enumerate(part.splits):
             machine = part.node.machine(index)
             counts = zip(model.degrees[part.node.name], split.replicas, strict=True)
-            gen += [Replicas(node=machine, tp=degree, count=count) for degree, count in counts if count]
+            for degree, count in counts:
+                if count:
+                    tp, pp = model.layout(part.node, degree)
+                    gen.append(Replicas(node=machine, tp=tp, pp=pp, count=count))
             if split.train_gpus:
                 train.append(TrainShare(node=machine, gpus=split.train_gpus))
     if kept is not None:
@@ -161,6 +164,6 @@ def plan_of(model: CostModel, parts: Sequence[Division], kept: PlanDocument | No
         # New weights come from the head's region: best from where most generate.
         generating = Counter[str]()
         for each in gen:
-            generating[model.nodes[each.node].region] += each.tp * each.count
+            generating[model.nodes[each.node].region] += each.gpus
         pool, mesh = model.pools.headed(pool, mesh, model.nodes, region=max(generating, key=lambda at: generating[at]))
     return PlanDocument(gen=tuple(gen), train=pool, mesh=mesh)

@@ -106,10 +106,11 @@ def _split_of(model: CostModel, node: NodeClass, machine: str, plan: PlanDocumen
     free -= train_gpus
     replicas = [0] * len(degrees)
     for each in plan.gen:
-        if each.node == machine and each.tp in degrees:
-            count = min(each.count, free // each.tp)
-            replicas[degrees.index(each.tp)] += count
-            free -= count * each.tp
+        gpus = each.layout.gpus
+        if each.node == machine and gpus in degrees:
+            count = min(each.count, free // gpus)
+            replicas[degrees.index(gpus)] += count
+            free -= count * gpus
     return Split(tuple(replicas), train_gpus)
 
 

@@ -31,7 +31,7 @@ def test_a_problem_reads_the_same_from_json_and_from_yaml(tmp_path):
         (["gpu_types={L4: {tflops_bf16: 1, hbm_GB: 1, hbm_GBps: 1, ar_bus_GBps: 1}}"], "nodes.0.gpu: 'A100-80'"),
         (["links=[{a: r0, b: moon, bw_Gbps: 1}]"], "links.0.b: no node is in region 'moon'"),
         (["cost_model.mfu_train={H800: 0.4}"], "cost_model.mfu_train: needs the key 'default'"),
-        (["constraints.gen_pp=2"], "constraints.gen_pp: Input should be 1"),
+        (["constraints.gen_pp=0"], "constraints.gen_pp: Input should be greater than or equal to 1"),
     ],
 )
 def test_errors_name_the_field_and_the_value(overrides, message):

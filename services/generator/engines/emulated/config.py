@@ -14,6 +14,7 @@ class EmulatedEngineConfig(BaseEngineConfig):
     """Emulates a GPU: scripted tokens in the time that a GPU would take."""
 
     is_emulated = True
+    has_pipeline_stages = True
 
     engine: Literal["emulated"] = "emulated"
     """The engine."""

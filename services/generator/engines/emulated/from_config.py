@@ -24,7 +24,7 @@ _Item = TypeVar("_Item")
 def build_spec(engine: EmulatedEngineConfig, model: ServedModel) -> EmulatedSpec:
     """The emulated engine's spec. Raises ValueError naming the problem, or OSError if the lengths are unreadable."""
     emulated = model.emulated
-    roofline = _roofline(emulated, num_gpus=engine.tensor_parallel)
+    roofline = _roofline(emulated, engine.tensor_parallel, engine.pipeline_parallel)
     kv_capacity_tokens = emulated.kv_capacity_tokens
     if kv_capacity_tokens is None and roofline is not None:
         kv_capacity_tokens = roofline.kv_capacity_tokens
@@ -43,13 +43,14 @@ def build_spec(engine: EmulatedEngineConfig, model: ServedModel) -> EmulatedSpec
     )
 
 
-def _roofline(emulated: EmulatedConfig, *, num_gpus: int) -> Roofline | None:
+def _roofline(emulated: EmulatedConfig, num_workers: int, num_stages: int) -> Roofline | None:
     if emulated.gpu is None:
         return None
     gpu = _known(GPUS, emulated.gpu, "emulated.gpu")
     model = _known(MODELS, emulated.model, "emulated.model")
+    num_gpus = num_workers * num_stages
     try:
-        return Roofline(gpu=gpu, model=model, num_gpus=num_gpus, slowdown=emulated.slowdown)
+        return Roofline(gpu=gpu, model=model, num_gpus=num_gpus, num_stages=num_stages, slowdown=emulated.slowdown)
     except ValueError as error:
         raise ValueError(f"emulated: {emulated.model} on {num_gpus} x {emulated.gpu}: {error}") from error
 

@@ -42,7 +42,7 @@ FEASIBLE_KEYS = [
     "generation",
     "simulated_samples_per_second",
 ]
-GENERATION_KEYS = ["node", "tp", "count", "batch", "decode_step_s", "samples_per_second", "duty"]
+GENERATION_KEYS = ["node", "tp", "pp", "count", "batch", "decode_step_s", "samples_per_second", "duty"]
 ADVICE_KEYS = ["next_purchases", "alternatives"]
 
 

@@ -10,7 +10,8 @@ import pytest
 from penstock.batching.batched_engine import BatchedEngine
 from services.broker.dispatch.latency import LatencyModel, Load
 from services.scheduler.cost_model.demand import demand_of
-from services.scheduler.cost_model.replica import ReplicaModel, tensor_parallel_degrees
+from services.scheduler.cost_model.layouts import layouts
+from services.scheduler.cost_model.replica import ReplicaModel
 from tests.helpers.plans.drawn_problems import drawn
 
 NUM_LIVES = 12
@@ -64,8 +65,7 @@ def test_a_full_replica_has_the_rate_of_the_cost_model_within_three_percent(seed
     problem = drawn(seed)
     demand = demand_of(problem)
     node = rng.choice(problem.nodes)
-    degrees = tensor_parallel_degrees(problem, demand, node)
-    replica = ReplicaModel(problem, demand, node, rng.choice(degrees))
+    replica = ReplicaModel(problem, demand, node, *rng.choice(layouts(problem, demand, node)))
     batch = min(64, replica.batch())
     engine: BatchedEngine[None] = BatchedEngine(lambda num_samples, _kv_tokens: replica.step_s(num_samples))
     num_ended = 0
