@@ -190,6 +190,8 @@ class RunConfig(RunSections, NetworkConfig):
     """The generators."""
     reward: RewardModelConfig = RewardModelConfig()
     """The reward model; a plain string is its name, a list its parts, whose weighted values add up."""
+    rewards: int = Field(default=1, ge=0, le=1)
+    """Reward workers that the run starts; 0 if others do, `penstock node` by the plan or `penstock serve reward`."""
     scorers: int = Field(default=1, ge=0, le=64)
     """Scorers that are started here for algorithm.reference service, with the trainer's device, threads and packs; 0 if
     all of them are elsewhere: they come by themselves."""
@@ -252,6 +254,11 @@ class RunConfig(RunSections, NetworkConfig):
     def starts_generators(self) -> bool:
         """Whether this run starts generators itself, `generator.count` of them."""
         return self.endpoints.generators is None and self.scheduler.problem is None
+
+    @property
+    def starts_reward(self) -> bool:
+        """Whether the run starts a reward worker."""
+        return self.rewards > 0 and self.endpoints.reward is None
 
     @property
     def num_scorers(self) -> int:

@@ -18,8 +18,12 @@ from typing import Any
 
 from console.config.config import parse_run_config
 from console.config.derive import training_config
+<<<<<<< HEAD
 from console.deploy.data_section import data_files, source_rewards
 from console.deploy.description import IN_CONTAINERS, PORTS, Layout
+=======
+from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
+>>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, emulation, machines
 from console.deploy.trainers import trainer_section, training_machines
@@ -68,6 +72,10 @@ class Configurations:
         self.machines = machines(model.problem, plan, is_one_host=address is not None)
         self.trainers = training_machines(model, plan, address=address)
         self.head = self.trainers[0]
+        self.rewards = [name for name in plan.reward if name != self.head.name]
+        """Machines beside the head with a reward worker."""
+        self.head_rewards = not plan.reward or self.head.name in plan.reward
+        """Whether the head has one."""
         self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
         self.is_insecure = bool(self.config.get("insecure", False))
         self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
@@ -81,7 +89,13 @@ class Configurations:
         if not self.layout.is_container:
             runs = {f"{home}/run.yaml": self._run_outside()}
         for name, document in runs.items():
-            training_config(parse_run_config(document, source=name), broker="127.0.0.1:1", source=name)
+            parsed = parse_run_config(document, source=name)
+            training_config(parsed, broker="127.0.0.1:1", source=name)
+            if self.plan.score and not parsed.algorithm.has_scorer:
+                raise ConfigError(
+                    "algorithm.reference: trainer, and the plan has scorers; set it to service, or is_service of the "
+                    "problem's task to false and plan again"
+                )
         found: dict[str, Document | str] = {
             **runs,
             f"{home}/problem.yaml": self.model.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
@@ -117,6 +131,12 @@ class Configurations:
         """The role of its certificate: those that train open everything."""
         return "operator" if any(each.name == machine for each in self.trainers) else "generator"
 
+    def scores(self, machine: str) -> bool:
+        """Whether its certificate must be a reward worker's as well."""
+        return machine in self.rewards or (
+            bool(self.plan.score) and any(each.name == machine for each in self.machines)
+        )
+
     def _service(self, document: Document) -> Document:
         return {"insecure": True, **document} if self.is_insecure else document
 
@@ -133,6 +153,8 @@ class Configurations:
         if self.head.torchrun:
             document["endpoints"] = {**document.get("endpoints", {}), "trainer": self.center["trainer"]}
             del listen["trainer"], listen["weights"]
+        if not self.head_rewards:
+            del listen["reward"]
         return {**document, "listen": {**listen, "public_host": self.host(self.head.name)}}
 
     def _outside(self, site: str) -> PurePath:
@@ -155,7 +177,8 @@ class Configurations:
             )
         document = self._with_plan(IN_CONTAINERS.config)
         document["run"] = {**document["run"], "dir": str(IN_CONTAINERS.runs)}
-        attached = {name: self.center[name] for name in ("broker", "scheduler", "reward", "trainer")}
+        services = ("broker", "scheduler", *(["reward"] if self.head_rewards else []), "trainer")
+        attached = {name: self.center[name] for name in services}
         return {**document, "endpoints": {**document.get("endpoints", {}), **attached}}
 
     def _with_plan(self, folder: PurePath) -> Document:
@@ -166,7 +189,7 @@ class Configurations:
         return {**self.config, "generator": generator, "scheduler": scheduler}
 
     def _services(self, home: str) -> dict[str, Document | str]:
-        return {
+        found: dict[str, Document | str] = {
             f"{home}/broker.yaml": self._service(
                 {
                     "listen": self._listen("broker"),
@@ -175,6 +198,7 @@ class Configurations:
                 }
             ),
             f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler"), **self._scheduler()}),
+<<<<<<< HEAD
             f"{home}/reward.yaml": self._service(
                 {
                     "listen": self._listen("reward"),
@@ -185,7 +209,44 @@ class Configurations:
                     **({"sources": own} if (own := source_rewards(self.config.get("data", {}))) else {}),
                 }
             ),
+=======
+>>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
         }
+        if self.head_rewards:
+            found[f"{home}/reward.yaml"] = self._service(self._reward(PORTS["reward"]))
+        return found
+
+    def _reward(self, port: int) -> Document:
+        return {
+            "listen": f"{self.listen_host}:{port}",
+            "run_id": self.config["run"]["id"],
+            "broker": self.center["broker"],
+            "tokenizer_path": str(self.config["model"]["path"]),
+            "reward": _reward(self.config),
+        }
+
+    def _scorer(self) -> Document:
+        config, trainer = self.config, self.config.get("trainer", {})
+        stated = {key: trainer[key] for key in ("device", "tokens_per_pack", "num_threads") if key in trainer}
+        # Machines that are tried on one host would have the same ports.
+        port = SCORER_PORT if self.address is None else 0
+        return {
+            "listen": f"{self.listen_host}:{port}",
+            "run_id": config["run"]["id"],
+            "broker": self.center["broker"],
+            "model_path": str(config["algorithm"].get("reference_path") or config["model"]["path"]),
+            "dtype": config["model"].get("dtype", "auto"),
+            **stated,
+        }
+
+    def _scoring(self, machine: str) -> Document:
+        """Sections of a machine's file: for scorers, which revisions move, and for a reward worker that is there."""
+        found: Document = {}
+        if self.plan.score:
+            found["scorer"] = self._service(self._scorer())
+        if machine in self.rewards:
+            found["reward"] = self._service(self._reward(PORTS["reward"] if self.address is None else 0))
+        return found
 
     def _scheduler(self) -> Document:
         """What the run states of its scheduler, in that service's own fields."""
@@ -231,6 +292,7 @@ class Configurations:
             "address": self.host(machine.name),
             "dir": str(own_folder),
             "generator": generator,
+            **self._scoring(machine.name),
         }
         return self._service(document)
 
@@ -257,7 +319,15 @@ class Configurations:
         generates = next((each for each in self.machines if each.name == name), None)
         paths = {"model.path": config["model"]["path"]}
         if name == self.head.name:
+<<<<<<< HEAD
             paths |= {setting: holder[key] for setting, holder, key in data_files(config.get("data", {}))}
+=======
+            data = config.get("data", {})
+            paths |= {f"data.{key}": data[key] for key in ("train", "eval") if data.get(key) is not None}
+        teacher = config["algorithm"].get("reference_path")
+        if self.plan.score and generates is not None and teacher is not None:
+            paths["algorithm.reference_path"] = teacher
+>>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
         runs = self.layout.runs if self._is_far or trains is None else PurePath(config["run"].get("dir", "runs"))
         document: Document = {
             "name": name,
@@ -300,12 +370,20 @@ def _check_engine(plan: PlanDocument, run: Document) -> None:
 
 def _placed(run: Document, layout: Layout) -> Document:
     """The run with paths that mean the same on every machine. Raises ConfigError."""
+<<<<<<< HEAD
     found = {section: deepcopy(run[section]) for section in ("model", "data") if isinstance(run.get(section), dict)}
     model = found.get("model", {})
     places = [("model.path", model, "path")] if model.get("path") is not None else []
     for setting, holder, key in (*places, *data_files(found.get("data", {}))):
         stated = holder[key]
         if looks_like_address(stated):
+=======
+    sections = ("model", "data", "algorithm")
+    found = {section: dict(run[section]) for section in sections if isinstance(run.get(section), dict)}
+    for section, key in (("model", "path"), ("data", "train"), ("data", "eval"), ("algorithm", "reference_path")):
+        stated = found.get(section, {}).get(key)
+        if stated is None or looks_like_address(stated):
+>>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
             continue
         path = PurePath(str(stated))
         if layout.is_container:
@@ -338,6 +416,11 @@ def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emula
         "sampling": {**run.get("sampling", {}), "max_new_tokens": math.ceil(workload.output_len.longest)},
         "endpoints": endpoints,
     }
+    if plan.score:
+        config["algorithm"] = {"reference": "service", **config["algorithm"]}
+        config["scorers"] = 0
+    if plan.reward and plan.train[0].node not in plan.reward:
+        config["rewards"] = 0
     if is_emulated:
         emulated = emulation(problem, run["generator"].get("emulated", {}))
         config["generator"] = {**run["generator"], "emulated": emulated}

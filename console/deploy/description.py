@@ -19,6 +19,8 @@ PORTS: Mapping[str, int] = {
     "weights": 7305,
     "scheduler": 7306,
 }
+SCORER_PORT = 7310
+"""Of the scorer on a machine's first GPU; those on others have the ports that follow."""
 REDIS_MEMORY_GIB = 8
 """Redis' own limit; its container has a quarter more."""
 SECRET_FILES: Mapping[str, str] = {f"PENSTOCK_TLS_{name.upper()}": f"{name}.pem" for name in ("ca", "cert", "key")}
@@ -91,6 +93,8 @@ class Host:
     services: tuple[Service, ...]
     role: str
     """The role of its certificate."""
+    scores: bool = False
+    """Whether that has a reward worker's role as well, for reward workers and scorers."""
 
     @property
     def site(self) -> str:

@@ -49,8 +49,7 @@ def _command(deployment: Deployment, host: Host) -> str:
     else:
         # Generators at the trainer's site name no site: they relay nothing.
         run_id, site = deployment.run_id, "*" if host.site == deployment.head.site else host.site
+    roles = f"{host.role} reward" if host.scores and host.role != "operator" else host.role
     options = {"run": run_id, "site": site, "name": host.name, "host": host.address}
     text = " ".join(f"--{option} {shlex.quote(value)}" for option, value in options.items())
-    return (
-        f"penstock certs issue {host.role} {text} \\\n    --dir authority --out certificates/{host.name} --at {PLACE}"
-    )
+    return f"penstock certs issue {roles} {text} \\\n    --dir authority --out certificates/{host.name} --at {PLACE}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
-
 from console.deploy.configurations import Configurations
 from console.deploy.description import PORTS, REDIS_MEMORY_GIB, Deployment, Host, Service, memory_gib
 from console.deploy.nodes import Machine
@@ -21,6 +19,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
             kind=kinds[name],
             services=services,
             role=made.role(name),
+            scores=made.scores(name),
         )
         for name in made.names()
         # Tried on one host, the head's trainer starts all processes.
@@ -43,7 +42,7 @@ def _services(made: Configurations, name: str) -> list[Service]:
     is_head = name == made.head.name
     found: list[Service] = []
     if is_head and made.layout.is_container:
-        found += _center(made.layout.config)
+        found += _center(made)
     if trains is not None and (trains.torchrun or (is_head and made.layout.is_container)):
         found.append(_trainer(made, trains, is_head=is_head))
     if is_head:
@@ -53,8 +52,9 @@ def _services(made: Configurations, name: str) -> list[Service]:
     return found
 
 
-def _center(config: PurePath) -> list[Service]:
-    """Redis, broker, scheduler and reward worker, each in a container."""
+def _center(made: Configurations) -> list[Service]:
+    """Redis, broker, scheduler and the head's reward worker, each in a container."""
+    config = made.layout.config
     redis = ("redis-server", "--port", str(PORTS["redis"]), "--bind", "127.0.0.1", "--dir", "/data")
     durable = ("--appendonly", "yes", "--appendfsync", "everysec")
     bounded = ("--maxmemory", f"{REDIS_MEMORY_GIB}gb", "--maxmemory-policy", "noeviction")
@@ -67,7 +67,10 @@ def _center(config: PurePath) -> list[Service]:
             memory_gib=memory_gib("redis"),
         )
     ]
-    for name, after in (("broker", ("redis",)), ("scheduler", ()), ("reward", ("broker",))):
+    starts: list[tuple[str, tuple[str, ...]]] = [("broker", ("redis",)), ("scheduler", ())]
+    if made.head_rewards:
+        starts.append(("reward", ("broker",)))
+    for name, after in starts:
         found.append(
             Service(
                 name=name,
@@ -101,7 +104,8 @@ def _run(made: Configurations) -> Service:
     """What follows the run, and where there are no containers starts the head's services too."""
     layout = made.layout
     is_alone = not layout.is_container and not made.head.torchrun
-    after = ("broker", "scheduler", "reward", "trainer") if layout.is_container else ()
+    local = ("broker", "scheduler", *(["reward"] if made.head_rewards else []), "trainer")
+    after = local if layout.is_container else ()
     limit_gib = memory_gib("run")
     if not layout.is_container:
         limit_gib += sum(memory_gib(kind) for kind in ("redis", "broker", "scheduler", "reward"))

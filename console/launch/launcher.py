@@ -181,7 +181,7 @@ def choose_addresses(config: RunConfig) -> Addresses:
     return Addresses(
         broker=endpoint(endpoints.broker, listen.broker),
         scheduler=endpoint(endpoints.scheduler, listen.scheduler),
-        reward=endpoint(endpoints.reward, listen.reward),
+        reward=endpoint(endpoints.reward, listen.reward) if config.rewards else Endpoint(target="", listen=None),
         trainer=endpoint(endpoints.trainer, listen.trainer),
         generators=tuple(endpoint(target, None) for target in generators),
         scorers=tuple(endpoint(None, None) for _ in range(config.num_scorers)),

@@ -10,7 +10,9 @@ from pydantic import Field
 from console.config.config import LogSection
 from penstock.config import LocalPath, NetworkConfig, Targets, apply_overrides, read_document, validate
 from services.generator.config import GeneratorConfig
+from services.reward.config import RewardConfig
 from services.trainer.config import TrainerConfig
+from services.trainer.scorer.config import ScorerConfig
 
 
 class NodeTrainerConfig(TrainerConfig):
@@ -48,6 +50,11 @@ class NodeConfig(NetworkConfig):
     trainer: NodeTrainerConfig | None = None
     """Configuration of the trainer, at an address that the run's `endpoints.trainer` names; without it the plan may
     train elsewhere only. `state_dir` is ignored: the run's console resumes the run."""
+    scorer: ScorerConfig | None = None
+    """Configuration of its scorers, if a plan may have some here; the plan says on which GPUs. The one on GPU i listens
+    at the port of `listen` + i, or on a free one if that port is 0."""
+    reward: RewardConfig | None = None
+    """Configuration of its reward worker, if a plan may have one here."""
     log: LogSection = LogSection()
     """Logs of its processes."""
 

@@ -21,6 +21,7 @@ from console.plan.lengths import output_lengths, read_lengths
 from console.plan.model_section import decode_constants, model_section
 from console.probe.probe_file import Probe, read_inventory
 from penstock.config import ConfigError, Document, validate
+from penstock.model.model_shape import read_numbers
 from penstock.names import is_run_id
 from penstock.storage.fetched import fetched
 from services.generator.engines.registry import ENGINES
@@ -126,7 +127,7 @@ def _workload(
             missing.append(f"workload.{key}: how the run trains is not known; give {flag}, or the run with --run")
         else:
             found[key] = value
-    found["train_tasks"] = _train_tasks(run)
+    found["train_tasks"] = _train_tasks(run, model)
     return {**found, **_lengths(sources, run, model, missing, notes)}
 
 
@@ -163,15 +164,31 @@ def _lengths(
     return {**found, "output_len": output_lengths(lengths.completion_tokens, longest=longest)}
 
 
-def _train_tasks(run: RunConfig | None) -> list[Document]:
+def _scale(run: RunConfig, model: Path | None) -> Document:
+    """Size of the scorers' model over the policy's, where it is another one on this machine."""
+    teacher = run.algorithm.reference_path
+    if model is None or not isinstance(teacher, Path):
+        return {}
+    return {"scale": read_numbers(teacher)["params"] / read_numbers(model)["params"]}
+
+
+def _train_tasks(run: RunConfig | None, model: Path | None) -> list[Document]:
     """What is computed on each sample, by the run's algorithm; training the policy alone without a run."""
     tasks: list[Document] = [{"name": "actor_train", "kind": "train"}]
     if run is None:
         return tasks
+<<<<<<< HEAD
     # Scorers and a critic of its own are beside the plan, which places generators and trainers.
     if run.algorithm.has_trainer_reference:
         tasks.append({"name": "reference", "kind": "infer"})
     if run.algorithm.has_trainer_critic:
+=======
+    if run.algorithm.has_trainer_reference:
+        tasks.append({"name": "reference", "kind": "infer"})
+    if run.algorithm.has_scorer:
+        tasks.append({"name": "reference", "kind": "infer", "is_service": True, **_scale(run, model)})
+    if run.algorithm.definition.has_critic:
+>>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
         tasks += [
             {"name": "critic", "kind": "infer", "shares_weights": True},
             {"name": "critic_train", "kind": "train"},

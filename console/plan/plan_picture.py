@@ -10,7 +10,7 @@ from services.scheduler.planning.plan_report import FeasiblePlan
 _WIDTH, _LEFT, _ROW, _GPU = 760, 170, 22, 16
 _MAX_MACHINES = 200
 """Most rows drawn; a line states how many more there are."""
-_COLORS = {"train": "#d1570c", "generate": "#1f6feb", "idle": "#d0d7de", "wait": "#eaeef2"}
+_COLORS = {"train": "#d1570c", "generate": "#1f6feb", "score": "#8250df", "idle": "#d0d7de", "wait": "#eaeef2"}
 _STYLE = "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-weight:600;font-size:14px}.end{text-anchor:end}"
 
 
@@ -52,6 +52,7 @@ def _placement(report: FeasiblePlan) -> list[str]:
     for machine, node in list(nodes.items())[:_MAX_MACHINES]:
         replicas = [each.layout.gpus for each in plan.gen if each.node == machine for _ in range(each.count)]
         blocks = [("generate", degree) for degree in replicas] + [("train", trains.get(machine, 0))]
+        blocks.append(("score", sum(each.gpus for each in plan.score if each.node == machine)))
         blocks.append(("idle", node.gpus - sum(gpus for _, gpus in blocks)))
         gpu_width = min(_GPU, (_WIDTH - _LEFT - 12) / node.gpus)
         # A gap between blocks: one block is one replica, whatever its tensor-parallel degree.

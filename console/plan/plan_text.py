@@ -48,6 +48,11 @@ def _rows(report: FeasiblePlan) -> dict[tuple[str, ...], list[str]]:
         node = nodes[share.node]
         does = f"train, {share.gpus} of {node.gpus} GPUs"
         rows.setdefault((node.name, does, "", "", ""), []).append(share.node)
+    for scorers in report.plan.score:
+        does = f"score, {scorers.gpus} of {nodes[scorers.node].gpus} GPUs"
+        rows.setdefault((nodes[scorers.node].name, does, "", "", ""), []).append(scorers.node)
+    for name in report.plan.reward:
+        rows.setdefault((nodes[name].name, "reward worker", "", "", ""), []).append(name)
     for each in report.score.generation:
         batch = each.state.batch if each.state is not None else 0
         cells = (_does(each.replicas), f"{batch}", f"{each.samples_per_second:.3g}", f"{each.duty:.0%}")

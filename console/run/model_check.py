@@ -80,7 +80,7 @@ def context_problem(config: RunConfig) -> str | None:
 
 def text_problem(config: RunConfig) -> str | None:
     """Why a reward worker started here could not decode completions; None if it can, or need not."""
-    if config.endpoints.reward is not None or config.reward.trusts_generator_text:
+    if not config.starts_reward or config.reward.trusts_generator_text:
         return None
     path = config.model.path
     try:

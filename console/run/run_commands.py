@@ -10,8 +10,8 @@ from console.config.config import RunConfig, load_run_config, resolve, to_yaml
 from console.config.derive import training_config
 from console.config.run_folder import RunFolder, open_folder
 from console.devices.device_table import run_table
+from console.run.as_planned import as_planned
 from console.run.local_run import execute_run
-from console.run.planned_mesh import with_planned_mesh
 from console.run.preflight import check_run
 from console.run.quick import prepare_task, quickstart_config
 from console.view.html_report import write_report
@@ -47,7 +47,7 @@ def run_command(arguments: list[str], *, dry_run: bool, resume: Path | None, res
     config = resolve(config, now_s=time.time())
     if resume is None:
         # What is resumed may have moved since.
-        config = with_planned_mesh(config)
+        config = as_planned(config)
     home = config.run.dir / config.run.id
     if resume is not None and not home.is_dir():
         # Otherwise the services would begin another run there, without its checkpoints.

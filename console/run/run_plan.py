@@ -7,6 +7,7 @@ machines. Without a scheduler the run continues unchanged.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from pathlib import Path
@@ -22,7 +23,7 @@ from penstock.network.rpc import call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
-from services.scheduler.planning.plan_message import put_trainers
+from services.scheduler.planning.plan_message import put_services, put_trainers
 from services.scheduler.problem.plan_document import PlanDocument, read_plan
 
 BUDGET_S = 10.0
@@ -141,6 +142,10 @@ def as_message(plan: PlanDocument) -> pb.Plan:
             num_replicas=each.count,
             num_concurrent_samples=each.batch or 0,
         )
+    taken = Counter[str]()
+    for _, node, gpus in PlanDocument(train=plan.train, gen=plan.gen).places():
+        taken[node] += gpus
+    put_services(message, plan, taken)
     return message
 
 

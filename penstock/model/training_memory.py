@@ -132,6 +132,24 @@ def working_bytes(shape: ModelShape, mode: TrainingMode) -> float:
     return _sharded_bytes(shape, mode, needed)
 
 
+def frozen_bytes(shape: ModelShape, pack_tokens: int) -> float:
+    """What a process that only scores holds and makes: weights of 16 bits, and the peak of a pass without gradients.
+
+    That is in a layer, beside the hidden states that go into it, or as the last states become logits.
+    """
+    mode = TrainingMode(num_shards=1, pack_tokens=pack_tokens, is_half=True)
+    number = mode.weight_bytes
+    layer = pack_tokens * layer_bytes(shape, weight_bytes=number) + 4.0 * shape.hidden * pack_tokens
+    end = pack_tokens * end_bytes(shape, weight_bytes=number)
+    positions = min(pack_tokens, max(1, LOGITS_BYTES // (4 * shape.vocab)))
+    logits = positions * shape.vocab * 6.0 if shape.has_logits else 0.0
+    return (
+        number * shape.num_params
+        + mask_bytes(shape, pack_tokens=pack_tokens, weight_bytes=number)
+        + max(layer, end + logits)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
     """What a pass keeps and makes of its tokens, bytes."""

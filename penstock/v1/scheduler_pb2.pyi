@@ -37,6 +37,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Scoring."""
     ROLE_TRAINER: _Role.ValueType  # 4
     """Training."""
+    ROLE_SCORER: _Role.ValueType  # 5
+    """Log-probs of a frozen model, one process for each accelerator."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """A part a machine can play."""
@@ -51,6 +53,8 @@ ROLE_REWARD: Role.ValueType  # 3
 """Scoring."""
 ROLE_TRAINER: Role.ValueType  # 4
 """Training."""
+ROLE_SCORER: Role.ValueType  # 5
+"""Log-probs of a frozen model, one process for each accelerator."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _LengthTest:

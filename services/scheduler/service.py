@@ -21,10 +21,11 @@ from services.scheduler.cost_model.reference import RM1
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.planning.first_fit import SOLVER, first_fit
 from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
+from services.scheduler.planning.plan_message import document_of
 from services.scheduler.planning.plan_wire import PlanTask, checked_task, plan_task
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came
-from services.scheduler.replanning.replanner import LOOK_EVERY_S, Replanner, document_of, running_plan
+from services.scheduler.replanning.replanner import LOOK_EVERY_S, Replanner, running_plan
 from services.scheduler.solvers.interface import TimeLeft
 
 MAX_QUERIES = 1024

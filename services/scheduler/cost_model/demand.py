@@ -38,6 +38,8 @@ class Demand:
     prefill_flops: float
     task_flops: tuple[tuple[Literal["train", "infer"], float], ...]
     """Work other than generation: kind and FLOPs per sample, as matrix products that take equally long."""
+    scored_flops: float
+    """FLOPs per sample of the task that scorers compute, likewise; 0 without one."""
     gradient_bytes: float
     """Bytes that a step's all-reduce sums."""
     training_state_bytes: float
@@ -72,7 +74,7 @@ def demand_of(problem: Problem) -> Demand:
     forward = 2.0 * matmul_params * (prompt + mean) + attended
     state = sum(
         (constants.train_bytes_per_param if task.kind == "train" else 2.0) * model.params * task.scale
-        for task in workload.train_tasks
+        for task in workload.pool_tasks
         if not task.shares_weights
     )
     return Demand(
@@ -91,8 +93,9 @@ def demand_of(problem: Problem) -> Demand:
         prefill_flops=(2.0 * matmul_params * prompt + attention * prompt**2) / prompt_sharers,
         task_flops=tuple(
             (task.kind, forward * task.scale * task.epochs * (3 if task.kind == "train" else 1))
-            for task in workload.train_tasks
+            for task in workload.pool_tasks
         ),
+        scored_flops=0.0 if (scored := workload.scored_task) is None else forward * scored.scale * scored.epochs,
         gradient_bytes=2.0 * model.params,
         training_state_bytes=state,
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from penstock.model.decoder_shape import ModelShape
-from penstock.model.training_memory import TrainingMode, working_bytes
+from penstock.model.training_memory import TrainingMode, frozen_bytes, working_bytes
 from services.scheduler.cost_model.demand import Demand
 from services.scheduler.problem.problem import NodeClass, Problem
 
@@ -97,6 +97,20 @@ def model_shape(problem: Problem) -> ModelShape:
         is_tied=model.tied_embeddings,
         num_chosen_experts=model.experts_per_token or 0,
     )
+
+
+def scorer_bytes(problem: Problem) -> float:
+    """What one scorer needs of its GPU for the task of scorers, which the problem has.
+
+    Without `train_pack_tokens` its weights alone, as RM-1 counts frozen models. A model of another size is taken to
+    need in proportion.
+    """
+    task = problem.workload.scored_task
+    assert task is not None
+    pack_tokens = problem.cost_model.train_pack_tokens
+    if not pack_tokens:
+        return 2.0 * problem.model.params * task.scale
+    return frozen_bytes(model_shape(problem), pack_tokens) * task.scale
 
 
 def _working_bytes(problem: Problem) -> tuple[float, float]:

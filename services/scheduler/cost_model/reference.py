@@ -17,7 +17,7 @@ from enum import StrEnum
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.layouts import layouts, usable_bytes
 from services.scheduler.cost_model.network import Network
-from services.scheduler.cost_model.pool_memory import PoolMemory
+from services.scheduler.cost_model.pool_memory import PoolMemory, scorer_bytes
 from services.scheduler.cost_model.replica import ReplicaModel, ReplicaState
 from services.scheduler.cost_model.training_step import Pool, TrainingStep, gpu_samples_per_second
 from services.scheduler.meshes.training_pools import TrainingPools
@@ -36,6 +36,7 @@ class Limit(StrEnum):
 
     GENERATION = "generation"
     TRAINING = "training"
+    SCORING = "scoring"
     TAIL = "tail"
     """The longest sample must finish inside its staleness window."""
 
@@ -115,6 +116,8 @@ class CostModel:
             node.name: gpu_samples_per_second(problem, self.demand, node) for node in problem.nodes
         }
         """Samples per second of one training GPU, by node entry."""
+        self.gpu_scoring_rate = {node.name: self._scoring_rate(node) for node in problem.nodes}
+        """Samples per second of one scorer, by node entry; 0 where its model does not fit, infinite without a task."""
         self._models = {
             (node.name, layout): ReplicaModel(problem, self.demand, node, *layout)
             for node in problem.nodes
@@ -159,6 +162,20 @@ class CostModel:
         # Of equal ones the first, with fewest stages.
         return max((layout for layout in self.layouts[node.name] if layout.gpus == gpus), key=rate)
 
+    def scored(self, plan: PlanDocument) -> float:
+        """Samples per second of all scorers of a plan; infinite if it needs none."""
+        if self.problem.workload.scored_task is None:
+            return math.inf
+        return sum(each.gpus * self.gpu_scoring_rate[self.nodes[each.node].name] for each in plan.score)
+
+    def _scoring_rate(self, node: NodeClass) -> float:
+        if self.problem.workload.scored_task is None:
+            return math.inf
+        if scorer_bytes(self.problem) > self.usable_bytes[node.name]:
+            return 0.0
+        peak = self.problem.gpu_types[node.gpu].tflops_bf16 * 1e12
+        return peak * self.problem.cost_model.mfu(node.gpu, "infer") / self.demand.scored_flops
+
     def homes(self, plan: PlanDocument) -> frozenset[str]:
         """Regions that send new weights: the head's, where a trainer is Penstock's own, or by RM-1 all of the pool."""
         senders = plan.train[:1] if self.pool_memory.is_even else plan.train
@@ -169,7 +186,7 @@ class CostModel:
         if (reason := placement_error(plan, self.nodes)) is not None:
             return Infeasible(reason)
         pool: Pool = [(self.nodes[share.node], share.gpus) for share in plan.train]
-        if (reason := self._memory_error(plan, pool)) is not None:
+        if (reason := self._memory_error(plan, pool) or self._scoring_error(plan)) is not None:
             return Infeasible(reason)
         step = self.pools.step(plan, self.nodes)
         if math.isinf(step.step_s):
@@ -179,6 +196,22 @@ class CostModel:
         if score.samples_per_second <= 0:
             return Infeasible("no replica makes samples that are fresh enough: links are missing or slow")
         return score
+
+    def _scoring_error(self, plan: PlanDocument) -> str | None:
+        task = self.problem.workload.scored_task
+        if task is None:
+            return None if not plan.score else "score: no task of the workload is a service; leave it out"
+        if not plan.score:
+            return f"score: empty, so nothing computes {task.name}"
+        for each in plan.score:
+            if not self.gpu_scoring_rate[name := self.nodes[each.node].name]:
+                needed, offered = (
+                    num_bytes / 1e9 for num_bytes in (scorer_bytes(self.problem), self.usable_bytes[name])
+                )
+                return (
+                    f"a scorer of {task.name} needs {needed:.1f} GB, and a GPU of {each.node} offers {offered:.1f} GB"
+                )
+        return None
 
     def _memory_error(self, plan: PlanDocument, pool: Pool) -> str | None:
         if not plan.gen or not pool:
@@ -267,11 +300,13 @@ class _Scoring:
     def _at(self, share: float) -> Score:
         states = self._states(share)
         trained = self._samples_per_step / self._step.step_s
-        ceiling = min(trained, self._tail(states))
+        scored = self._model.scored(self._plan)
+        ceiling = min(trained, scored, self._tail(states))
         upper = min(ceiling, self._generated(states, 0.0))
         if self._generated(states, upper) >= upper:
             throughput = upper
-            limit = Limit.TRAINING if upper == trained else Limit.TAIL if upper == ceiling else Limit.GENERATION
+            limits = ((trained, Limit.TRAINING), (scored, Limit.SCORING), (ceiling, Limit.TAIL))
+            limit = next((limit for rate, limit in limits if upper == rate), Limit.GENERATION)
         else:
             # Only the transfer of weights makes generation fall as training speeds up.
             throughput = _largest(lambda candidate: self._generated(states, candidate) >= candidate, upper=upper)

@@ -81,7 +81,7 @@ def _gathers_and_sums_s(problem: Problem, demand: Demand, network: Network, pool
     shape, num_gpus = model_shape(problem), sum(gpus for _, gpus in pool)
     mode = TrainingMode(num_shards=num_gpus, pack_tokens=problem.cost_model.train_pack_tokens, is_half=True)
     traffic_bytes = 0.0
-    for task in problem.workload.train_tasks:
+    for task in problem.workload.pool_tasks:
         passes = num_passes(problem, demand, pool) * task.epochs
         is_trained = task.kind == "train"
         gathered = gathered_bytes(

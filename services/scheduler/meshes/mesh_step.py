@@ -54,7 +54,7 @@ class MeshSteps:
         self._pack_tokens = problem.cost_model.train_pack_tokens
         self.rates = {node.name: gpu_samples_per_second(problem, demand, node) for node in problem.nodes}
         """Samples per second of one GPU, by node entry."""
-        tasks = problem.workload.train_tasks
+        tasks = problem.workload.pool_tasks
         self._trained = sum(task.scale for task in tasks if task.kind == "train")
         """Size of all that is trained, in copies of the model."""
         self._num_passes = sum(task.scale * task.epochs for task in tasks if task.kind == "train")

@@ -14,6 +14,7 @@ from services.scheduler.problem.problem import NodeClass, Problem
 from services.scheduler.solvers.interface import Solution, Solver, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
+from services.scheduler.solvers.scorer_placement import with_scorers
 from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
 
 _MAX_PURCHASES = 12
@@ -140,9 +141,15 @@ def _quickly(
     """Samples per second and plan, no worse than the starting one; None if nothing can run."""
     if infeasibility(model) is not None:
         return None
-    for solver in _QUICK:
-        found = solver.solve(model, time_left=time_left, seed=seed, starts=(start,))
-        if found.plan is not None:
-            start = found.plan
-    score = model.score(start)
-    return (score.samples_per_second, start) if score.samples_per_second > 0 else None
+
+    def search(rest: CostModel, time_left: TimeLeft) -> Solution:
+        found = _QUICK[0].solve(rest, time_left=time_left, seed=seed, starts=(start,))
+        for solver in _QUICK[1:]:
+            starts = (start,) if found.plan is None else (found.plan,)
+            found = solver.solve(rest, time_left=time_left, seed=seed, starts=starts)
+        return found
+
+    found = with_scorers(model, search, time_left=time_left)
+    if found.plan is None or found.score.samples_per_second <= 0:
+        return None
+    return found.score.samples_per_second, found.plan

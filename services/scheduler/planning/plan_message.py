@@ -1,14 +1,14 @@
-"""Puts the training part of a plan document into the contract's form, and reads it again.
+"""Puts a plan document into the contract's form, all but its generators, and reads plans again.
 
 Everything that `trainer.processes` and `trainer.parallel` of a run need survives the way there and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.v1 import scheduler_pb2 as pb
-from services.scheduler.problem.plan_document import SHARE_DIGITS, Mesh, PlanDocument, TrainShare
+from services.scheduler.problem.plan_document import SHARE_DIGITS, Mesh, PlanDocument, Replicas, Scorers, TrainShare
 
 
 def put_trainers(message: pb.Plan, plan: PlanDocument, shares: Sequence[float] = ()) -> None:
@@ -36,6 +36,41 @@ def put_trainers(message: pb.Plan, plan: PlanDocument, shares: Sequence[float] =
         )
     if plan.mesh is not None:
         message.trainer_islands.extend(mesh.sizes(plan.num_processes))
+
+
+def put_services(message: pb.Plan, plan: PlanDocument, first: Mapping[str, int]) -> None:
+    """Add an assignment for each machine with scorers, on its GPUs from `first` on, and each with a reward worker."""
+    for each in plan.score:
+        begin = first.get(each.node, 0)
+        indices = range(begin, begin + each.gpus)
+        message.assignments.add(
+            node_id=each.node, role=pb.ROLE_SCORER, accelerator_indices=indices, num_replicas=each.gpus
+        )
+    for name in plan.reward:
+        message.assignments.add(node_id=name, role=pb.ROLE_REWARD, num_replicas=1)
+
+
+def document_of(plan: pb.Plan) -> PlanDocument:
+    """Everything that a plan on the wire places. Raises ValidationError if it is none."""
+    gen = [
+        Replicas(
+            node=each.node_id,
+            tp=each.tensor_parallel or 1,
+            pp=each.pipeline_parallel or 1,
+            count=each.num_replicas or 1,
+            batch=each.num_concurrent_samples or None,
+        )
+        for each in plan.assignments
+        if each.role == pb.ROLE_GENERATOR
+    ]
+    score = [
+        Scorers(node=each.node_id, gpus=len(each.accelerator_indices) or 1)
+        for each in plan.assignments
+        if each.role == pb.ROLE_SCORER
+    ]
+    reward = [each.node_id for each in plan.assignments if each.role == pb.ROLE_REWARD]
+    train, mesh = trainers_of(plan)
+    return PlanDocument(gen=tuple(gen), train=train, mesh=mesh, score=tuple(score), reward=tuple(reward))
 
 
 def trainers_of(message: pb.Plan) -> tuple[tuple[TrainShare, ...], Mesh | None]:

@@ -94,6 +94,8 @@ def bottleneck(score: Score) -> str:
     """What to speed up first, in a few words."""
     if score.limit is Limit.TAIL:
         return "the longest samples: they must finish inside their staleness window"
+    if score.limit is Limit.SCORING:
+        return "scoring: scorers compute as fast as they can; add GPUs to them"
     if score.limit is Limit.TRAINING:
         step = score.training
         parts = {

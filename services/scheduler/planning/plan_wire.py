@@ -11,7 +11,7 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.calibrated import with_constants
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.first_fit import InfeasiblePlanError
-from services.scheduler.planning.plan_message import put_trainers
+from services.scheduler.planning.plan_message import put_services, put_trainers
 from services.scheduler.planning.plan_report import FeasiblePlan
 from services.scheduler.planning.solve import make_plan
 from services.scheduler.problem.plan_document import PlanDocument
@@ -109,3 +109,4 @@ def _assign(message: pb.Plan, report: FeasiblePlan) -> None:
             num_concurrent_samples=each.state.batch if each.state is not None else 0,
             share=each.fresh_samples_per_second / generated,
         )
+    put_services(message, plan, taken)

@@ -17,6 +17,7 @@ from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infe
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import SOLVERS, make_solver
 from services.scheduler.solvers.relayout import relaid
+from services.scheduler.solvers.scorer_placement import around, with_scorers
 
 _SOLVE_SHARE = 0.8
 _SIMULATED_SHARE = 0.9
@@ -57,8 +58,31 @@ def make_plan(
     if running is None:
         solution = solve(model, solver, time_left=time_left, seed=seed, starts=starts)
     else:
-        solution = _checked(model, regenerate(model, running, time_left=time_left))
-    return report_of(model, solution, solve_s=budget_s - time_left())
+        solution = _checked(model, _regenerated(model, running, time_left=time_left))
+    before = starts[0] if running is None and starts else running
+    return report_of(model, _with_rewards(model, solution, before), solve_s=budget_s - time_left())
+
+
+def _with_rewards(model: CostModel, solution: Solution, before: PlanDocument | None) -> Solution:
+    """The solution with the reward workers of the plan before, which no solver places.
+
+    Where none of their machines is left, one that generates takes them.
+    """
+    if solution.plan is None or before is None or not before.reward:
+        return solution
+    there = tuple(name for name in before.reward if name in model.nodes) or (solution.plan.gen[0].node,)
+    return replace(solution, plan=solution.plan.model_copy(update={"reward": there}))
+
+
+def _regenerated(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
+    """Generators around a plan's trainers, and its scorers; those of a plan that lacks some are placed as well."""
+
+    def search(rest: CostModel, time_left: TimeLeft) -> Solution:
+        return regenerate(rest, running, time_left=time_left)
+
+    if running.score and model.problem.workload.scored_task is not None:
+        return around(model, running.score, search, time_left=time_left)
+    return with_scorers(model, search, time_left=time_left)
 
 
 def make_advised_plan(
@@ -86,9 +110,13 @@ def make_advised_plan(
 
 def solve(model: CostModel, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Plans = ()) -> Solution:
     """The checked plan of the named solver in SOLVERS; `starts` as in Solver. Raises ProblemTooLargeError."""
-    if (reason := infeasibility(model)) is not None:
-        return Solution(None, Infeasible(reason), 0.0, True, 0, solver)
-    return _checked(model, make_solver(solver).solve(model, time_left=time_left, seed=seed, starts=starts))
+
+    def search(rest: CostModel, time_left: TimeLeft) -> Solution:
+        if (reason := infeasibility(rest)) is not None:
+            return Solution(None, Infeasible(reason), 0.0, True, 0, solver)
+        return make_solver(solver).solve(rest, time_left=time_left, seed=seed, starts=starts)
+
+    return _checked(model, with_scorers(model, search, time_left=time_left))
 
 
 def _checked(model: CostModel, solution: Solution) -> Solution:

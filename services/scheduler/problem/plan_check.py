@@ -11,8 +11,9 @@ from collections import Counter
 from itertools import combinations
 
 from penstock.errors import InternalError
+from penstock.model.training_memory import frozen_bytes
 from services.scheduler.problem.plan_document import PlanDocument, Replicas
-from services.scheduler.problem.plan_mesh_check import mesh_violations
+from services.scheduler.problem.plan_mesh_check import mesh_violations, problem_shape
 from services.scheduler.problem.problem import NodeClass, Problem
 
 _MAX_DEGREE = 16
@@ -41,13 +42,16 @@ def violations(problem: Problem, plan: PlanDocument) -> list[str]:
         *_capacity(machines, plan),
         *_degrees(problem, machines, plan),
         *_training_memory(problem, machines, plan),
+        *_scoring(problem, machines, plan),
         *_regions(problem, machines, plan),
     ]
 
 
 def _named(plan: PlanDocument) -> list[tuple[str, str]]:
     generates = [(f"gen.{index}.node", each.node) for index, each in enumerate(plan.gen)]
-    return generates + [(f"train.{index}.node", each.node) for index, each in enumerate(plan.train)]
+    scores = [(f"score.{index}.node", each.node) for index, each in enumerate(plan.score)]
+    rewards = [(f"reward.{index}", name) for index, name in enumerate(plan.reward)]
+    return generates + [(f"train.{index}.node", each.node) for index, each in enumerate(plan.train)] + scores + rewards
 
 
 def _capacity(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
@@ -56,6 +60,8 @@ def _capacity(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
         used[replicas.node] += replicas.tp * replicas.pp * replicas.count
     for share in plan.train:
         used[share.node] += share.gpus
+    for scorers in plan.score:
+        used[scorers.node] += scorers.gpus
     shares = Counter(share.node for share in plan.train)
     return [
         *(f"train: machine {name} is listed {times} times" for name, times in shares.items() if times > 1),
@@ -117,7 +123,7 @@ def _stages(problem: Problem, replicas: Replicas, field: str, offered_GB: float)
 
 def _training_memory(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
     needed_GB = 0.0
-    for task in problem.workload.train_tasks:
+    for task in problem.workload.pool_tasks:
         if not task.shares_weights:
             bytes_per_param = problem.cost_model.train_bytes_per_param if task.kind == "train" else 2.0
             needed_GB += bytes_per_param * problem.model.params * task.scale / 1e9
@@ -130,6 +136,25 @@ def _training_memory(problem: Problem, machines: dict[str, NodeClass], plan: Pla
         return []
     gpus = sum(share.gpus for share in plan.train)
     return [f"train: the tasks need {needed_GB:.1f} GB, and the pool's {gpus} GPUs offer {offered_GB:.1f} GB"]
+
+
+def _scoring(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
+    """Scorers where a task needs them and nowhere else, each with memory for the frozen model and a pass."""
+    task = problem.workload.scored_task
+    if (task is None) == bool(plan.score):
+        return [
+            f"score: {len(plan.score)} machines, and the workload has {'no' if task is None else 'a'} task for them"
+        ]
+    if task is None:
+        return []
+    needed_GB = 2.0 * problem.model.params * task.scale / 1e9
+    if problem.cost_model.train_pack_tokens and problem.model.token_ffn is not None:
+        needed_GB = frozen_bytes(problem_shape(problem), problem.cost_model.train_pack_tokens) * task.scale / 1e9
+    return [
+        f"score.{index}.node: a scorer needs {needed_GB:.1f} GB, and a GPU of {each.node} offers {offered_GB:.1f} GB"
+        for index, each in enumerate(plan.score)
+        if (offered_GB := _usable_GB(problem, machines[each.node])) < needed_GB * (1 - 1e-12)
+    ]
 
 
 def _regions(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:

@@ -2,18 +2,22 @@
 
     {"gen":   [{"node": "h20-0", "tp": 2, "pp": 2, "count": 2, "batch": 96}],
      "train": [{"node": "h800-0", "gpus": 8, "share": 1.0}, {"node": "h20-1", "gpus": 4, "share": 0.3}],
-     "mesh":  {"islands": [8, 4]}}
+     "mesh":  {"islands": [8, 4]},
+     "score": [{"node": "h20-1", "gpus": 1}],
+     "reward": ["h20-0"]}
 
 `count` replicas on a machine, of `pp` stages of `tp` GPUs each, which decode `batch` samples at once; `gpus` of a
 machine in the training pool, one process of the trainer each, whose ranks follow the list. The first machine of the
 pool is the head, where Redis, broker, scheduler, reward worker and the trainer's first process are; it sends weights to
 generators over its region's links. Without a mesh all processes shard one copy of the model, and tokens follow the
-GPUs' speed.
+GPUs' speed. Each GPU of `score` has a scorer, and each machine of `reward` a reward worker; without it the head has
+one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -74,6 +78,14 @@ class TrainShare(StrictModel):
     a mesh as many for each."""
 
 
+class Scorers(StrictModel):
+    """Scorers on one machine."""
+
+    node: str
+    gpus: Count = 1
+    """A process each, with a whole copy of the frozen model."""
+
+
 class Mesh(StrictModel):
     """The directions in which the processes of the pool divide a step, in the order of their ranks."""
 
@@ -131,15 +143,31 @@ class PlanDocument(StrictModel):
     gen: tuple[Replicas, ...] = Field(default=(), max_length=8 * MAX_NODES)
     train: tuple[TrainShare, ...] = Field(default=(), max_length=MAX_NODES)
     mesh: Mesh | None = None
+    score: tuple[Scorers, ...] = Field(default=(), max_length=MAX_NODES)
+    reward: tuple[str, ...] = Field(default=(), max_length=MAX_NODES)
 
     @property
     def num_processes(self) -> int:
         """Of the trainer."""
         return sum(share.gpus for share in self.train)
 
+    def places(self) -> Iterator[tuple[str, str, int]]:
+        """The field, machine and number of GPUs of everything that it places."""
+        for index, replicas in enumerate(self.gen):
+            yield f"gen.{index}.node", replicas.node, replicas.gpus
+        for index, share in enumerate(self.train):
+            yield f"train.{index}.node", share.node, share.gpus
+        for index, scorers in enumerate(self.score):
+            yield f"score.{index}.node", scorers.node, scorers.gpus
+        for index, name in enumerate(self.reward):
+            yield f"reward.{index}", name, 0
+
     def stated(self) -> dict[str, Any]:
         """What it states, for JSON and YAML."""
         found = self.model_dump(mode="json", exclude_none=True)
+        for key in ("score", "reward"):
+            if not found[key]:
+                del found[key]
         for each in found["gen"]:
             if each["pp"] == 1:
                 del each["pp"]
@@ -162,21 +190,13 @@ def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | No
 
     The cost model checks whether the model fits into memory.
     """
-    used: Counter[str] = Counter()
-    trainers: set[str] = set()
     if (error := _pool_error(plan)) is not None:
         return error
-    for index, replicas in enumerate(plan.gen):
-        if replicas.node not in nodes:
-            return f"gen.{index}.node: there is no machine {replicas.node!r}"
-        used[replicas.node] += replicas.gpus
-    for index, share in enumerate(plan.train):
-        if share.node not in nodes:
-            return f"train.{index}.node: there is no machine {share.node!r}"
-        if share.node in trainers:
-            return f"train.{index}.node: {share.node!r} is listed twice; add its gpus up"
-        trainers.add(share.node)
-        used[share.node] += share.gpus
+    used: Counter[str] = Counter()
+    for field, node, gpus in plan.places():
+        if node not in nodes:
+            return f"{field}: there is no machine {node!r}"
+        used[node] += gpus
     for node, gpus in used.items():
         if gpus > nodes[node].gpus:
             return f"machine {node} has {nodes[node].gpus} GPUs, and the plan uses {gpus}"
@@ -184,7 +204,13 @@ def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | No
 
 
 def _pool_error(plan: PlanDocument) -> str | None:
-    """Why its processes are no mesh, or their shares incomplete."""
+    """Why a machine is listed twice, its processes are no mesh, or their shares incomplete."""
+    for index, name in enumerate(trains := [share.node for share in plan.train]):
+        if name in trains[:index]:
+            return f"train.{index}.node: {name!r} is listed twice; add its gpus up"
+    for index, name in enumerate(plan.reward):
+        if name in plan.reward[:index]:
+            return f"reward.{index}: {name!r} is listed twice; a machine has one reward worker"
     unset = [index for index, share in enumerate(plan.train) if share.share is None]
     if unset and len(unset) < len(plan.train):
         return f"train.{unset[0]}.share: unset, and others state theirs; state it for all machines of the pool, or none"

@@ -86,17 +86,7 @@ def _lacking(
 def _needed_GB(problem: Problem, plan: PlanDocument, rank: int, state_GB: float, *, recomputes: bool) -> float:
     """What the process of one rank needs."""
     model, mesh = problem.model, plan.mesh
-    shape = ModelShape(
-        num_params=model.params,
-        num_layers=model.layers,
-        hidden=model.hidden,
-        feed_forward=model.token_ffn or 0,
-        query_width=model.q_heads * model.head_dim,
-        key_width=model.kv_heads * model.head_dim,
-        vocab=model.vocab,
-        is_tied=model.tied_embeddings,
-        num_chosen_experts=model.experts_per_token or 0,
-    )
+    shape = problem_shape(problem)
     num_shards, is_stage = plan.num_processes, False
     if mesh is not None:
         sizes = list(mesh.islands or (plan.num_processes,))
@@ -118,6 +108,22 @@ def _needed_GB(problem: Problem, plan: PlanDocument, rank: int, state_GB: float,
         is_stage=is_stage,
     )
     return state_GB * shape.num_params / model.params / num_shards + working_bytes(shape, mode) / 1e9
+
+
+def problem_shape(problem: Problem) -> ModelShape:
+    """The numbers of the problem's model that memory depends on."""
+    model = problem.model
+    return ModelShape(
+        num_params=model.params,
+        num_layers=model.layers,
+        hidden=model.hidden,
+        feed_forward=model.token_ffn or 0,
+        query_width=model.q_heads * model.head_dim,
+        key_width=model.kv_heads * model.head_dim,
+        vocab=model.vocab,
+        is_tied=model.tied_embeddings,
+        num_chosen_experts=model.experts_per_token or 0,
+    )
 
 
 def _usable_GB(problem: Problem, node: NodeClass) -> float:

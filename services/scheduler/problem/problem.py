@@ -175,6 +175,17 @@ class TrainTask(StrictModel):
     epochs: Positive = 1.0
     shares_weights: bool = False
     """True if its weights are already in memory for another task."""
+    is_service: bool = False
+    """Computed by scorers (`penstock serve scorer`) on GPUs of their own, not by the training pool: log-probs of a
+    reference or a teacher."""
+
+    @model_validator(mode="after")
+    def _can_be_a_service(self) -> Self:
+        if self.is_service and (self.kind != "infer" or self.shares_weights):
+            raise ValueError(
+                "is_service: scorers hold a frozen model of their own; set kind to infer, and leave out shares_weights"
+            )
+        return self
 
 
 class Workload(StrictModel):
@@ -191,6 +202,26 @@ class Workload(StrictModel):
     staleness: int = Field(ge=0, le=1_000_000)
     """Policy versions a sample may be behind when it is trained on; 0 is synchronous."""
     train_tasks: tuple[TrainTask, ...] = Field(min_length=1, max_length=64)
+
+    @property
+    def pool_tasks(self) -> tuple[TrainTask, ...]:
+        """What the training pool computes."""
+        return tuple(task for task in self.train_tasks if not task.is_service)
+
+    @property
+    def scored_task(self) -> TrainTask | None:
+        """What scorers compute; None if a plan needs none."""
+        return next((task for task in self.train_tasks if task.is_service), None)
+
+    @model_validator(mode="after")
+    def _scorers_have_one_task(self) -> Self:
+        services = len(self.train_tasks) - len(self.pool_tasks)
+        if services > 1 or not self.pool_tasks:
+            raise ValueError(
+                f"train_tasks: {services} of {len(self.train_tasks)} are services; a run has one model in scorers at "
+                "most, and trains"
+            )
+        return self
 
 
 _MFU_TRAIN = {

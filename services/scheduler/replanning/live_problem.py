@@ -47,9 +47,14 @@ class Live:
         back = {real: name for name, real in self.node_ids.items()}
         gen = [each.model_copy(update={"node": back[each.node]}) for each in plan.gen if each.node in back]
         train = [each.model_copy(update={"node": back[each.node]}) for each in plan.train if each.node in back]
+        score = [each.model_copy(update={"node": back[each.node]}) for each in plan.score if each.node in back]
         # Trainers of which some are gone are no mesh any more.
         return PlanDocument(
-            gen=tuple(gen), train=tuple(train), mesh=plan.mesh if len(train) == len(plan.train) else None
+            gen=tuple(gen),
+            train=tuple(train),
+            mesh=plan.mesh if len(train) == len(plan.train) else None,
+            score=tuple(score),
+            reward=tuple(back.get(name, name) for name in plan.reward),
         )
 
 
@@ -60,8 +65,8 @@ def never_came(planned: Problem, in_force: PlanDocument, views: Sequence[pb.Node
 
 
 def machines_of(plan: PlanDocument) -> frozenset[str]:
-    """All machines that generate or train."""
-    return frozenset(each.node for each in plan.gen) | {each.node for each in plan.train}
+    """All machines that have a part in it."""
+    return frozenset(node for _, node, _ in plan.places())
 
 
 def live_problem(

@@ -16,9 +16,9 @@ from penstock.errors import InvalidFieldError, PenstockError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.plan_message import trainers_of
+from services.scheduler.planning.plan_message import document_of
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
-from services.scheduler.problem.plan_document import PlanDocument, Replicas, node_classes
+from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came, with_lengths
 from services.scheduler.replanning.migration import stopped_share
@@ -262,23 +262,6 @@ def running_plan(plan: pb.Plan) -> PlanDocument:
         ) from error
 
 
-def document_of(plan: pb.Plan) -> PlanDocument:
-    """The generators and trainers of a plan on the wire."""
-    gen = [
-        Replicas(
-            node=each.node_id,
-            tp=each.tensor_parallel or 1,
-            pp=each.pipeline_parallel or 1,
-            count=each.num_replicas or 1,
-            batch=each.num_concurrent_samples or None,
-        )
-        for each in plan.assignments
-        if each.role == pb.ROLE_GENERATOR
-    ]
-    train, mesh = trainers_of(plan)
-    return PlanDocument(gen=tuple(gen), train=train, mesh=mesh)
-
-
 def _news(run: _Run, live: Live, found: pb.Plan) -> str:
     """What else is to be said of a revision, each a sentence with a space behind it."""
     come = machines_of(document_of(found)) - machines_of(document_of(run.plan))
@@ -296,4 +279,4 @@ def _named(machines: Collection[str]) -> str:
 
 
 def _num_gpus(plan: PlanDocument) -> int:
-    return sum(each.gpus for each in plan.gen) + sum(share.gpus for share in plan.train)
+    return sum(gpus for _, _, gpus in plan.places())

@@ -13,9 +13,10 @@ from services.scheduler.cost_model.network import Network
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.cost_model.replica import ReplicaModel
 from services.scheduler.cost_model.training_step import training_step
+from services.scheduler.planning.plan_message import document_of
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
-from services.scheduler.replanning.replanner import GRACE_INTERVALS, MIN_LENGTHS, document_of
+from services.scheduler.replanning.replanner import GRACE_INTERVALS, MIN_LENGTHS
 from tests.helpers.plans.planned_fleet import COOL_DOWN_S, INTERVAL_S, KINDS, planned_fleet
 from tests.helpers.plans.problems import document, problem
 

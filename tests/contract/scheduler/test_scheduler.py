@@ -24,8 +24,8 @@ from services.scheduler import service as scheduler_service
 from services.scheduler.config import LengthsConfig
 from services.scheduler.cost_model.calibrated import COST_MODELS, make_model
 from services.scheduler.cost_model.reference import RM1, CostModel
+from services.scheduler.planning.plan_message import document_of
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.replanning.replanner import document_of
 from services.scheduler.server import make_forecaster
 from services.scheduler.service import MAX_QUERIES, SchedulerServicer
 from services.scheduler.solvers.registry import SOLVERS

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from console.deploy.deployment import write_deployment
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.plan_message import document_of
 from services.scheduler.planning.solve import solve
-from services.scheduler.replanning.replanner import document_of
 from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.console import write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.flaky(reruns=0), py
 
 NUM_PLANS = int(os.environ.get("PENSTOCK_DRAWN_PLANS", "1"))
 PLACE = re.compile(r"process in its place.*")
+GENERATOR = re.compile(r"generator in its place.*")
+SCORING = re.compile(r"(scorer|reward) listens")
 
 
 def kind_of(plan) -> str:
@@ -43,8 +45,28 @@ def places(log: str) -> dict[int, dict[str, str]]:
     return {int(each["rank"]): each for each in found}
 
 
+def generators(logs):
+    """Replicas, degrees and batch of every generator process, by what it says of itself."""
+    found = Counter()
+    for log in logs:
+        for line in GENERATOR.findall(log.read_text()):
+            said = dict(re.findall(r"(\w+)=(\d+)", line))
+            layout = (int(said["tensor_parallel"]), int(said["pipeline_parallel"]))
+            found[log.parent.parent.name, *layout, int(said["max_concurrent_samples"])] += 1
+    return found
+
+
+def scoring(machines):
+    """Machine and kind of every process that scores."""
+    found = Counter()
+    for log in machines.glob("*/logs/*.log"):
+        for kind in SCORING.findall(log.read_text()):
+            found[log.parent.parent.name, kind] += 1
+    return found
+
+
 def carry_out(problem, plan, model_dir, folder):
-    """Deploy and run a plan; what it trained, the plan that it followed, and where its processes stood."""
+    """Deploy and run a plan; the plan that it followed, and where its processes stood."""
     data = write_rows(folder / "train.jsonl", *({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)))
     written = folder / "out"
     write_deployment(written, CostModel(problem), plan, run=run_of(model_dir, data, folder), address="127.0.0.1")
@@ -52,9 +74,21 @@ def carry_out(problem, plan, model_dir, folder):
         assert run.end() == 0, run.text
         log = run.folder.log_of("trainer").read_text()
         followed = json.loads(run.folder.plans.read_text().splitlines()[0])
+        assert len(run.folder.plans.read_text().splitlines()) == 1
+        assert not SCORING.findall(run.text), "the run starts no reward worker and no scorer of its own"
+        assert not run.folder.log_of("reward").exists() or plan.reward[0] == plan.train[0].node
         assert_balanced(run.summary(), num_samples=STEPS * 24)
         assert len(run.metrics()) == STEPS
-    return document_of(ParseDict(followed, pb.Plan())), places(log)
+    followed = document_of(ParseDict(followed, pb.Plan()))
+    machines = written / "machines"
+    assert generators(machines.glob("*/logs/gen-*.log")) == Counter(
+        {(each.node, each.tp, each.pp, each.batch): each.count for each in followed.gen}
+    )
+    assert scoring(machines) == Counter(
+        {(each.node, "scorer"): each.gpus for each in plan.score}
+        | {(name, "reward"): 1 for name in plan.reward if name != plan.train[0].node}
+    )
+    return followed, places(log)
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "islands"])
@@ -63,13 +97,13 @@ def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
     carried_out = Counter()
 
     @settings(
-        max_examples=50 * NUM_PLANS,
+        max_examples=200 * NUM_PLANS,
         deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(clusters(model_dir), st.integers(0, 3))
+    @given(clusters(model_dir, has_wide_weights=kind == "pipeline"), st.integers(0, 3))
     def run_one(problem, seed):
         if carried_out.total() >= NUM_PLANS:
             return
@@ -77,11 +111,17 @@ def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
         assume(solution.plan is not None)
         plan = solution.plan
         assume(kind_of(plan) == kind)
+        if kind == "pipeline":
+            assume(plan.score)
+            assert all(each.pp > 1 or each.tp > 1 for each in plan.gen)
+        # No solver places reward workers; a person may.
+        plan = plan.model_copy(update={"reward": (plan.gen[0].node,)})
         carried_out[kind] += 1
         folder = tmp_path / f"run-{carried_out.total()}"
         folder.mkdir()
         followed, stood = carry_out(problem, plan, model_dir, folder)
         assert (followed.train, followed.mesh) == (plan.train, plan.mesh)
+        assert (followed.score, followed.reward) == (plan.score, plan.reward)
         assert sorted(stood) == list(range(plan.num_processes))
         sizes = plan.mesh.sizes(plan.num_processes)
         firsts = [sum(sizes[:island]) for island in range(len(sizes))]

@@ -19,12 +19,15 @@ _SPEEDS = {"H800": 990, "L40S": 362, "L4": 121}
 
 
 @st.composite
-def clusters(draw: st.DrawFn, model_dir: Path) -> Problem:
-    """One to three unlike machines in one region, whose memory is some of the model's training state."""
+def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False) -> Problem:
+    """One to three unlike machines in one region, whose memory is some of the model's training state.
+
+    Wide weights take as much of a generator's memory as the state does of a trainer's: GPUs with less generate in twos.
+    """
     model = read_numbers(model_dir)
     state_GB = 16 * model["params"] / 1e9
     kinds = draw(st.lists(st.sampled_from(sorted(_SPEEDS)), min_size=1, max_size=3, unique=True))
-    sizes = st.sampled_from((1, 2) if len(kinds) > 1 else (4,))
+    sizes = st.sampled_from((2,) if has_wide_weights else (1, 2) if len(kinds) > 1 else (4,))
     nic_Gbps = draw(st.sampled_from((0.005, 0.05, 1)))
     nodes = [{"name": kind.lower(), "gpu": kind, "gpus": draw(sizes), "nic_Gbps": nic_Gbps} for kind in kinds]
     return Problem.model_validate(
@@ -33,21 +36,25 @@ def clusters(draw: st.DrawFn, model_dir: Path) -> Problem:
             "gpu_types": {
                 kind: {
                     "tflops_bf16": _SPEEDS[kind],
-                    "hbm_GB": state_GB * draw(st.sampled_from((0.8, 1.5, 3))),
+                    "hbm_GB": state_GB * draw(st.sampled_from((0.8,) if has_wide_weights else (0.8, 1.5, 3))),
                     "hbm_GBps": 3000,
                     "ar_bus_GBps": draw(st.sampled_from((0.003, 1))),
                 }
                 for kind in kinds
             },
             "nodes": nodes,
-            "model": model,
+            "model": {**model, "weight_bytes": 16 if has_wide_weights else 2},
+            "constraints": {"gen_pp": 2},
             "workload": {
                 "prompts_per_step": 12,
                 "group_size": 2,
                 "prompt_len": 4,
                 "staleness": 1,
                 "output_len": {"type": "lognormal", "median": 12, "sigma": 0.4, "max": LONGEST},
-                "train_tasks": [{"name": "actor", "kind": "train"}],
+                "train_tasks": [
+                    {"name": "actor", "kind": "train"},
+                    {"name": "reference", "kind": "infer", "is_service": draw(st.booleans())},
+                ],
             },
             # Slow arithmetic makes it worth while to train on several GPUs.
             "cost_model": {
@@ -55,6 +62,7 @@ def clusters(draw: st.DrawFn, model_dir: Path) -> Problem:
                 "mem_util": 1,
                 "reserve_GB": 0,
                 "mfu_train": 1e-6,
+                "mfu_infer": 1e-5,
                 "sync_pause_s": 0,
             },
         }
@@ -68,6 +76,7 @@ def run_of(model_dir: Path, data: Path, folder: Path) -> dict[str, Any]:
         "model": {"path": str(model_dir), "dtype": "float32"},
         "data": {"train": str(data), "max_prompt_tokens": 16},
         "reward": {"model": "exact_match"},
+        "algorithm": {"kl_coefficient": 0.01},
         "generator": {"engine": "emulated", "emulated": {"model": "qwen2.5-1.5b", "time_scale": 50}},
         "trainer": {"device": "cpu", "tokens_per_pack": PACK_TOKENS},
     }

@@ -13,14 +13,15 @@ from console.deploy.deployment import deployment, write_deployment
 from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
 from console.node.config import NodeConfig, read_node
-from console.run.planned_mesh import with_planned_mesh
+from console.node.scoring import scoring_config, scoring_misfits, scoring_places
+from console.run.as_planned import as_planned
 from console.run.run_plan import as_message
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError, read_document, validate
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import Mesh, PlanDocument, TrainShare, read_plan
+from services.scheduler.planning.plan_message import document_of
+from services.scheduler.problem.plan_document import Mesh, PlanDocument, Replicas, Scorers, TrainShare, read_plan
 from services.scheduler.problem.problem import read_problem
-from services.scheduler.replanning.replanner import document_of
 from tests.helpers.plans.problems import plan, problem
 
 PLAN = plan([("l40s-0", 1, 3), ("l40s-0", 4, 1), ("l4-0", 2, 4)], [("a100-0", 4), ("l40s-0", 1)])
@@ -188,17 +189,17 @@ def test_a_run_stands_in_the_mesh_of_the_plan_that_it_begins_with(tmp_path):
         document = {**PLAIN_RUN, "run": {"id": "r"}, "scheduler": scheduler, "trainer": trainer}
         return parse_run_config(document, source="run.yaml")
 
-    planned = with_planned_mesh(run(num_threads=3)).trainer
+    planned = as_planned(run(num_threads=3)).trainer
     assert planned.shares == (1.0, 1.0, 0.5)
     assert planned.parallel.islands == (2, 1)
     assert planned.num_threads == 3
-    assert with_planned_mesh(run(processes=[1, 1, 0.5], parallel={"islands": [2, 1]})).trainer == planned.model_copy(
+    assert as_planned(run(processes=[1, 1, 0.5], parallel={"islands": [2, 1]})).trainer == planned.model_copy(
         update={"num_threads": 1}
     )
     with pytest.raises(ConfigError, match=r"trainer.processes: 4, and .*plan.yaml plans \(1.0, 1.0, 0.5\)"):
-        with_planned_mesh(run(processes=4))
+        as_planned(run(processes=4))
     path.write_text(yaml.safe_dump({"gen": [], "train": pool[:1]}))
-    assert with_planned_mesh(run(processes=4)) == run(processes=4)
+    assert as_planned(run(processes=4)) == run(processes=4)
 
 
 def test_stages_and_split_layers_are_what_the_trainer_calls_them(model):
@@ -328,11 +329,48 @@ def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, 
     assert read.lengths.state_dir.is_relative_to("/runs")
 
 
+<<<<<<< HEAD
 def test_a_critic_is_not_put_into_a_container(model):
     run = {**PLAIN_RUN, "algorithm": {"name": "ppo", "critic": "service"}}
     with pytest.raises(ConfigError, match=r"^algorithm.critic: service: --deploy writes no container for a critic"):
         deployed(model, run=run)
     deployed(model, run={**run, "endpoints": {"critic": "far:7309"}})
+=======
+def test_machines_have_the_scorers_and_the_reward_worker_of_the_plan_and_the_run_has_none():
+    stated = problem(
+        "tiny_04", "workload.train_tasks=[{name: actor, kind: train}, {name: teacher, kind: infer, is_service: true}]"
+    )
+    services = {"score": (Scorers(node="l40s-0", gpus=1),), "reward": ("l4-0",)}
+    document = plan([("l40s-0", 1, 3), ("l4-0", 2, 4)], [("a100-0", 8)]).model_copy(update=services)
+    run = {**PLAIN_RUN, "algorithm": {"kl_coefficient": 0.1, "reference_path": "/data/teacher"}}
+    files = deployed(CostModel(stated), of=document, run=run)
+
+    assert (files["r0/run.yaml"]["scorers"], files["r0/run.yaml"]["rewards"]) == (0, 0)
+    assert files["r0/run.yaml"]["algorithm"]["reference"] == "service"
+    assert "reward" not in files["r0/run.yaml"]["endpoints"]
+    assert "reward" not in files["r0/docker-compose.yml"]["services"]
+    assert "r0/reward.yaml" not in files
+    near, far = (validate(NodeConfig, files[f"{at}.yaml"], source="") for at in ("r0/node-l40s-0", "r1/node-l4-0"))
+    assert (str(near.scorer.model_path), near.scorer.broker, near.reward) == ("/data/teacher", "a100-0:7301", None)
+    assert (far.reward.broker, far.reward.listen) == ("a100-0:7301", "0.0.0.0:7303")
+    assert files["r0/machine-l40s-0.yaml"]["readable"]["algorithm.reference_path"] == "/data/teacher"
+    assert "issue generator reward --run" in files["README.md"]
+    followed = as_message(document)
+    assert scoring_places(followed, near).keys() == {"scorer-3"}
+    assert scoring_places(followed, far).keys() == {"reward"}
+    config = scoring_config(near, scoring_places(followed, near)["scorer-3"], free_port=1)
+    assert (config.listen, config.worker_id) == ("0.0.0.0:7313", "l40s-0-scorer-3")
+    lacking = near.model_copy(update={"scorer": None})
+    assert scoring_misfits(followed, lacking) == ["a scorer; the machine's file has no section scorer"]
+    here = {**run, "algorithm": {**run["algorithm"], "reference": "trainer", "reference_path": None}}
+    with pytest.raises(
+        ConfigError, match=r"^algorithm.reference: trainer, and the plan has scorers; set it to service"
+    ):
+        deployed(CostModel(stated), of=document, run=here)
+    staged = document.model_copy(update={"gen": (Replicas(node="l40s-0", pp=2),)})
+    with pytest.raises(ConfigError, match=r"gen.0.pp: 2 stages, and the engine transformers has none"):
+        deployed(CostModel(stated), of=staged, run={**run, "generator": {"engine": "transformers"}})
+>>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
 
 
 def test_scorers_are_not_put_into_containers(model):

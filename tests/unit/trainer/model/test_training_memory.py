@@ -11,11 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from penstock.model.model_shape import read_shape
-from penstock.model.training_memory import TrainingMode, held_bytes, working_bytes
+from penstock.model.training_memory import TrainingMode, frozen_bytes, held_bytes, working_bytes
 from penstock.model.training_traffic import gathered_bytes, reduced_bytes
 from services.trainer.batches.packing import join
 from services.trainer.run.memory_fit import with_adapter
 from services.trainer.run_sections import LoraSection
+from services.trainer.scorer.frozen_model import FrozenModel
 from tests.helpers.models.model_families import save_tiny
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import one_of
@@ -167,3 +168,14 @@ def test_an_adapter_needs_what_the_formula_says(qwen3, base, num_ranks, dtype, c
     mode = with_adapter(replace(mode, has_adapter=True), lora, shape)
     assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=0.01)
     assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("num_tokens", [32, 512])
+def test_a_scorer_needs_no_more_than_the_formula_says(qwen3, num_tokens):
+    model, rng = FrozenModel(qwen3, dtype="bfloat16", device="cpu"), np.random.default_rng(0)
+    memory = TensorMemory(model._model.parameters())
+    pack = join([build_trajectory(rng, num_prompt=1, num_completion=num_tokens - 1)], [0])
+    with memory.counting():
+        model.logprobs(pack)
+    needed = frozen_bytes(read_shape(qwen3), num_tokens)
+    assert 0.85 * needed < memory.peak_bytes <= needed

@@ -1,4 +1,4 @@
-"""Puts the processes of a run's trainer into the mesh of the plan that the run begins with."""
+"""Sets of a run what the plan that it begins with places: its trainer's mesh, scorers and reward workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from services.scheduler.problem.plan_document import read_plan
 from services.trainer.run_sections import ComputeConfig
 
 
-def with_planned_mesh(config: RunConfig) -> RunConfig:
+def as_planned(config: RunConfig) -> RunConfig:
+    """The run without the services that machines of its plan start, and with the plan's mesh. Raises ConfigError."""
+    if config.scheduler.plan is None:
+        return config
+    plan = read_plan(config.scheduler.plan)
+    if plan.score:
+        config = config.model_copy(update={"scorers": 0})
+    if plan.reward and plan.train and plan.train[0].node not in plan.reward:
+        config = config.model_copy(update={"rewards": 0})
+    return _with_mesh(config)
+
+
+def _with_mesh(config: RunConfig) -> RunConfig:
     """The run with `trainer.processes` and `trainer.parallel` as `scheduler.plan` states them.
 
     Without a plan, or one without a mesh, the run itself; also where only generators follow the plan, because they are
