@@ -311,8 +311,8 @@ class RunConfig(RunSections, NetworkConfig):
             )
         if self.trainer.parallel != ParallelConfig():
             raise ValueError(
-                "trainer.parallel: the plan sets how many processes train where endpoints.trainer names several "
-                "machines, and all of them shard one copy; leave it out"
+                "trainer.parallel: the plan sets the trainer's mesh where endpoints.trainer names several machines; "
+                "leave it out"
             )
         return self
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from console.config.config import RunConfig
 from console.config.run_folder import RunFolder
-from penstock.config import StrictModel, validate
+from penstock.config import Document, StrictModel, validate
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.storage.addresses import Address
 from services.broker.config import BrokerConfig
@@ -205,13 +205,15 @@ def training_config(
     broker: str,
     source: str,
     critic: str | None = None,
-    processes: int | tuple[float, ...] | None = None,
+    trainer: Document | None = None,
 ) -> TrainingConfig:
-    """The document of StartRun, with these `processes` if given. Raises ConfigError if the trainer would refuse it."""
+    """The document of StartRun, with these keys of `trainer` instead if given.
+
+    Raises ConfigError if the trainer would refuse it.
+    """
     names = ("run", "model", "data", "sampling", "algorithm", "policy", "optimizer", "trainer")
     document = {name: getattr(config, name).model_dump() for name in names}
-    if processes is not None:
-        document["trainer"]["processes"] = processes
+    document["trainer"] |= trainer or {}
     document["lora"] = None if config.lora is None else config.lora.model_dump()
     document |= {"broker": broker} | ({} if critic is None else {"critic": critic})
     return validate(TrainingConfig, document, source=source)

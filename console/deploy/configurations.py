@@ -18,12 +18,8 @@ from typing import Any
 
 from console.config.config import parse_run_config
 from console.config.derive import training_config
-<<<<<<< HEAD
 from console.deploy.data_section import data_files, source_rewards
-from console.deploy.description import IN_CONTAINERS, PORTS, Layout
-=======
 from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
->>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, emulation, machines
 from console.deploy.trainers import trainer_section, training_machines
@@ -198,19 +194,6 @@ class Configurations:
                 }
             ),
             f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler"), **self._scheduler()}),
-<<<<<<< HEAD
-            f"{home}/reward.yaml": self._service(
-                {
-                    "listen": self._listen("reward"),
-                    "run_id": self.config["run"]["id"],
-                    "broker": self.center["broker"],
-                    "tokenizer_path": self.config["model"]["path"],
-                    "reward": self.config.get("reward", {}),
-                    **({"sources": own} if (own := source_rewards(self.config.get("data", {}))) else {}),
-                }
-            ),
-=======
->>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
         }
         if self.head_rewards:
             found[f"{home}/reward.yaml"] = self._service(self._reward(PORTS["reward"]))
@@ -222,7 +205,8 @@ class Configurations:
             "run_id": self.config["run"]["id"],
             "broker": self.center["broker"],
             "tokenizer_path": str(self.config["model"]["path"]),
-            "reward": _reward(self.config),
+            "reward": self.config.get("reward", {}),
+            **({"sources": own} if (own := source_rewards(self.config.get("data", {}))) else {}),
         }
 
     def _scorer(self) -> Document:
@@ -319,15 +303,10 @@ class Configurations:
         generates = next((each for each in self.machines if each.name == name), None)
         paths = {"model.path": config["model"]["path"]}
         if name == self.head.name:
-<<<<<<< HEAD
             paths |= {setting: holder[key] for setting, holder, key in data_files(config.get("data", {}))}
-=======
-            data = config.get("data", {})
-            paths |= {f"data.{key}": data[key] for key in ("train", "eval") if data.get(key) is not None}
         teacher = config["algorithm"].get("reference_path")
         if self.plan.score and generates is not None and teacher is not None:
             paths["algorithm.reference_path"] = teacher
->>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
         runs = self.layout.runs if self._is_far or trains is None else PurePath(config["run"].get("dir", "runs"))
         document: Document = {
             "name": name,
@@ -370,20 +349,13 @@ def _check_engine(plan: PlanDocument, run: Document) -> None:
 
 def _placed(run: Document, layout: Layout) -> Document:
     """The run with paths that mean the same on every machine. Raises ConfigError."""
-<<<<<<< HEAD
-    found = {section: deepcopy(run[section]) for section in ("model", "data") if isinstance(run.get(section), dict)}
-    model = found.get("model", {})
-    places = [("model.path", model, "path")] if model.get("path") is not None else []
+    sections = ("model", "data", "algorithm")
+    found = {section: deepcopy(run[section]) for section in sections if isinstance(run.get(section), dict)}
+    stated_at = (("model.path", "model", "path"), ("algorithm.reference_path", "algorithm", "reference_path"))
+    places = [(setting, found[at], key) for setting, at, key in stated_at if found.get(at, {}).get(key) is not None]
     for setting, holder, key in (*places, *data_files(found.get("data", {}))):
         stated = holder[key]
         if looks_like_address(stated):
-=======
-    sections = ("model", "data", "algorithm")
-    found = {section: dict(run[section]) for section in sections if isinstance(run.get(section), dict)}
-    for section, key in (("model", "path"), ("data", "train"), ("data", "eval"), ("algorithm", "reference_path")):
-        stated = found.get(section, {}).get(key)
-        if stated is None or looks_like_address(stated):
->>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
             continue
         path = PurePath(str(stated))
         if layout.is_container:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from console.config.config import LogSection
 from penstock.config import LocalPath, NetworkConfig, Targets, apply_overrides, read_document, validate
+from penstock.storage.addresses import StoredAddress
 from services.generator.config import GeneratorConfig
 from services.reward.config import RewardConfig
 from services.trainer.config import TrainerConfig
@@ -20,7 +21,9 @@ class NodeTrainerConfig(TrainerConfig):
 
     run_dir: LocalPath
     """The run's own folder on this machine, its `run.dir`/`run.id`, which all machines that may train share. A machine
-    that does not see the run there is not planned to train."""
+    that does not see the run there is not planned to train, unless it has `checkpoint_storage`."""
+    checkpoint_storage: StoredAddress | None = None
+    """The run's `run.checkpoint_storage`, from which a trainer goes on here: `run_dir` is then this machine's own."""
     rendezvous_port: int = Field(default=7307, ge=1, le=65535)
     """Where the processes of several machines meet: a port of the first of them, the same in the files of all."""
 

@@ -177,18 +177,12 @@ def _train_tasks(run: RunConfig | None, model: Path | None) -> list[Document]:
     tasks: list[Document] = [{"name": "actor_train", "kind": "train"}]
     if run is None:
         return tasks
-<<<<<<< HEAD
-    # Scorers and a critic of its own are beside the plan, which places generators and trainers.
-    if run.algorithm.has_trainer_reference:
-        tasks.append({"name": "reference", "kind": "infer"})
-    if run.algorithm.has_trainer_critic:
-=======
+    # A critic of its own is beside the plan.
     if run.algorithm.has_trainer_reference:
         tasks.append({"name": "reference", "kind": "infer"})
     if run.algorithm.has_scorer:
         tasks.append({"name": "reference", "kind": "infer", "is_service": True, **_scale(run, model)})
-    if run.algorithm.definition.has_critic:
->>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
+    if run.algorithm.has_trainer_critic:
         tasks += [
             {"name": "critic", "kind": "infer", "shares_weights": True},
             {"name": "critic_train", "kind": "train"},

@@ -18,7 +18,8 @@ def as_planned(config: RunConfig) -> RunConfig:
         config = config.model_copy(update={"scorers": 0})
     if plan.reward and plan.train and plan.train[0].node not in plan.reward:
         config = config.model_copy(update={"rewards": 0})
-    return _with_mesh(config)
+    # A trainer that moves takes the mesh of the plan in force, whenever it starts.
+    return config if config.moves_trainer else _with_mesh(config)
 
 
 def _with_mesh(config: RunConfig) -> RunConfig:

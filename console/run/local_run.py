@@ -267,13 +267,13 @@ class _Run:
         addresses = self._launcher.addresses
 
         def make_config() -> TrainingConfig:
-            processes = None if self._plan is None else self._plan.processes
+            planned = None if self._plan is None else self._plan.trainer
             return training_config(
                 self._config,
                 broker=addresses.broker.target,
                 critic=None if addresses.critic is None else addresses.critic.target,
                 source=self._source,
-                processes=processes,
+                trainer=planned,
             )
 
         return RunSession(

@@ -86,13 +86,8 @@ async def check_run(
     for finding in certificate_findings(config, security):
         (problems if finding.is_error else warnings).append(finding.text)
     problems += await _network_problems(config, security)
-<<<<<<< HEAD
-    if config.endpoints.reward is None:
-        problems += await _all_reward_problems(config)
-=======
     if config.starts_reward:
-        problems += await reward_problems(config.reward.model, is_insecure=config.insecure)
->>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
+        problems += await _all_reward_problems(config)
     devices, misfits, notes = await asyncio.to_thread(_devices, config)
     problems += misfits
     if problems:

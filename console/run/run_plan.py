@@ -15,15 +15,16 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from console.config.config import RunConfig
+from console.deploy.trainers import mesh_settings
 from penstock.clients.plans import watch_plan
-from penstock.config import ConfigError, read_document
+from penstock.config import ConfigError, Document, read_document
 from penstock.errors import InvalidFieldError, PenstockError
 from penstock.network.outage import Outage
 from penstock.network.rpc import call_with_retry, open_channel
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
-from services.scheduler.planning.plan_message import put_services, put_trainers
+from services.scheduler.planning.plan_message import document_of, put_services, put_trainers
 from services.scheduler.problem.plan_document import PlanDocument, read_plan
 
 BUDGET_S = 10.0
@@ -59,9 +60,9 @@ class RunPlan:
             self._begin = as_message(read_plan(config.scheduler.plan))
 
     @property
-    def processes(self) -> int | tuple[float, ...] | None:
-        """`trainer.processes` by the plan in force; None where the plan does not place the trainer."""
-        return processes(self._plan) if self._moves_trainers and self._plan is not None else None
+    def trainer(self) -> Document:
+        """`processes` and `parallel` of `trainer` by the plan in force; empty where it does not place the trainer."""
+        return trainer_settings(self._plan) if self._moves_trainers and self._plan is not None else {}
 
     async def create(self) -> None:
         """Request a plan. Raises ConfigError if the problem is wrong, PenstockError if no plan can run."""
@@ -153,6 +154,14 @@ def summary(plan: pb.Plan) -> str:
     """Summary of which machines generate and which train."""
     generators = {each.node_id for each in plan.assignments if each.role == pb.ROLE_GENERATOR}
     return f"{_named(generators) or 'none'} generate, {_named(_trainers(plan))} train"
+
+
+def trainer_settings(plan: pb.Plan) -> Document:
+    """`processes` and `parallel` of `trainer` by a plan."""
+    document = document_of(plan)
+    if document.mesh is None:
+        return {"processes": processes(plan), "parallel": {}}
+    return mesh_settings(document)
 
 
 def processes(plan: pb.Plan) -> int | tuple[float, ...]:

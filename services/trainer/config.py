@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.collective.broadcast_backend import Transport
-from penstock.config import PUBLIC_ADDRESS, MeasuredConfig, Targets
+from penstock.config import PUBLIC_ADDRESS, LocalPath, MeasuredConfig, Targets
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.storage.addresses import StoredAddress
 from penstock.targets import checked_address, checked_addresses
@@ -53,6 +53,9 @@ class TrainerConfig(MeasuredConfig):
     allowed_roots: Annotated[tuple[Path, ...], Field(min_length=1)] = (Path(),)
     """Folders, or files, below which the run folders, models and data of StartRun must lie, with links resolved;
     defaults to the folder in which the trainer is started."""
+    runs_dir: LocalPath | None = None
+    """Folder of run folders on this machine in place of `run.dir` of StartRun, which it then does not share with other
+    trainers of the run: it goes on from `run.checkpoint_storage`, which the run must have."""
     allowed_storage: tuple[StoredAddress, ...] = ()
     """Addresses in object storage (s3://BUCKET/FOLDER) below which those of StartRun must lie: this process reads and
     writes there with credentials of its own."""

@@ -107,7 +107,7 @@ async def _serve_grpc(
         return TrainingRun(spec, store=store, weights_url=weights_url, load_policy=load, security=security)
 
     kept = KeptRun(kept_path(config.state_dir, config.listen))
-    roots = Roots(config.allowed_roots, config.allowed_storage)
+    roots = Roots(config.allowed_roots, config.allowed_storage, runs_dir=config.runs_dir)
     trainer = TrainerService(make_run=make_run, weights_url=weights_url, kept=kept, roots=roots)
     server = Server(
         listen=config.listen,

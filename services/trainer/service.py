@@ -245,7 +245,13 @@ def read_spec(request: trainer_pb2.StartRunRequest, roots: Roots) -> RunSpec:
         raise InvalidFieldError(
             f"run.id: {config.run.id!r} in config_json, but run_id is {request.run_id!r}", field="run_id"
         )
-    run_dir = roots.require("run.dir", config.run.dir / request.run_id)
+    run_dir = roots.run_dir(config.run.dir, request.run_id)
+    if roots.has_own_runs and config.run.checkpoint_storage is None:
+        raise InvalidFieldError(
+            "run.checkpoint_storage: not set, and this trainer shares its run folders with no other (runs_dir); set "
+            "it, or leave runs_dir out",
+            field="run.checkpoint_storage",
+        )
     _check_sources(config, roots)
     if not request.resume and any((run_dir / name).exists() for name in _RUN_FILES):
         raise InvalidFieldError(

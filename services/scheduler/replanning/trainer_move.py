@@ -19,8 +19,11 @@ START_S = 60.0
 
 
 def is_moved(before: PlanDocument, after: PlanDocument) -> bool:
-    """Whether the training pool differs, in machines or in their number of GPUs."""
-    return {*before.train} != {*after.train}
+    """Whether the training pool differs, in machines, their number of GPUs, or the mesh that they are."""
+    pools = [[(share.node, share.gpus) for share in plan.train] for plan in (before, after)]
+    if before.mesh is None and after.mesh is None:
+        return {*pools[0]} != {*pools[1]}
+    return (pools[0], before.mesh) != (pools[1], after.mesh)
 
 
 def moving_s(problem: Problem, before: PlanDocument, after: PlanDocument, views: Sequence[pb.NodeView]) -> float:

@@ -135,6 +135,14 @@ def newest_step(root: Path) -> int | None:
     return int(complete[-1].name.removeprefix("step_")) if complete else None
 
 
+def delete_after(root: Path, step: int) -> list[int]:
+    """Deletes all checkpoints of later steps, and returns those. Raises OSError."""
+    later = [(number, path) for number, path in sorted(_step_directories(root)) if number > step]
+    for _, path in later:
+        _delete(path)
+    return [number for number, _ in later]
+
+
 def load_latest(root: Path, *, backend: Saved) -> ResumeState | None:
     """Loads the newest complete checkpoint into `backend`.
 

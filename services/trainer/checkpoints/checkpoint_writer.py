@@ -127,6 +127,14 @@ class Checkpoints:
         _log.info("loaded a checkpoint from object storage", address=address)
         return checkpoint.parse_state(text, source=address)
 
+    async def forget_unstored(self) -> list[int]:
+        """Delete the folder's checkpoints that are newer than the storage's newest, and return their steps.
+
+        Raises ConfigError, OSError.
+        """
+        stored = await self._newest_stored()
+        return await asyncio.to_thread(checkpoint.delete_after, self.root, -1 if stored is None else stored)
+
     async def _newest_stored(self) -> int | None:
         with _named():
             return None if self._storage is None else await asyncio.to_thread(self._storage.newest)

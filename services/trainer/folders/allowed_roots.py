@@ -29,11 +29,24 @@ class Roots:
     Args:
         roots: Of this machine.
         storage: Addresses in object storage.
+        runs_dir: Where run folders are on this machine, whatever a run names; None: where it does.
     """
 
-    def __init__(self, roots: Sequence[Path], storage: Sequence[Address] = ()) -> None:
+    def __init__(self, roots: Sequence[Path], storage: Sequence[Address] = (), *, runs_dir: Path | None = None) -> None:
+        self._runs_dir = None if runs_dir is None else runs_dir.expanduser().absolute()
         self._roots = [root.expanduser().absolute() for root in roots]
+        if self._runs_dir is not None:
+            self._roots.append(self._runs_dir)
         self._storage = tuple(storage)
+
+    @property
+    def has_own_runs(self) -> bool:
+        """Whether run folders here are shared with no other machine."""
+        return self._runs_dir is not None
+
+    def run_dir(self, stated: Path, run_id: str) -> Path:
+        """The real path of a run's folder; raises as `require` does."""
+        return self.require("run.dir", (self._runs_dir or stated) / run_id)
 
     def require(self, field: str, path: Path) -> Path:
         """The real path of `path`, which need not exist; raises InvalidFieldError unless it is a root or below one."""

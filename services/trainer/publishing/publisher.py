@@ -97,6 +97,7 @@ class WeightPublisher:
         weights = await asyncio.wrap_future(written)
         version = await asyncio.to_thread(self._prepare, weights, policy_version, history, adapter)
         self._store.add(version)
+        _log.info("version published", policy_version=policy_version, digest=version.manifest.digest)
         if self._last is not None:
             self._deltas.begin(self._last, version)
         self._last = version

@@ -82,6 +82,14 @@ class BrokerLink:
                 "start it here to take it back"
             )
 
+    async def newest_epoch(self) -> int:
+        """That of the run's newest take-over, 0 if the broker does not know the run; raises as `get_run` does."""
+        async with self.client() as client:
+            try:
+                return (await client.get_run(self._spec.run_id)).owner.epoch
+            except UnknownRunError:
+                return 0
+
     async def check_owner(self, progress: Progress) -> None:
         """Raises FencedError if another trainer is known to have taken over the run."""
         async with self._hasty_client() as client:

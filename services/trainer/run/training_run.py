@@ -262,6 +262,8 @@ class TrainingRun:
         """Continue from the newest complete checkpoint, if requested and there is one."""
         await self._checkpoints.check_storage(is_new=not self.spec.resume)
         known = await asyncio.to_thread(read_instance, self.spec.run_dir) if self.spec.resume else None
+        if known is not None and self.spec.checkpoint_folder is not None:
+            await self._leave_what_was_abandoned(known)
         state = await self._checkpoints.load_latest(backend) if self.spec.resume else None
         if state is not None:
             self._progress = Progress.from_resume_state(state)
@@ -277,6 +279,20 @@ class TrainingRun:
         # The summary describes an earlier end. The run continues, and may end without writing a new one.
         await asyncio.to_thread((self.spec.run_dir / "summary.json").unlink, missing_ok=True)
         self._is_restored = True
+
+    async def _leave_what_was_abandoned(self, known: RunInstance) -> None:
+        """Delete checkpoints and records of steps that the run does not have any more.
+
+        A trainer on another machine has gone on from the storage since: what this folder has beyond that, because this
+        trainer was killed before it was uploaded, was taken again there.
+        """
+        if known.epoch >= await self.broker.newest_epoch():
+            return
+        deleted = await self._checkpoints.forget_unstored()
+        if deleted:
+            _log.warning("deleted checkpoints of steps that were taken again elsewhere", steps=deleted)
+        for name in (_METRICS, _EVALUATIONS):
+            await asyncio.to_thread((self.spec.run_dir / name).unlink, missing_ok=True)
 
     def _open_trackers(self) -> None:
         """Start the configured trackers, and send lines to them; raises ConfigError."""

@@ -137,3 +137,53 @@ async def test_addresses_that_the_trainer_does_not_allow_are_refused_by_name(tmp
             document[section][key] = "s3://others/secrets"
             with pytest.raises(Exception, match=rf"{section}.{key}: s3://others/secrets is not below s3://ours/runs"):
                 await trainer.start(document)
+
+
+class OwnedBroker(ScriptedTrainingBroker):
+    """Counts take-overs, as a broker does."""
+
+    num_owners = 0
+
+    async def OpenRun(self, request, context):
+        answer = await super().OpenRun(request, context)
+        if request.takes_over:
+            self.num_owners += 1
+        answer.epoch = self.num_owners
+        return answer
+
+    async def GetRun(self, request, context):
+        answer = await super().GetRun(request, context)
+        answer.owner.epoch = self.num_owners
+        return answer
+
+
+@pytest.mark.parametrize("storage", ["file"], indirect=True)
+async def test_what_a_killed_trainer_did_not_upload_is_left_when_others_took_it_again(tmp_path, model, storage) -> None:
+    """Two machines with folders of their own; neither sees the folder that the run names."""
+    broker = OwnedBroker()
+    stored = Storage(below(storage, "runs/r"))
+
+    async def trained_on(name: str, num_steps: int, *, resume: bool = True) -> list[int]:
+        document["run"]["num_steps"] = num_steps
+        roots = Roots([Path("/")], [storage], runs_dir=tmp_path / name)
+        async with running_trainer(roots=roots) as trainer:
+            await trainer.start(document, resume=resume)
+            events = await trainer.events()
+        assert events[-1].finished.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, events[-1].finished.message
+        return steps_of(events)
+
+    def record(name: str) -> list[dict]:
+        return [json.loads(line) for line in (tmp_path / name / "r" / "metrics.jsonl").read_text().splitlines()]
+
+    async with serving(broker.service()) as (_, target):
+        places = {"checkpoint_storage": f"{storage}/runs", "keep_checkpoints": 3, "checkpoint_every_steps": 1}
+        document = run_document(tmp_path, model, target, num_steps=3, num_eval_prompts=0, **places)
+        assert await trained_on("a", 3, resume=False) == [1, 2, 3]
+        # As if it was killed before its last checkpoint was uploaded.
+        stored.delete("step_3")
+        assert await trained_on("b", 3) == [3]
+        assert record("b")[:2] == record("a")[:2]
+        assert record("b")[2] != record("a")[2]
+        assert await trained_on("a", 4) == [4]
+        assert record("a")[:3] == record("b")
+    assert not (tmp_path / "runs").exists()

@@ -329,13 +329,13 @@ def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, 
     assert read.lengths.state_dir.is_relative_to("/runs")
 
 
-<<<<<<< HEAD
 def test_a_critic_is_not_put_into_a_container(model):
     run = {**PLAIN_RUN, "algorithm": {"name": "ppo", "critic": "service"}}
     with pytest.raises(ConfigError, match=r"^algorithm.critic: service: --deploy writes no container for a critic"):
         deployed(model, run=run)
     deployed(model, run={**run, "endpoints": {"critic": "far:7309"}})
-=======
+
+
 def test_machines_have_the_scorers_and_the_reward_worker_of_the_plan_and_the_run_has_none():
     stated = problem(
         "tiny_04", "workload.train_tasks=[{name: actor, kind: train}, {name: teacher, kind: infer, is_service: true}]"
@@ -370,7 +370,6 @@ def test_machines_have_the_scorers_and_the_reward_worker_of_the_plan_and_the_run
     staged = document.model_copy(update={"gen": (Replicas(node="l40s-0", pp=2),)})
     with pytest.raises(ConfigError, match=r"gen.0.pp: 2 stages, and the engine transformers has none"):
         deployed(CostModel(stated), of=staged, run={**run, "generator": {"engine": "transformers"}})
->>>>>>> 0d3f2596 (Let plans place scorers and reward workers)
 
 
 def test_scorers_are_not_put_into_containers(model):
