@@ -257,7 +257,13 @@ def read_spec(request: trainer_pb2.StartRunRequest, roots: Roots) -> RunSpec:
         raise InvalidFieldError(
             f"run_id: {run_dir} holds a run already; resume it, or choose another name", field="run_id"
         )
-    return RunSpec(run_id=request.run_id, config=config, run_dir=run_dir, resume=request.resume)
+    return RunSpec(
+        run_id=request.run_id,
+        config=config,
+        run_dir=run_dir,
+        resume=request.resume,
+        is_apart=roots.has_own_runs,
+    )
 
 
 def _check_sources(config: TrainingConfig, roots: Roots) -> None:

@@ -135,12 +135,12 @@ def newest_step(root: Path) -> int | None:
     return int(complete[-1].name.removeprefix("step_")) if complete else None
 
 
-def delete_after(root: Path, step: int) -> list[int]:
-    """Deletes all checkpoints of later steps, and returns those. Raises OSError."""
-    later = [(number, path) for number, path in sorted(_step_directories(root)) if number > step]
-    for _, path in later:
+def delete_all(root: Path) -> list[int]:
+    """Deletes all checkpoints, whole or not, and returns their steps. Raises OSError."""
+    found = sorted(_step_directories(root))
+    for _, path in found:
         _delete(path)
-    return [number for number, _ in later]
+    return [step for step, _ in found]
 
 
 def load_latest(root: Path, *, backend: Saved) -> ResumeState | None:

@@ -127,13 +127,11 @@ class Checkpoints:
         _log.info("loaded a checkpoint from object storage", address=address)
         return checkpoint.parse_state(text, source=address)
 
-    async def forget_unstored(self) -> list[int]:
-        """Delete the folder's checkpoints that are newer than the storage's newest, and return their steps.
-
-        Raises ConfigError, OSError.
-        """
-        stored = await self._newest_stored()
-        return await asyncio.to_thread(checkpoint.delete_after, self.root, -1 if stored is None else stored)
+    async def prefer_storage(self) -> list[int]:
+        """Delete the folder's checkpoints, if the storage has one; returns their steps. Raises ConfigError, OSError."""
+        if await self._newest_stored() is None:
+            return []
+        return await asyncio.to_thread(checkpoint.delete_all, self.root)
 
     async def _newest_stored(self) -> int | None:
         with _named():

@@ -50,6 +50,9 @@ class RunSpec:
     """On an automatic resume, the last owner that the trainer knows: it takes the run over only if no other trainer has
     done so since. None when the run was requested."""
 
+    is_apart: bool = False
+    """Whether its folder is shared with no trainer on another machine, where the run may have gone on since."""
+
     @property
     def checkpoint_folder(self) -> Address | None:
         """Where the run's checkpoints are in object storage; None if they are not."""

@@ -262,7 +262,7 @@ class TrainingRun:
         """Continue from the newest complete checkpoint, if requested and there is one."""
         await self._checkpoints.check_storage(is_new=not self.spec.resume)
         known = await asyncio.to_thread(read_instance, self.spec.run_dir) if self.spec.resume else None
-        if known is not None and self.spec.checkpoint_folder is not None:
+        if known is not None and self.spec.is_apart:
             await self._leave_what_was_abandoned(known)
         state = await self._checkpoints.load_latest(backend) if self.spec.resume else None
         if state is not None:
@@ -281,16 +281,15 @@ class TrainingRun:
         self._is_restored = True
 
     async def _leave_what_was_abandoned(self, known: RunInstance) -> None:
-        """Delete checkpoints and records of steps that the run does not have any more.
+        """Delete checkpoints and records of steps that the run may not have any more.
 
         A trainer on another machine has gone on from the storage since: what this folder has beyond that, because this
         trainer was killed before it was uploaded, was taken again there.
         """
         if known.epoch >= await self.broker.newest_epoch():
             return
-        deleted = await self._checkpoints.forget_unstored()
-        if deleted:
-            _log.warning("deleted checkpoints of steps that were taken again elsewhere", steps=deleted)
+        deleted = await self._checkpoints.prefer_storage()
+        _log.info("the run went on elsewhere: its checkpoints are taken from storage, not from here", deleted=deleted)
         for name in (_METRICS, _EVALUATIONS):
             await asyncio.to_thread((self.spec.run_dir / name).unlink, missing_ok=True)
 

@@ -142,18 +142,18 @@ async def test_addresses_that_the_trainer_does_not_allow_are_refused_by_name(tmp
 class OwnedBroker(ScriptedTrainingBroker):
     """Counts take-overs, as a broker does."""
 
-    num_owners = 0
+    num_owners, owner_id = 0, ""
 
     async def OpenRun(self, request, context):
         answer = await super().OpenRun(request, context)
         if request.takes_over:
-            self.num_owners += 1
+            self.num_owners, self.owner_id = self.num_owners + 1, request.owner.owner_id
         answer.epoch = self.num_owners
         return answer
 
     async def GetRun(self, request, context):
         answer = await super().GetRun(request, context)
-        answer.owner.epoch = self.num_owners
+        answer.owner.owner_id, answer.owner.epoch = self.owner_id, self.num_owners
         return answer
 
 
@@ -181,8 +181,10 @@ async def test_what_a_killed_trainer_did_not_upload_is_left_when_others_took_it_
         assert await trained_on("a", 3, resume=False) == [1, 2, 3]
         # As if it was killed before its last checkpoint was uploaded.
         stored.delete("step_3")
-        assert await trained_on("b", 3) == [3]
-        assert record("b")[:2] == record("a")[:2]
+        # A checkpoint may have been left out while the one before was uploaded.
+        kept = CheckpointStorage(stored.address).newest()
+        assert await trained_on("b", 3) == list(range(kept + 1, 4))
+        assert record("b")[:kept] == record("a")[:kept]
         assert record("b")[2] != record("a")[2]
         assert await trained_on("a", 4) == [4]
         assert record("a")[:3] == record("b")

@@ -6,9 +6,11 @@ from google.protobuf.json_format import MessageToJson
 from console.config.config import parse_run_config
 from console.node.config import NodeConfig
 from console.node.training import missing_run, obstacle, trainer_config, training_place
-from console.run.run_plan import newest_plan, processes
+from console.run.run_plan import newest_plan, processes, trainer_settings
 from penstock.config import ConfigError
 from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.planning.plan_message import document_of
+from services.scheduler.replanning.trainer_move import is_moved
 from tests.helpers.console import document
 
 
@@ -51,6 +53,28 @@ def test_a_machine_that_does_not_see_the_run_says_so_until_it_does(tmp_path):
     assert missing_run(config(tmp_path / "elsewhere", trains=False)) == ""
 
 
+def test_a_machine_with_the_runs_storage_needs_no_folder_of_it(tmp_path):
+    stated = config(tmp_path / "elsewhere")
+    trainer = stated.trainer.model_copy(update={"checkpoint_storage": "s3://team/runs"})
+    apart = stated.model_copy(update={"trainer": trainer})
+    assert missing_run(apart) == ""
+    settings = trainer_config(apart)
+    assert (settings.runs_dir, settings.allowed_storage) == (tmp_path / "elsewhere" / "runs", ("s3://team/runs",))
+    assert trainer_config(stated).runs_dir is None
+
+
+def test_a_trainer_takes_the_mesh_of_the_plan_and_another_mesh_is_another_place(tmp_path):
+    one_copy, staged = plan(a=2), plan(a=2)
+    staged.trainer_islands.extend([2])
+    staged.assignments[0].pipeline_parallel = 2
+    assert trainer_settings(one_copy) == {"processes": 2, "parallel": {}}
+    assert trainer_settings(staged) == {"processes": 2, "parallel": {"replicate": 1, "shard": 1, "pipeline": 2}}
+    assert training_place(staged, config(tmp_path)) != training_place(one_copy, config(tmp_path))
+    before, after = document_of(one_copy), document_of(staged)
+    assert is_moved(before, after)
+    assert not is_moved(after, after)
+
+
 def test_there_is_a_process_for_each_gpu_with_its_share_of_tokens_where_gpus_differ():
     assert processes(plan(a=2, b=1)) == 3
     unlike = plan(a=2, b=1)
@@ -68,7 +92,7 @@ def test_a_trainer_moves_between_several_addresses_by_a_plan_only(tmp_path):
     stated["scheduler"] = {"problem": "problem.json"}
     assert parse_run_config(stated, source="c").moves_trainer
     stated["trainer"] = {"processes": 2, "parallel": {"replicate": 2}}
-    with pytest.raises(ConfigError, match=r"trainer.parallel: the plan sets how many processes train"):
+    with pytest.raises(ConfigError, match=r"trainer.parallel: the plan sets the trainer's mesh"):
         parse_run_config(stated, source="c")
 
 
