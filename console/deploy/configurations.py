@@ -11,8 +11,6 @@ loopback, or if the run's configuration says `insecure: true`.
 from __future__ import annotations
 
 import math
-import re
-from copy import deepcopy
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,23 +19,20 @@ from console.config.derive import training_config
 from console.deploy.data_section import data_files, source_rewards
 from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
 from console.deploy.machine_check import MachineConfig
-from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, emulation, machines
-from console.deploy.trainers import trainer_section, training_machines
+from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
+from console.deploy.run_settings import DATA, check_engine, check_moves, check_names, placed, run_config
+from console.deploy.trainers import RENDEZVOUS_PORT, training_machines
 from console.node.config import NodeConfig
 from penstock.config import ConfigError, Document, validate
 from penstock.security.plain_text import is_local
 from penstock.storage.addresses import looks_like_address
-from services.generator.engines.registry import DEFAULT_ENGINE, ENGINES, engine_keys
+from services.generator.engines.registry import engine_keys
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
-from services.scheduler.problem.problem import Problem
 
 PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
 """The default run configuration: paths that the user has to fill."""
 _LOOPBACK = "127.0.0.1"
-_DATA = PurePath("/data")
-"""Model and data as containers see them."""
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Configurations:
@@ -50,23 +45,35 @@ class Configurations:
         layout: Where services find their files.
         address: Reaches every machine, to try a deployment on this one; None: each is reached under its own name.
         folder: Absolute path of the deployment here.
+        moves_trainer: Whether revisions may move the trainer to any machine.
 
     Raises:
         ConfigError: the run or a name in the problem does not do.
     """
 
     def __init__(
-        self, model: CostModel, plan: PlanDocument, *, run: Document, layout: Layout, address: str | None, folder: Path
+        self,
+        model: CostModel,
+        plan: PlanDocument,
+        *,
+        run: Document,
+        layout: Layout,
+        address: str | None,
+        folder: Path,
+        moves_trainer: bool = False,
     ) -> None:
-        _check_names(model.problem)
-        _check_engine(plan, run)
+        check_names(model.problem)
+        check_engine(plan, run)
+        if moves_trainer:
+            check_moves(run, address)
+        self.moves_trainer = moves_trainer
         self.model, self.plan, self.layout, self.address, self.folder = model, plan, layout, address, folder
         self.is_emulated = run.get("generator", {}).get("engine") == "emulated"
-        placed = run if address is not None else _placed(run, layout)
-        self.config = _run_config(model, plan, placed, is_emulated=self.is_emulated)
+        stated = run if address is not None else placed(run, layout)
+        self.config = run_config(model, plan, stated, is_emulated=self.is_emulated, moves_trainer=moves_trainer)
         """The run's settings, with those that the plan was computed for."""
-        self.machines = machines(model.problem, plan, is_one_host=address is not None)
-        self.trainers = training_machines(model, plan, address=address)
+        self.machines = machines(model.problem, plan, is_one_host=address is not None, moves_trainer=moves_trainer)
+        self.trainers = training_machines(model, plan, address=address, moves=moves_trainer)
         self.head = self.trainers[0]
         self.rewards = [name for name in plan.reward if name != self.head.name]
         """Machines beside the head with a reward worker."""
@@ -77,6 +84,8 @@ class Configurations:
         self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
         self.center = {name: f"{self.host(self.head.name)}:{port}" for name, port in PORTS.items()}
         """Addresses of the run's services."""
+        if moves_trainer:
+            self.center["trainer"] = ",".join(f"{self.host(each.name)}:{PORTS['trainer']}" for each in self.machines)
 
     def files(self) -> dict[str, Document | str]:
         """Every document or text by its path in the folder; all are validated. Raises ConfigError."""
@@ -103,7 +112,7 @@ class Configurations:
             validate(NodeConfig, document, source=machine.name)
             found[f"{machine.site}/node-{machine.name}.yaml"] = document
         for site in {each.site for each in self.trainers}:
-            if self.layout.is_container or self.head.torchrun:
+            if not self.moves_trainer and (self.layout.is_container or self.head.torchrun):
                 found[f"{site}/trainer.yaml"] = self._service(self._trainer())
         if self.is_emulated:
             for site in {each.site for each in self.machines}:
@@ -125,13 +134,18 @@ class Configurations:
 
     def role(self, machine: str) -> str:
         """The role of its certificate: those that train open everything."""
+        if self.moves_trainer:
+            return "operator" if machine == self.head.name else "generator"
         return "operator" if any(each.name == machine for each in self.trainers) else "generator"
 
-    def scores(self, machine: str) -> bool:
-        """Whether its certificate must be a reward worker's as well."""
-        return machine in self.rewards or (
+    def more_roles(self, machine: str) -> tuple[str, ...]:
+        """Further roles of its certificate, for what it starts beside generators."""
+        if self.role(machine) == "operator":
+            return ()
+        scores = machine in self.rewards or (
             bool(self.plan.score) and any(each.name == machine for each in self.machines)
         )
+        return (*(["trainer"] if self.moves_trainer else []), *(["reward"] if scores else []))
 
     def _service(self, document: Document) -> Document:
         return {"insecure": True, **document} if self.is_insecure else document
@@ -146,7 +160,7 @@ class Configurations:
         if self.address is not None:
             nodes = [str(self.folder / each.site / f"node-{each.name}.yaml") for each in self.machines]
             document["scheduler"] = {**document["scheduler"], "nodes": nodes}
-        if self.head.torchrun:
+        if self.head.torchrun or self.moves_trainer:
             document["endpoints"] = {**document.get("endpoints", {}), "trainer": self.center["trainer"]}
             del listen["trainer"], listen["weights"]
         if not self.head_rewards:
@@ -277,11 +291,12 @@ class Configurations:
             "dir": str(own_folder),
             "generator": generator,
             **self._scoring(machine.name),
+            **({"trainer": self._service(self._moving_trainer(machine.name))} if self.moves_trainer else {}),
         }
         return self._service(document)
 
     def _trainer(self) -> Document:
-        roots = [str(_DATA), str(self.layout.runs)] if self._is_far else _trainer_roots(self.config)
+        roots = [str(DATA), str(self.layout.runs)] if self._is_far else _trainer_roots(self.config)
         return {
             "listen": self._listen("trainer"),
             "weights_listen": self._listen("weights"),
@@ -289,6 +304,18 @@ class Configurations:
             "state_dir": str(self.layout.runs / ".trainers"),
             "allowed_roots": roots,
             "allowed_storage": [str(source) for source in _sources(self.config) if looks_like_address(source)],
+        }
+
+    def _moving_trainer(self, machine: str) -> Document:
+        """The section of a machine's file for the trainer, which keeps the run in a folder of the machine's own."""
+        common = self._trainer()
+        del common["state_dir"]
+        return {
+            **common,
+            "weights_url": f"{self.host(machine)}:{PORTS['weights']}",
+            "run_dir": str(self.layout.runs / "moved" / self.config["run"]["id"]),
+            "checkpoint_storage": str(self.config["run"]["checkpoint_storage"]),
+            "rendezvous_port": RENDEZVOUS_PORT,
         }
 
     @property
@@ -302,7 +329,7 @@ class Configurations:
         trains = next((each for each in self.trainers if each.name == name), None)
         generates = next((each for each in self.machines if each.name == name), None)
         paths = {"model.path": config["model"]["path"]}
-        if name == self.head.name:
+        if name == self.head.name or self.moves_trainer:
             paths |= {setting: holder[key] for setting, holder, key in data_files(config.get("data", {}))}
         teacher = config["algorithm"].get("reference_path")
         if self.plan.score and generates is not None and teacher is not None:
@@ -318,94 +345,15 @@ class Configurations:
             "readable": {key: str(path) for key, path in paths.items()},
             "writable": {"run.dir" if trains is not None else "dir": str(runs)},
         }
-        if trains is not None and (storage := config["run"].get("checkpoint_storage")) is not None:
+        if (trains is not None or self.moves_trainer) and (
+            storage := config["run"].get("checkpoint_storage")
+        ) is not None:
             document["writable"]["run.checkpoint_storage"] = str(storage)
         if self.is_emulated:
             return document
         gpus = kind.gpus if generates is not None or trains is None else trains.gpus
         memory_gb = self.model.problem.gpu_types[kind.gpu].hbm_GB
         return {**document, "gpu": kind.gpu, "gpus": gpus, "gpu_memory_gb": memory_gb}
-
-
-def _check_names(problem: Problem) -> None:
-    for index, node in enumerate(problem.nodes):
-        for key, value in (("name", node.name), ("region", node.region)):
-            if not _HOST.fullmatch(value):
-                raise ConfigError(
-                    f"nodes.{index}.{key}: {value!r} cannot name a {'machine' if key == 'name' else 'folder'} of a "
-                    "deployment; use letters, digits, dots, dashes and underscores"
-                )
-
-
-def _check_engine(plan: PlanDocument, run: Document) -> None:
-    name = run.get("generator", {}).get("engine", DEFAULT_ENGINE.engine)
-    for index, each in enumerate(plan.gen):
-        if each.pp > 1 and name in ENGINES and not ENGINES[name].has_pipeline_stages:
-            raise ConfigError(
-                f"gen.{index}.pp: {each.pp} stages, and the engine {name} has none; set generator.engine to vllm, or "
-                "constraints.gen_pp to 1 and plan again"
-            )
-
-
-def _placed(run: Document, layout: Layout) -> Document:
-    """The run with paths that mean the same on every machine. Raises ConfigError."""
-    sections = ("model", "data", "algorithm")
-    found = {section: deepcopy(run[section]) for section in sections if isinstance(run.get(section), dict)}
-    stated_at = (("model.path", "model", "path"), ("algorithm.reference_path", "algorithm", "reference_path"))
-    places = [(setting, found[at], key) for setting, at, key in stated_at if found.get(at, {}).get(key) is not None]
-    for setting, holder, key in (*places, *data_files(found.get("data", {}))):
-        stated = holder[key]
-        if looks_like_address(stated):
-            continue
-        path = PurePath(str(stated))
-        if layout.is_container:
-            path = _DATA / path
-            if not path.is_relative_to(_DATA) or ".." in path.parts:
-                raise ConfigError(
-                    f"{setting}: {stated} is outside {_DATA}, the folder that containers see; name it below that"
-                )
-        elif not path.is_absolute():
-            raise ConfigError(f"{setting}: {stated} is relative; name its path on every machine, from / on")
-        holder[key] = str(path)
-    return {**run, **found}
-
-
-def _run_config(model: CostModel, plan: PlanDocument, run: Document, *, is_emulated: bool) -> Document:
-    """The run's configuration with the settings that the plan was computed for."""
-    problem = model.problem
-    workload = problem.workload
-    endpoints = {key: value for key, value in run.get("endpoints", {}).items() if key != "generators"}
-    config: Document = {
-        **run,
-        "run": {"id": re.sub(r"[^A-Za-z0-9._-]", "-", problem.id), **run.get("run", {})},
-        "algorithm": {
-            **({"name": "ppo"} if _trains_a_critic(problem) else {}),
-            **run.get("algorithm", {}),
-            "group_size": workload.group_size,
-            "prompts_per_step": workload.prompts_per_step,
-            "max_staleness": workload.staleness,
-        },
-        "sampling": {**run.get("sampling", {}), "max_new_tokens": math.ceil(workload.output_len.longest)},
-        "endpoints": endpoints,
-    }
-    if plan.score:
-        config["algorithm"] = {"reference": "service", **config["algorithm"]}
-        config["scorers"] = 0
-    if plan.reward and plan.train[0].node not in plan.reward:
-        config["rewards"] = 0
-    if is_emulated:
-        emulated = emulation(problem, run["generator"].get("emulated", {}))
-        config["generator"] = {**run["generator"], "emulated": emulated}
-        if run.get("trainer", {}).get("device") != "cpu":
-            # The trainer is real, on this machine's hardware: it keeps the run's settings.
-            return config
-        # Processes on CPUs stand for the plan's GPUs.
-    return {**config, "trainer": trainer_section(model, plan, run.get("trainer", {}))}
-
-
-def _trains_a_critic(problem: Problem) -> bool:
-    """Whether more than the policy is trained."""
-    return sum(task.kind == "train" for task in problem.workload.train_tasks) > 1
 
 
 def _trainer_roots(config: Document) -> list[str]:

@@ -54,6 +54,7 @@ def write_deployment(
     run: Document = PLAIN_RUN,
     address: str | None = None,
     head_address: str | None = None,
+    moves_trainer: bool = False,
 ) -> list[Path]:
     """Write all files into a folder that is new or empty; returns their paths. Raises ConfigError.
 
@@ -65,6 +66,7 @@ def write_deployment(
         run: The run's own configuration.
         address: Reaches every machine, to try the plan on one; None: each is reached under its own name.
         head_address: Where other sites reach the head, for engines that do not know it by its name.
+        moves_trainer: Whether revisions may move the trainer, through `run.checkpoint_storage`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--deploy: {folder} is not an empty folder; name a new one")
@@ -75,6 +77,7 @@ def write_deployment(
         run=run,
         address=address,
         head_address=head_address,
+        moves_trainer=moves_trainer,
         folder=folder.expanduser().absolute(),
     )
     for name, content in files.items():
@@ -94,6 +97,7 @@ def deployment(
     run: Document = PLAIN_RUN,
     address: str | None = None,
     head_address: str | None = None,
+    moves_trainer: bool = False,
     folder: Path,
 ) -> Files:
     """Every file's content by its path in `folder`; all are validated. Raises ConfigError."""
@@ -102,7 +106,9 @@ def deployment(
     if address is not None and engine != COMPOSE:
         raise ConfigError(f"--address: tries a plan on this machine, without {engine}; leave one of them out")
     writer = ENGINES[engine]
-    made = Configurations(model, plan, run=run, layout=writer.layout, address=address, folder=folder)
+    made = Configurations(
+        model, plan, run=run, layout=writer.layout, address=address, folder=folder, moves_trainer=moves_trainer
+    )
     described = describe(made, head_address=head_address)
     files = {**described.configurations, **writer.write(described)}
     return {**files, "README.md": readme(described, str(files.pop("README.md")))}

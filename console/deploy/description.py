@@ -93,8 +93,8 @@ class Host:
     services: tuple[Service, ...]
     role: str
     """The role of its certificate."""
-    scores: bool = False
-    """Whether that has a reward worker's role as well, for reward workers and scorers."""
+    more_roles: tuple[str, ...] = ()
+    """Its further roles."""
 
     @property
     def site(self) -> str:
@@ -128,6 +128,8 @@ class Deployment:
     """Of the model."""
     head_address: str | None
     """Where other sites reach the head, if that is stated."""
+    moving_by: str | None = None
+    """The storage of checkpoints by which the trainer moves between machines; None if it stays."""
 
     @property
     def head(self) -> Host:
@@ -137,7 +139,7 @@ class Deployment:
     @property
     def training(self) -> list[Host]:
         """The machines that train; several of them need a file system that all see."""
-        return [host for host in self.hosts if host.role == "operator"]
+        return [host for host in self.hosts if host.role == "operator" or "trainer" in host.more_roles]
 
     @property
     def sites(self) -> list[str]:

@@ -36,15 +36,16 @@ class Machine:
         return self.kind.region
 
 
-def machines(problem: Problem, plan: PlanDocument, *, is_one_host: bool) -> list[Machine]:
+def machines(problem: Problem, plan: PlanDocument, *, is_one_host: bool, moves_trainer: bool = False) -> list[Machine]:
     """All machines except those whose GPUs all train and that have no reward worker.
 
-    Revisions may use GPUs that the plan leaves idle.
+    Revisions may use GPUs that the plan leaves idle; where they move the trainer, all.
     """
     training = {share.node: share.gpus for share in plan.train}
     found, next_port = [], FIRST_GENERATOR_PORT
     for name, node in node_classes(problem).items():
-        if training.get(name) == node.gpus and (name == plan.train[0].node or name not in plan.reward):
+        only_trains = training.get(name) == node.gpus and not moves_trainer
+        if only_trains and (name == plan.train[0].node or name not in plan.reward):
             continue
         found.append(Machine(name=name, kind=node, first_port=next_port))
         next_port += 2 * node.gpus if is_one_host else 0

@@ -25,7 +25,13 @@ _TRAINERS = """
 
 Trainers of several machines talk by torch.distributed, which neither encrypts nor authenticates: they refuse to start
 beside TLS until their trainer.yaml sets `trusts_network: true`. Set it if the network between them is yours. Run folder
-and model must be on a file system that all of them see."""
+and model must be on a file system that all of them see, or have addresses in object storage."""
+_MOVING = """
+
+The trainer moves with the plan. Where it has several machines, its processes talk by torch.distributed, which neither
+encrypts nor authenticates: they refuse to start beside TLS until `trainer` in every node-MACHINE.yaml sets
+`trusts_network: true`. Set it if the network between them is yours. Checkpoints go through {storage}; the model must be
+at the same path on all machines, or have an address in object storage."""
 _CHECK = """
 Each machine is checked before anything starts on it (`penstock doctor machine-NAME.yaml`): certificates of this run and
 this machine, the model and data, folders that can be written to, and the GPUs of the plan. What is missing is reported
@@ -39,6 +45,8 @@ def readme(deployment: Deployment, steps: str) -> str:
     if deployment.has_certificates:
         commands = "\n".join(_command(deployment, host) for host in deployment.hosts)
         trainers = _TRAINERS if len(deployment.training) > 1 else ""
+        if deployment.moving_by is not None:
+            trainers = _MOVING.format(storage=deployment.moving_by)
         text = _CERTIFICATES.format(commands=commands, trainers=trainers)
     return f"{text}{steps.strip()}\n{_CHECK}"
 
@@ -49,7 +57,7 @@ def _command(deployment: Deployment, host: Host) -> str:
     else:
         # Generators at the trainer's site name no site: they relay nothing.
         run_id, site = deployment.run_id, "*" if host.site == deployment.head.site else host.site
-    roles = f"{host.role} reward" if host.scores and host.role != "operator" else host.role
+    roles = " ".join((host.role, *host.more_roles))
     options = {"run": run_id, "site": site, "name": host.name, "host": host.address}
     text = " ".join(f"--{option} {shlex.quote(value)}" for option, value in options.items())
     return f"penstock certs issue {roles} {text} \\\n    --dir authority --out certificates/{host.name} --at {PLACE}"

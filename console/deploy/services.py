@@ -19,7 +19,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
             kind=kinds[name],
             services=services,
             role=made.role(name),
-            scores=made.scores(name),
+            more_roles=made.more_roles(name),
         )
         for name in made.names()
         # Tried on one host, the head's trainer starts all processes.
@@ -33,6 +33,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
         configurations=made.files(),
         weight_bytes=_weight_bytes(made),
         head_address=head_address,
+        moving_by=str(made.config["run"]["checkpoint_storage"]) if made.moves_trainer else None,
     )
 
 
@@ -43,7 +44,8 @@ def _services(made: Configurations, name: str) -> list[Service]:
     found: list[Service] = []
     if is_head and made.layout.is_container:
         found += _center(made)
-    if trains is not None and (trains.torchrun or (is_head and made.layout.is_container)):
+    has_trainer = trains is not None and (trains.torchrun or (is_head and made.layout.is_container))
+    if trains is not None and has_trainer and not made.moves_trainer:
         found.append(_trainer(made, trains, is_head=is_head))
     if is_head:
         found.append(_run(made))
@@ -103,9 +105,11 @@ def _trainer(made: Configurations, trainer: TrainingMachine, *, is_head: bool) -
 def _run(made: Configurations) -> Service:
     """What follows the run, and where there are no containers starts the head's services too."""
     layout = made.layout
-    is_alone = not layout.is_container and not made.head.torchrun
-    local = ("broker", "scheduler", *(["reward"] if made.head_rewards else []), "trainer")
-    after = local if layout.is_container else ()
+    is_alone = not layout.is_container and not made.head.torchrun and not made.moves_trainer
+    local = ["broker", "scheduler", *(["reward"] if made.head_rewards else [])]
+    if not made.moves_trainer:
+        local.append("trainer")
+    after = tuple(local) if layout.is_container else ()
     limit_gib = memory_gib("run")
     if not layout.is_container:
         limit_gib += sum(memory_gib(kind) for kind in ("redis", "broker", "scheduler", "reward"))

@@ -29,8 +29,13 @@ class TrainingMachine:
     pool is one machine, or tried on one, whose trainer starts its processes itself."""
 
 
-def training_machines(model: CostModel, plan: PlanDocument, *, address: str | None) -> list[TrainingMachine]:
-    """The pool; the first machine is the head. All of them are one host if that has an `address`."""
+def training_machines(
+    model: CostModel, plan: PlanDocument, *, address: str | None, moves: bool = False
+) -> list[TrainingMachine]:
+    """The pool; the first machine is the head. All of them are one host if that has an `address`.
+
+    Where the trainer moves, machines start it as the plan in force says, without torchrun.
+    """
     head_address = address or plan.train[0].node
     found = []
     for rank, share in enumerate(plan.train):
@@ -47,7 +52,7 @@ def training_machines(model: CostModel, plan: PlanDocument, *, address: str | No
                 name=share.node,
                 site=model.nodes[share.node].region,
                 gpus=share.gpus,
-                torchrun=meeting if len(plan.train) > 1 and address is None else (),
+                torchrun=meeting if len(plan.train) > 1 and address is None and not moves else (),
             )
         )
     return found
@@ -71,6 +76,15 @@ def trainer_section(model: CostModel, plan: PlanDocument, stated: Document) -> D
     if stated.get("parallel"):
         raise ConfigError("trainer.parallel: the plan states a mesh of its own; leave it out")
     return {**stated, **mesh_settings(plan)}
+
+
+def moving_section(model: CostModel, stated: Document) -> Document:
+    """The section `trainer` of a run whose plan says how many processes there are, in which mesh."""
+    for key in ("parallel", "processes"):
+        if stated.get(key):
+            raise ConfigError(f"trainer.{key}: --moves-trainer: the plan in force sets it; leave it out")
+    pack_tokens = model.problem.cost_model.train_pack_tokens
+    return {"tokens_per_pack": pack_tokens, **stated} if pack_tokens else stated
 
 
 def mesh_settings(plan: PlanDocument) -> Document:

@@ -68,7 +68,14 @@ def plan_problem(
 
 
 def deploy(
-    folder: Path, report: FeasiblePlan, *, engine: str, run: Path | None, address: str | None, head_address: str | None
+    folder: Path,
+    report: FeasiblePlan,
+    *,
+    engine: str,
+    run: Path | None,
+    address: str | None,
+    head_address: str | None,
+    moves_trainer: bool = False,
 ) -> None:
     """Write the files that start the plan; see `console.deploy.deployment.write_deployment`. Raises ConfigError."""
     from console.deploy.configurations import PLAIN_RUN
@@ -78,11 +85,20 @@ def deploy(
     model, plan = report.model, report.plan
     stated = read_document(run) if run is not None else PLAIN_RUN
     written = write_deployment(
-        folder, model, plan, engine=engine, run=stated, address=address, head_address=head_address
+        folder,
+        model,
+        plan,
+        engine=engine,
+        run=stated,
+        address=address,
+        head_address=head_address,
+        moves_trainer=moves_trainer,
     )
     print(f"{len(written)} files in {folder}; its README.md says how to start them", file=sys.stderr)
     if engine == "compose":
-        for each in (each for each in training_machines(model, plan, address=address) if each.torchrun):
+        for each in (
+            each for each in training_machines(model, plan, address=address, moves=moves_trainer) if each.torchrun
+        ):
             command = " ".join(("torchrun", *each.torchrun, "-m console serve trainer --config"))
             print(
                 f"note: without containers, {each.name} trains by: {command} {each.site}/trainer.yaml", file=sys.stderr

@@ -37,6 +37,9 @@ DeployAddress = Annotated[
 DeployHead = Annotated[
     str | None, typer.Option("--head", metavar="HOST", help="With --deploy: where other sites reach the head.")
 ]
+MovesTrainer = Annotated[
+    bool, typer.Option("--moves-trainer", help="With --deploy: revisions may move the trainer to any machine.")
+]
 PlannedRun = Annotated[
     Path | None,
     typer.Option("--run", metavar="RUN.yaml", help="The run: its model, data and settings, to plan and to deploy."),
@@ -140,6 +143,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     run: PlannedRun = None,
     address: DeployAddress = None,
     head: DeployHead = None,
+    moves_trainer: MovesTrainer = False,
     inventory: Inventory = None,
     model: PlannedModel = None,
     data: PlannedData = None,
@@ -185,7 +189,15 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         if picture is not None:
             picture.write_text(plan_picture(report), encoding="utf-8")
         if deploy is not None:
-            write(deploy, report, engine=engine, run=run, address=address, head_address=head)
+            write(
+                deploy,
+                report,
+                engine=engine,
+                run=run,
+                address=address,
+                head_address=head,
+                moves_trainer=moves_trainer,
+            )
     return show(report, is_json=json_output, is_explained=explain)
 
 

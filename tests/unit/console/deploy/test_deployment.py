@@ -14,6 +14,7 @@ from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
 from console.node.config import NodeConfig, read_node
 from console.node.scoring import scoring_config, scoring_misfits, scoring_places
+from console.node.training import missing_run, trainer_config
 from console.run.as_planned import as_planned
 from console.run.run_plan import as_message
 from console.serve.serve import ServiceKind, load_service_config
@@ -35,8 +36,8 @@ def model():
 SPREAD = plan([("l4-0", 2, 4)], [("a100-0", 4), ("l40s-0", 8)])
 
 
-def deployed(model, *, of=PLAN, run=PLAIN_RUN, address=None, folder=Path("/out"), engine="compose"):
-    return deployment(model, of, run=run, address=address, folder=folder, engine=engine)
+def deployed(model, *, of=PLAN, run=PLAIN_RUN, address=None, folder=Path("/out"), engine="compose", **more):
+    return deployment(model, of, run=run, address=address, folder=folder, engine=engine, **more)
 
 
 def test_every_file_is_accepted_by_what_reads_it(model, tmp_path):
@@ -334,6 +335,43 @@ def test_a_critic_is_not_put_into_a_container(model):
     with pytest.raises(ConfigError, match=r"^algorithm.critic: service: --deploy writes no container for a critic"):
         deployed(model, run=run)
     deployed(model, run={**run, "endpoints": {"critic": "far:7309"}})
+
+
+@pytest.mark.parametrize("engine", ["compose", "slurm"])
+def test_a_trainer_that_moves_may_start_on_every_machine_with_a_folder_of_its_own(model, engine):
+    at = "/models/model" if engine == "slurm" else "/data/model"
+    run = {"model": {"path": at}, "data": {"train": f"{at}.jsonl"}}
+    stored = {**run, "run": {"checkpoint_storage": "s3://team/runs"}}
+    files = deployed(model, of=SPREAD, run=stored, engine=engine, moves_trainer=True)
+
+    document = files["r0/run.yaml"]
+    places = [f"{name}:7304" for name in ("a100-0", "l40s-0", "l4-0", "l4-1")]
+    parsed = parse_run_config(document, source="run.yaml")
+    assert parsed.moves_trainer
+    assert document["endpoints"]["trainer"] == ",".join(places)
+    assert "processes" not in document.get("trainer", {})
+    assert "r0/trainer.yaml" not in files
+    for site, name in (("r0", "a100-0"), ("r0", "l40s-0"), ("r1", "l4-0"), ("r1", "l4-1")):
+        node = validate(NodeConfig, files[f"{site}/node-{name}.yaml"], source="")
+        assert node.generator.weights == ",".join(places)
+        assert (node.trainer.weights_url, node.trainer.checkpoint_storage) == (f"{name}:7305", "s3://team/runs")
+        assert missing_run(node) == ""
+        assert trainer_config(node).runs_dir == node.trainer.run_dir.absolute().parent
+        assert "data.train" in files[f"{site}/machine-{name}.yaml"]["readable"]
+    assert "certs issue operator --run" in files["README.md"]
+    assert "certs issue generator trainer --run drawn" in files["README.md"].replace(parsed.run.id, "drawn")
+    assert "Checkpoints go through s3://team/runs" in files["README.md"]
+    if engine == "compose":
+        services = files["r0/docker-compose.yml"]["services"]
+        assert {"redis", "broker", "run", "node-a100-0", "node-l40s-0"} <= services.keys()
+        assert "trainer" not in services
+        assert "trainer" not in services["run"]["depends_on"]
+    else:
+        assert "torchrun" not in files["machine.sh"]
+    with pytest.raises(ConfigError, match=r"^run.checkpoint_storage: --moves-trainer needs it"):
+        deployed(model, of=SPREAD, run=run, engine=engine, moves_trainer=True)
+    with pytest.raises(ConfigError, match=r"^trainer.processes: --moves-trainer: the plan in force sets it"):
+        deployed(model, of=SPREAD, run={**stored, "trainer": {"processes": 2}}, engine=engine, moves_trainer=True)
 
 
 def test_machines_have_the_scorers_and_the_reward_worker_of_the_plan_and_the_run_has_none():
