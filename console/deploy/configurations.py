@@ -147,6 +147,12 @@ class Configurations:
         )
         return (*(["trainer"] if self.moves_trainer else []), *(["reward"] if scores else []))
 
+    def first_gpu(self, machine: str) -> int:
+        """Index of the first GPU that its `penstock node` is given; where GPUs have no names, those before it train."""
+        if self.layout.names_gpus:
+            return 0
+        return next((each.gpus for each in self.trainers if each.name == machine), 0)
+
     def _service(self, document: Document) -> Document:
         return {"insecure": True, **document} if self.is_insecure else document
 
@@ -285,6 +291,7 @@ class Configurations:
             "site": machine.site,
             "gpu": machine.kind.gpu,
             "gpus": machine.kind.gpus,
+            **({"first_gpu": first} if (first := self.first_gpu(machine.name)) else {}),
             "price_per_hour": machine.kind.price_per_gpu_hour * machine.kind.gpus,
             "scheduler": self.center["scheduler"],
             "address": self.host(machine.name),
@@ -352,6 +359,9 @@ class Configurations:
         if self.is_emulated:
             return document
         gpus = kind.gpus if generates is not None or trains is None else trains.gpus
+        if generates is not None and (first := self.first_gpu(name)):
+            # It is checked in every pod, each of which has some of them.
+            gpus = min(first, kind.gpus - first)
         memory_gb = self.model.problem.gpu_types[kind.gpu].hbm_GB
         return {**document, "gpu": kind.gpu, "gpus": gpus, "gpu_memory_gb": memory_gb}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from console.deploy.configurations import PLAIN_RUN, Configurations
-from console.deploy.description import IN_CONTAINERS, IN_FOLDERS, Deployment, Files, Layout
+from console.deploy.description import IN_CONTAINERS, IN_FOLDERS, IN_PODS, Deployment, Files, Layout
 from console.deploy.engines.compose import compose_files
 from console.deploy.engines.kubernetes import kubernetes_files
 from console.deploy.engines.skypilot import skypilot_files
@@ -39,7 +39,7 @@ class Engine:
 
 ENGINES: Mapping[str, Engine] = {
     COMPOSE: Engine(compose_files, IN_CONTAINERS),
-    "kubernetes": Engine(kubernetes_files, IN_CONTAINERS),
+    "kubernetes": Engine(kubernetes_files, IN_PODS),
     "skypilot": Engine(skypilot_files, IN_FOLDERS),
     "slurm": Engine(slurm_files, IN_FOLDERS),
 }

@@ -42,9 +42,12 @@ class Layout:
     """Run folders, caches and logs."""
     is_container: bool
     """Whether each service has a container; otherwise `penstock run` starts those of the head."""
+    names_gpus: bool = True
+    """Whether a service can be given GPUs by their indices; otherwise each has some of its own, whichever they are."""
 
 
 IN_CONTAINERS = Layout(config=PurePath("/config"), runs=PurePath("/runs"), is_container=True)
+IN_PODS = Layout(config=PurePath("/config"), runs=PurePath("/runs"), is_container=True, names_gpus=False)
 IN_FOLDERS = Layout(config=PurePath(), runs=PurePath("runs"), is_container=False)
 """Each machine starts its services in the folder of its site."""
 
@@ -128,6 +131,8 @@ class Deployment:
     """Of the model."""
     head_address: str | None
     """Where other sites reach the head, if that is stated."""
+    has_storage: bool = False
+    """Whether checkpoints are copied to object storage, so that machines that train need share no folder."""
     moving_by: str | None = None
     """The storage of checkpoints by which the trainer moves between machines; None if it stays."""
 

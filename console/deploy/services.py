@@ -33,6 +33,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
         configurations=made.files(),
         weight_bytes=_weight_bytes(made),
         head_address=head_address,
+        has_storage=made.config["run"].get("checkpoint_storage") is not None,
         moving_by=str(made.config["run"]["checkpoint_storage"]) if made.moves_trainer else None,
     )
 
@@ -132,7 +133,7 @@ def _node(made: Configurations, machine: Machine) -> Service:
         kind="node",
         image=_image(made, "generator"),
         arguments=("node", str(made.layout.config / f"node-{machine.name}.yaml")),
-        gpus=0 if made.is_emulated else machine.kind.gpus,
+        gpus=0 if made.is_emulated else machine.kind.gpus - made.first_gpu(machine.name),
         memory_gib=memory_gib("node", weight_bytes=_weight_bytes(made), gpus=machine.kind.gpus),
     )
 

@@ -75,6 +75,7 @@ def _misfit(each: pb.Assignment, config: NodeConfig) -> str:
     return (
         f"{each.num_replicas} generators of {_degree(each)} GPUs, on GPUs "
         f"{', '.join(map(str, each.accelerator_indices)) or 'of its choice'}; there are {config.gpus}"
+        f"{f' from {config.first_gpu} on' if config.first_gpu else ''}"
     )
 
 
@@ -93,12 +94,13 @@ def _is_for(each: pb.Assignment, config: NodeConfig) -> bool:
 
 def _fits(each: pb.Assignment, config: NodeConfig) -> bool:
     gpus = _gpus(each, config)
-    is_enough = len(gpus) >= _degree(each) * max(1, each.num_replicas) and max(gpus) < config.gpus
+    is_enough = len(gpus) >= _degree(each) * max(1, each.num_replicas)
+    is_enough = is_enough and config.first_gpu <= min(gpus) and max(gpus) < config.gpus
     return is_enough and not _lacks_stages(each, config)
 
 
 def _gpus(each: pb.Assignment, config: NodeConfig) -> tuple[int, ...]:
-    return tuple(each.accelerator_indices) or tuple(range(config.gpus))
+    return tuple(each.accelerator_indices) or tuple(range(config.first_gpu, config.gpus))
 
 
 def _placed(each: pb.Assignment, config: NodeConfig) -> Iterator[Placement]:

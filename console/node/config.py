@@ -39,6 +39,8 @@ class NodeConfig(NetworkConfig):
     """Its GPU type's name in the problem."""
     gpus: int = Field(default=1, ge=1, le=1024)
     """Number of its GPUs."""
+    first_gpu: int = Field(default=0, ge=0, le=1024)
+    """Index of the first GPU that this process is given; those before it train in another container."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """US dollars for the whole machine; if unset, the price of similar machines."""
     scheduler: Targets

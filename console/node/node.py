@@ -209,7 +209,9 @@ class NodeAgent:
             name=placement.name,
             target=target,
             num_threads=settings.engine.num_threads,
-            environment=visible(placement.gpus, self._gpus) if not settings.engine.is_emulated else {},
+            environment=visible(placement.gpus, self._gpus, first=self._config.first_gpu)
+            if not settings.engine.is_emulated
+            else {},
         )
         self._running[placement.name] = placement
         host = target.rpartition(":")[0]
@@ -225,7 +227,9 @@ class NodeAgent:
             settings,
             name=place.name,
             target=local_endpoint(settings.listen).target,
-            environment=visible((place.gpu,), self._gpus) if self._gpus and place.gpu is not None else {},
+            environment=visible((place.gpu,), self._gpus, first=self._config.first_gpu)
+            if self._gpus and place.gpu is not None
+            else {},
         )
 
 

@@ -35,7 +35,7 @@ def scoring_places(plan: pb.Plan, config: NodeConfig) -> dict[str, ScoringPlace]
         for each in _mine(plan, config)
         if each.role == pb.ROLE_SCORER and config.scorer is not None
         for gpu in each.accelerator_indices
-        if gpu < config.gpus
+        if config.first_gpu <= gpu < config.gpus
     ]
     if config.reward is not None and any(each.role == pb.ROLE_REWARD for each in _mine(plan, config)):
         found.append(ScoringPlace(kind=REWARD))
@@ -49,7 +49,7 @@ def scoring_misfits(plan: pb.Plan, config: NodeConfig) -> list[str]:
         section = {pb.ROLE_SCORER: SCORER, pb.ROLE_REWARD: REWARD}.get(each.role)
         if section is not None and getattr(config, section) is None:
             found.append(f"a {section}; the machine's file has no section {section}")
-        elif section == SCORER and any(gpu >= config.gpus for gpu in each.accelerator_indices):
+        elif section == SCORER and not all(config.first_gpu <= gpu < config.gpus for gpu in each.accelerator_indices):
             found.append(f"scorers on GPUs {', '.join(map(str, each.accelerator_indices))}; there are {config.gpus}")
     return found
 

@@ -119,7 +119,7 @@ class TrainerProcesses:
     def _launch(self, name: str, environment: Mapping[str, str]) -> None:
         assert self._place is not None
         settings = trainer_config(self._config)
-        devices = visible(self._place.gpus, self._gpus) if self._gpus else {}
+        devices = visible(self._place.gpus, self._gpus, first=self._config.first_gpu) if self._gpus else {}
         self._services.launch_service(
             "trainer",
             settings,

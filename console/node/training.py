@@ -48,7 +48,7 @@ def obstacle(plan: pb.Plan, config: NodeConfig) -> str:
     place = _stated_place(plan, config)
     if place is None or config.trainer is None:
         return ""
-    if not place.gpus or max(place.gpus) >= config.gpus:
+    if not place.gpus or max(place.gpus) >= config.gpus or min(place.gpus) < config.first_gpu:
         return f"the plan trains on GPUs {', '.join(map(str, place.gpus)) or '(none)'}; there are {config.gpus}"
     return ""
 

@@ -1,7 +1,8 @@
 """Writes Kubernetes objects for each site's cluster, joined by a kustomization.
 
 The head is one pod, so that its services share volumes of one machine: Redis, broker, scheduler and reward worker are
-sidecars of the trainer, which start in that order, one after the other is ready, and end after it.
+sidecars of the trainer, which start in that order, one after the other is ready, and end after it. Where several
+machines train, each other one has a pod of its own, and torchrun's processes meet through a headless Service.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from typing import Any
 
 from console.deploy.description import PORTS, USER_ID, Deployment, Files, Host, Service, environment, without_empty
 from console.deploy.engines.kubernetes_access import budgets, network_policies, services
-from console.deploy.engines.kubernetes_names import CONFIGURATION, NAMESPACE, certificate, claim, labels, metadata
+from console.deploy.engines.kubernetes_names import (
+    CONFIGURATION,
+    NAMESPACE,
+    TRAINER,
+    certificate,
+    claim,
+    labels,
+    metadata,
+    ranks,
+)
 from penstock.config import ConfigError
 
 Object = dict[str, Any]
@@ -66,10 +76,18 @@ def kubernetes_files(deployment: Deployment) -> Files:
 
 
 def _check(deployment: Deployment) -> None:
-    if len(deployment.training) > 1:
+    if deployment.moving_by is not None:
+        raise ConfigError("--moves-trainer: not for kubernetes; deploy --for compose or slurm, or leave it out")
+    names = " and ".join(host.name for host in deployment.training)
+    if len(deployment.training) > 1 and not deployment.has_storage:
         raise ConfigError(
-            f"--for kubernetes: {' and '.join(host.name for host in deployment.training)} train, which takes a file "
-            "system that all of them write to (ReadWriteMany); plan for one machine that trains, or deploy --for slurm"
+            f"--for kubernetes: {names} train, and without object storage their run folder would have to be one that "
+            "all of them write to (ReadWriteMany); set run.checkpoint_storage, or deploy --for slurm"
+        )
+    if len({host.site for host in deployment.training}) > 1:
+        raise ConfigError(
+            f"--for kubernetes: {names} train, in several clusters, between which pods do not reach each other; plan "
+            "for machines of one site that train, or deploy --for compose"
         )
     for host in deployment.hosts:
         for name in (host.name, host.site):
@@ -78,13 +96,6 @@ def _check(deployment: Deployment) -> None:
                     f"nodes: {name!r} cannot name a Kubernetes object; use at most 46 lowercase letters, digits and "
                     "dashes, a letter first"
                 )
-        kinds = {service.kind: service for service in host.services}
-        if {"trainer", "node"} <= kinds.keys() and kinds["node"].gpus:
-            raise ConfigError(
-                f"--for kubernetes: {host.name} trains on {kinds['trainer'].gpus} of its {host.kind.gpus} GPUs and "
-                "generates on the others, and containers cannot share a machine's GPUs by number; describe it as two "
-                "machines in the problem, or deploy --for compose"
-            )
     far = [site for site in deployment.sites if site != deployment.head.site]
     if far and deployment.head_address is None:
         raise ConfigError(
@@ -151,7 +162,8 @@ def _workloads(deployment: Deployment, host: Host) -> list[Object]:
     center = [each for each in host.services if each.kind not in ("run", "node")]
     if center:
         pod = _pod(deployment, host, center[:-1], center[-1])
-        found.append(_deployment(host, host.name, "head", pod))
+        component = "head" if host.name == deployment.head.name else TRAINER
+        found.append(_deployment(host, host.name, component, pod))
     for service in host.services:
         pod = _pod(deployment, host, [], service)
         if service.kind == "node":
@@ -244,6 +256,8 @@ def _container(deployment: Deployment, host: Host, service: Service) -> Object:
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+    if service.torchrun:
+        found["command"] = ["torchrun", *_meeting(deployment, service), "-m", "console"]
     if service.kind == "redis":
         health = ["redis-cli", "-p", str(PORTS["redis"]), "ping"]
         return found | _probes(health) | {"volumeMounts": [{"name": "redis", "mountPath": "/data"}]}
@@ -265,6 +279,13 @@ def _container(deployment: Deployment, host: Host, service: Service) -> Object:
     return found
 
 
+def _meeting(deployment: Deployment, service: Service) -> list[str]:
+    """Options of torchrun, whose processes meet at the head's pod itself."""
+    head = deployment.head
+    stated, headless = f"--master-addr={head.address}", f"--master-addr={ranks(head)}"
+    return [headless if option == stated else option for option in service.torchrun]
+
+
 def _probes(command: list[str]) -> Object:
     """Readiness, and restarts of what never comes up; no liveness: what waits for another service is well."""
     probe = {"exec": {"command": command}, "periodSeconds": _PERIOD_S, "timeoutSeconds": 30}
@@ -280,7 +301,7 @@ def _volumes(deployment: Deployment, host: Host, main: Service) -> list[Object]:
 
     found: list[Object] = [{"name": "configuration", "configMap": {"name": CONFIGURATION}}, claimed("data")]
     found.append(claimed("runs") if is_head else {"name": "runs", "emptyDir": {}})
-    if main.kind == "trainer":
+    if main.kind == "trainer" and is_head:
         found.append(claimed("redis"))
     if deployment.has_certificates:
         secret = {"secretName": certificate(host), "defaultMode": 0o440}

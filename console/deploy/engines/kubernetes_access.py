@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from console.deploy.description import PORTS, Deployment, Host
-from console.deploy.engines.kubernetes_names import COMPONENT_LABEL, NAME_LABEL, labels, metadata
+from console.deploy.engines.kubernetes_names import COMPONENT_LABEL, NAME_LABEL, TRAINER, labels, metadata, ranks
 from console.deploy.nodes import FIRST_GENERATOR_PORT
 
 Object = dict[str, Any]
@@ -28,7 +28,11 @@ def services(deployment: Deployment, site: str) -> list[Object]:
         "publishNotReadyAddresses": True,
         "ports": [{"name": name, "port": PORTS[name]} for name in _LOCAL],
     }
-    return [_service(head, spec)]
+    found = [_service(head, spec)]
+    if len(deployment.training) > 1:
+        headless = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(head, "head")}
+        found.append({"apiVersion": "v1", "kind": "Service", "metadata": metadata(ranks(head), head), "spec": headless})
+    return found
 
 
 def _service(host: Host, spec: Object) -> Object:
@@ -50,7 +54,8 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
         if len(deployment.sites) > 1:
             # Other sites, by their certificates.
             rules.append({"ports": [{"port": PORTS[name]} for name in _PUBLIC]})
-        return [*found, _policy("head", labels(deployment.head, "head"), rules)]
+        found.append(_policy("head", labels(deployment.head, "head"), rules))
+        return [*found, _ranks_policy()] if len(deployment.training) > 1 else found
     last = FIRST_GENERATOR_PORT + 2 * max(host.kind.gpus for host in deployment.at(site)) - 1
     nodes = {**NAME_LABEL, COMPONENT_LABEL: "node"}
     relays = {
@@ -58,6 +63,15 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
         "ports": [{"port": FIRST_GENERATOR_PORT, "endPort": last}],
     }
     return [*found, _policy("relays", nodes, [relays])]
+
+
+def _ranks_policy() -> Object:
+    """Processes that train talk to each other on ports that they choose, and to nobody else so."""
+    component = {"key": COMPONENT_LABEL, "operator": "In", "values": ["head", TRAINER]}
+    selector = {"matchLabels": NAME_LABEL, "matchExpressions": [component]}
+    policy = _policy("ranks", {}, [{"from": [{"podSelector": selector}]}])
+    policy["spec"]["podSelector"] = selector
+    return policy
 
 
 def _policy(name: str, selector: dict[str, str], ingress: list[Object]) -> Object:
@@ -74,6 +88,8 @@ def budgets(deployment: Deployment, site: str) -> list[Object]:
     found = []
     if site == deployment.head.site:
         found.append(_budget("head", labels(deployment.head, "head"), max_unavailable=0))
+        if len(deployment.training) > 1:
+            found.append(_budget("trainers", {**NAME_LABEL, COMPONENT_LABEL: TRAINER}, max_unavailable=0))
     if any(service.kind == "node" for host in deployment.at(site) for service in host.services):
         found.append(_budget("nodes", {**NAME_LABEL, COMPONENT_LABEL: "node"}, max_unavailable=1))
     return found

@@ -11,12 +11,14 @@ CONFIGURATION = "configuration"
 """The ConfigMap of a site's configurations."""
 MACHINE_LABEL = "penstock/machine"
 COMPONENT_LABEL = "app.kubernetes.io/component"
+TRAINER = "trainer"
+"""Component of a pod that trains beside the head's."""
 NAME_LABEL = {"app.kubernetes.io/name": "penstock"}
 """On every pod."""
 
 
 def labels(host: Host, component: str) -> dict[str, str]:
-    """Of a machine's pods: component `head`, `run` or `node`."""
+    """Of a machine's pods: component `head`, `trainer`, `run` or `node`."""
     return {**NAME_LABEL, COMPONENT_LABEL: component, MACHINE_LABEL: host.name}
 
 
@@ -28,6 +30,11 @@ def metadata(name: str, host: Host | None = None) -> dict[str, Any]:
 def claim(host: Host, what: str) -> str:
     """The claim of a machine's volume: `data`, `redis` or `runs`."""
     return f"{host.name}-{what}"
+
+
+def ranks(head: Host) -> str:
+    """The headless Service by which processes of several machines that train find the first one."""
+    return f"{head.name}-ranks"
 
 
 def certificate(host: Host) -> str:

@@ -13,6 +13,10 @@ import yaml
 
 from console.deploy.configurations import PLAIN_RUN
 from console.deploy.deployment import deployment, write_deployment
+from console.node.assignment import placements
+from console.node.config import read_node
+from console.node.gpus import visible
+from console.run.run_plan import as_message
 from penstock.config import ConfigError
 from penstock.process.grace_periods import STOP_GRACE_S
 from services.scheduler.cost_model.reference import CostModel
@@ -116,6 +120,45 @@ def test_volumes_are_one_machines_and_only_what_is_named_is_reached(tmp_path: Pa
     assert external.count(HEAD) == 1
 
 
+STORED = {**PLAIN_RUN, "run": {"checkpoint_storage": "s3://team/runs"}}
+
+
+def test_several_machines_train_and_one_does_both_without_a_volume_that_they_share(tmp_path: Path) -> None:
+    model = CostModel(problem("tiny_04", "constraints.train_single_region=false"))
+    of = plan([("l40s-0", 2, 2), ("l4-0", 1, 8)], [("a100-0", 8), ("l40s-0", 4)])
+    paths = write_deployment(tmp_path / "out", model, of, engine="kubernetes", head_address=HEAD, run=STORED)
+    names = [path for path in paths if path.name.startswith(("pods-", "network", "claims", "fill"))]
+    objects = [each for path in names for each in yaml.safe_load_all(path.read_text())]
+    for each in objects:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+
+    found = pods(objects)
+    (head,), (other,), (node,) = (found[name]["containers"] for name in ("a100-0", "l40s-0", "node-l40s-0"))
+    for rank, container in enumerate((head, other)):
+        assert container["command"][0] == "torchrun"
+        assert {f"--node-rank={rank}", "--master-addr=a100-0-ranks"} <= {*container["command"]}
+        assert container["command"][-2:] == ["-m", "console"]
+    gpus = [each["resources"]["limits"]["nvidia.com/gpu"] for each in (head, other, node)]
+    assert gpus == [8, 4, 4], "each pod has GPUs of its own, of the eight of its machine"
+    described = read_node(tmp_path / "out" / "r0" / "node-l40s-0.yaml")
+    assert (described.gpus, described.first_gpu) == (8, 4)
+    followed = as_message(of)
+    assert [placement.gpus for placement in placements(followed, described).values()] == [(4, 5), (6, 7)]
+    assert visible((6, 7), (), first=described.first_gpu) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    claims = {volume["name"] for volume in found["l40s-0"]["volumes"] if "persistentVolumeClaim" in volume}
+    assert claims == {"data"}, "its part of a checkpoint goes to the storage"
+    kinds = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in objects}
+    assert kinds["Service", "a100-0-ranks"]["clusterIP"] == "None"
+    allowed = kinds["NetworkPolicy", "ranks"]
+    assert allowed["podSelector"] == allowed["ingress"][0]["from"][0]["podSelector"]
+    assert kinds["PodDisruptionBudget", "trainers"]["maxUnavailable"] == 0
+    with pytest.raises(ConfigError, match=r"--moves-trainer: not for kubernetes"):
+        deployment(model, of, engine="kubernetes", run=STORED, folder=Path("/out"), moves_trainer=True)
+    spread = plan([("l40s-0", 2, 2)], [("a100-0", 8), ("l4-0", 8)])
+    with pytest.raises(ConfigError, match=r"a100-0 and l4-0 train, in several clusters"):
+        deployment(model, spread, engine="kubernetes", run=STORED, folder=Path("/out"), head_address=HEAD)
+
+
 @pytest.mark.parametrize(
     ("changed", "train", "said"),
     [
@@ -127,9 +170,8 @@ def test_volumes_are_one_machines_and_only_what_is_named_is_reached(tmp_path: Pa
         (
             "id=x",
             [("a100-0", 8), ("l40s-0", 8)],
-            "a100-0 and l40s-0 train, which takes a file system",
+            "a100-0 and l40s-0 train, and without object storage their run folder would have to be one",
         ),
-        ("id=x", [("a100-0", 4)], "a100-0 trains on 4 of its 8 GPUs and generates on the others"),
         ("id=x", [("a100-0", 8)], "--head: required, since the cluster of r1 cannot resolve a100-0 of r0"),
     ],
 )
