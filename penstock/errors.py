@@ -6,6 +6,7 @@
     +-- UnknownRunError          NOT_FOUND            open the run first
     +-- UnknownSampleError       NOT_FOUND            no such group or sample
     +-- LeaseLostError           NOT_FOUND            the lease expired or was revoked
+    +-- UnknownSessionError      NOT_FOUND            an environment has no such session open
     +-- UnknownVersionError      NOT_FOUND            no weights of that version
     +-- OffsetMismatchError      OUT_OF_RANGE         a chunk does not begin where the accepted tokens end
     +-- NotRetainedError         OUT_OF_RANGE         a trained step's payload is no longer kept
@@ -17,6 +18,7 @@
     +-- FencedError              FAILED_PRECONDITION  another trainer has taken the run over
     +-- OtherInstanceError       FAILED_PRECONDITION  another run was opened under this id
     +-- WrongOwnerError          FAILED_PRECONDITION  chunks of token shards of another broker
+    +-- TurnConflictError        FAILED_PRECONDITION  not the session's next turn, nor one that it took
     +-- ServiceUnavailableError  UNAVAILABLE          draining, or a part it needs is away
     |   +-- BadCertificateError  UNAVAILABLE          TLS with it fails: certificate, name, authority (clients)
     +-- DigestMismatchError      DATA_LOSS            weights are not what their manifest states
@@ -97,6 +99,12 @@ class LeaseLostError(PenstockError):
     code, reason = code_pb2.NOT_FOUND, "LEASE_LOST"
 
 
+class UnknownSessionError(PenstockError):
+    """An environment has no such session open: its server restarted, or closed it as idle."""
+
+    code, reason = code_pb2.NOT_FOUND, "UNKNOWN_SESSION"
+
+
 class UnknownVersionError(PenstockError):
     """No weights of that version, yet or any more."""
 
@@ -161,6 +169,12 @@ class WrongOwnerError(PenstockError):
     """The chunks belong to another broker, `metadata["owner"]`, as their sender was shown."""
 
     code, reason = code_pb2.FAILED_PRECONDITION, "WRONG_OWNER"
+
+
+class TurnConflictError(PenstockError):
+    """A turn is neither the session's next one nor, word for word, one that it took."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "TURN_CONFLICT"
 
 
 class ServiceUnavailableError(PenstockError):
@@ -233,6 +247,9 @@ _BY_CODE: dict[int, type[PenstockError]] = {
     code_pb2.UNIMPLEMENTED: NotOfferedError,
     code_pb2.UNAUTHENTICATED: BadTokenError,
     code_pb2.PERMISSION_DENIED: ForbiddenError,
+    # Of foreign servers only environments are asked for what may be gone, or out of turn.
+    code_pb2.NOT_FOUND: UnknownSessionError,
+    code_pb2.FAILED_PRECONDITION: TurnConflictError,
 }
 _BROKEN_CONNECTION = ("Internal error from Core", "Received RST_STREAM", "Stream removed")
 """Messages of gRPC itself, under INTERNAL or UNKNOWN, when a connection breaks in the middle of a message."""

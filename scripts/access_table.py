@@ -14,6 +14,7 @@ from penstock.security.roles import Role, allowed_roles, role_name
 from penstock.v1 import (
     broker_pb2,
     critic_pb2,
+    environment_pb2,
     generator_pb2,
     reward_pb2,
     scheduler_pb2,
@@ -24,7 +25,17 @@ from penstock.v1 import (
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "security.md"
 BEGIN, END = "<!-- calls and roles: begin -->", "<!-- calls and roles: end -->"
-MODULES = (broker_pb2, shards_pb2, trainer_pb2, critic_pb2, weights_pb2, generator_pb2, reward_pb2, scheduler_pb2)
+MODULES = (
+    broker_pb2,
+    shards_pb2,
+    trainer_pb2,
+    critic_pb2,
+    weights_pb2,
+    generator_pb2,
+    reward_pb2,
+    environment_pb2,
+    scheduler_pb2,
+)
 ROLES = [role for role in Role.values() if role not in (Role.ACCESS_ROLE_UNSPECIFIED, Role.ACCESS_ROLE_OPERATOR)]
 
 

@@ -22,24 +22,30 @@ def load_reward(name: str) -> BatchReward:
     The name may lead to a function, to something decorated with `reward`, to a BatchReward, or to a subclass of it that
     is made without arguments. Raises RewardLoadError.
     """
+    return as_reward(find_object(name, kind="reward", example="my_rewards:exact"), name=name)
+
+
+def find_object(name: str, *, kind: str, example: str) -> object:
+    """What `module:attribute` names; errors call it a `kind`, and show `example`. Raises RewardLoadError."""
     module_name, separator, attribute = name.partition(":")
     if not separator or not module_name or not attribute.isidentifier():
-        raise RewardLoadError(f"reward {name!r}: write it as module:function, for example my_rewards:exact")
+        shape = "module:Class" if kind == "environment" else "module:function"
+        raise RewardLoadError(f"{kind} {name!r}: write it as {shape}, for example {example}")
     _add_current_directory()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise RewardLoadError(_describe_missing(name, module_name, error)) from error
+        raise RewardLoadError(f"{kind} {name!r}: {_describe_missing(module_name, error)}") from error
     except Exception as error:  # importing runs the user's code, which may raise anything
         raise RewardLoadError(
-            f"reward {name!r}: importing {module_name} raised {type(error).__name__}: {error}"
+            f"{kind} {name!r}: importing {module_name} raised {type(error).__name__}: {error}"
         ) from error
     found = getattr(module, attribute, None)
     if found is None:
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RewardLoadError(f"reward {name!r}: module {module_name} has no {attribute!r}{hint}")
-    return as_reward(found, name=name)
+        raise RewardLoadError(f"{kind} {name!r}: module {module_name} has no {attribute!r}{hint}")
+    return found
 
 
 def as_reward(found: object, *, name: str = "") -> BatchReward:
@@ -56,11 +62,11 @@ def as_reward(found: object, *, name: str = "") -> BatchReward:
     raise RewardLoadError(f"reward {name!r}: expected a function or a BatchReward, found {type(found).__name__}")
 
 
-def _describe_missing(name: str, module_name: str, error: ModuleNotFoundError) -> str:
+def _describe_missing(module_name: str, error: ModuleNotFoundError) -> str:
     if error.name is not None and module_name.split(".")[0] != error.name.split(".")[0]:
-        return f"reward {name!r}: {module_name} imports {error.name!r}, which is not installed"
+        return f"{module_name} imports {error.name!r}, which is not installed"
     return (
-        f"reward {name!r}: no module {module_name!r} is installed or in {os.getcwd()}; "
+        f"no module {module_name!r} is installed or in {os.getcwd()}; "
         "run from the folder that holds it, or add that folder to PYTHONPATH"
     )
 

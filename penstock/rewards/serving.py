@@ -73,7 +73,7 @@ async def serve_async(target: RewardFunction | BatchReward | str, *, listen: str
     """
     reward = load_reward(target) if isinstance(target, str) else as_reward(target)
     model = LocalModel(reward)
-    server = Server(listen=listen, services=[reward_service(model)], security=_security())
+    server = Server(listen=listen, services=[reward_service(model)], security=third_party_security())
 
     def announce() -> None:
         address = f"{listen.rpartition(':')[0]}:{server.port}"
@@ -94,12 +94,12 @@ def serve(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_L
         sys.exit(str(error))
 
 
-def _security() -> Security:
-    """The model's own credentials, in the variables that its callers have them in. Raises ConfigError."""
+def third_party_security() -> Security:
+    """A server's own credentials, in the variables that its callers have them in. Raises ConfigError."""
     security = Security.from_environment(JUDGES)
     if not security.has_credentials and any(map(os.environ.get, _OF_THE_CLUSTER)):
         raise ConfigError(
-            f"{JUDGES}_TOKEN: not set, while the cluster's credentials are, which reward models of their own are never "
+            f"{JUDGES}_TOKEN: not set, while the cluster's credentials are, which such servers are never "
             f"shown; set {JUDGES}_TOKEN and {JUDGES}_TLS_CA, _CERT and _KEY here and where it is called from, or unset "
             "PENSTOCK_TOKEN and PENSTOCK_TLS_CERT here"
         )

@@ -77,6 +77,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """[FAILED_PRECONDITION] The chunks' token shards are owned by another broker, which the message names, and the sender was
     shown it before. Send them there.
     """
+    ERROR_REASON_UNKNOWN_SESSION: _ErrorReason.ValueType  # 23
+    """[NOT_FOUND] The environment has no such session open. Open it anew and repeat its turns."""
+    ERROR_REASON_TURN_CONFLICT: _ErrorReason.ValueType  # 24
+    """[FAILED_PRECONDITION] Neither the session's next turn nor, word for word, one that it took."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call, or one item of it, was refused. The status code that goes with each is in brackets."""
@@ -129,6 +133,10 @@ ERROR_REASON_WRONG_OWNER: ErrorReason.ValueType  # 22
 """[FAILED_PRECONDITION] The chunks' token shards are owned by another broker, which the message names, and the sender was
 shown it before. Send them there.
 """
+ERROR_REASON_UNKNOWN_SESSION: ErrorReason.ValueType  # 23
+"""[NOT_FOUND] The environment has no such session open. Open it anew and repeat its turns."""
+ERROR_REASON_TURN_CONFLICT: ErrorReason.ValueType  # 24
+"""[FAILED_PRECONDITION] Neither the session's next turn nor, word for word, one that it took."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final
