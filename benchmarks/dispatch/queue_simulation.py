@@ -271,6 +271,7 @@ def _chunk(grant: Grant, stored: int, num_tokens: int, finish_reason: types_pb2.
         max_version=0,
         fault="",
         payload=b"",
+        score=None,
         routes=NO_ROUTES,
     )
 

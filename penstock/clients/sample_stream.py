@@ -5,6 +5,7 @@ A stream ends once: settled (its last chunk is stored), refused (by the broker),
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from itertools import groupby
@@ -24,8 +25,8 @@ MAX_TEXT_BYTES = 8 * 1024 * 1024
 MAX_ROUTE_BYTES_PER_CHUNK = 2 * 1024 * 1024
 """Of the rows of its tokens; those of a prompt come with its first ones."""
 _BYTES_PER_TOKEN = 8
-_Part = tuple[int, Int32, Float32, Routes | None]
-"""The version, tokens, log-probs and routes of one `append`, or the rest of them."""
+_Part = tuple[int, Int32, Float32, Routes | None, bool]
+"""The version, tokens, log-probs and routes of one `append`, or the rest of them, and whether they were sampled."""
 _Number = TypeVar("_Number", np.int32, np.float32)
 
 
@@ -78,7 +79,12 @@ class SampleStream:
         self._parts: deque[_Part] = deque()
         self._num_tokens = self._route_bytes = 0
         self._text = b""
+        self._score: types_pb2.Score | None = None
         self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
+        self.is_urgent = False
+        """Whether somebody waits for its tokens to be stored."""
+        self._num_stored = offset
+        self._stored = asyncio.Event()
 
     @property
     def num_tokens(self) -> int:
@@ -95,8 +101,18 @@ class SampleStream:
         """Whether there is something to send."""
         return self._num_tokens > 0 or self._finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
 
-    def append(self, token_ids: Int32, logprobs: Float32, *, policy_version: int, routes: Routes | None = None) -> None:
+    def append(
+        self,
+        token_ids: Int32,
+        logprobs: Float32,
+        *,
+        policy_version: int,
+        routes: Routes | None = None,
+        is_sampled: bool = True,
+    ) -> None:
         """Append tokens [n] and log-probs [n] sampled by one policy version; ignored after `finish`.
+
+        Tokens that were given, not sampled, are never trained on.
 
         `routes` has a row for each token, after those of the prompt where these are the sample's first tokens.
         """
@@ -107,17 +123,22 @@ class SampleStream:
         if routes is not None and len(routes) < len(token_ids):
             raise ValueError(f"{len(token_ids)} tokens with {len(routes)} rows of routes")
         before_bytes = self.buffered_bytes
-        self._parts.append((policy_version, token_ids, logprobs, routes))
+        self._parts.append((policy_version, token_ids, logprobs, routes, is_sampled))
         self._num_tokens += len(token_ids)
         self._route_bytes += 0 if routes is None else routes.nbytes
         self._on_change(self, self.buffered_bytes - before_bytes)
 
-    def finish(self, reason: types_pb2.FinishReason.ValueType, *, text: str = "") -> None:
-        """Set the finish reason, of which only the first counts; `text` is the whole completion."""
+    def finish(
+        self, reason: types_pb2.FinishReason.ValueType, *, text: str = "", score: types_pb2.Score | None = None
+    ) -> None:
+        """Set the finish reason, of which only the first counts; `text` is the whole completion.
+
+        `score` is what the sample's environment gave it; without one a reward worker scores it.
+        """
         if self.is_closed or self._is_finished:
             return
         self._is_finished = True
-        self._finish_reason = reason
+        self._finish_reason, self._score = reason, score
         self._text = cut_text(text).encode()
         self._on_change(self, len(self._text))
 
@@ -129,6 +150,22 @@ class SampleStream:
         freed_bytes = self.buffered_bytes
         self._clear()
         self._on_change(self, -freed_bytes)
+
+    async def wait_until_stored(self) -> None:
+        """Wait until the broker has every token so far, and have them sent at once; for ever if they are refused."""
+        self.is_urgent = True
+        try:
+            self._on_change(self, 0)
+            while self._num_stored < self.num_tokens:
+                self._stored.clear()
+                await self._stored.wait()
+        finally:
+            self.is_urgent = False
+
+    def note_stored(self, num_tokens: int) -> None:
+        """For the session: so many of the sample's tokens are stored."""
+        self._num_stored = max(self._num_stored, num_tokens)
+        self._stored.set()
 
     def follow(self, on_change: Callable[[SampleStream, int], None]) -> None:
         """For the session: another one sends it from now on."""
@@ -159,7 +196,8 @@ class SampleStream:
             logprobs=float32_bytes(logprobs),
             policy_versions=_version_runs(taken),
             token_shard=self.token_shard,
-            routes=b"".join([routes.tobytes() for _, _, _, routes in taken if routes is not None]),
+            routes=b"".join([routes.tobytes() for _, _, _, routes, _ in taken if routes is not None]),
+            loss_mask=_mask(taken),
         )
         self._offset += len(token_ids)
         self._num_tokens -= len(token_ids)
@@ -167,6 +205,8 @@ class SampleStream:
         if not self._parts:
             chunk.finish_reason = self._finish_reason
             chunk.text = self._text.decode()
+            if self._score is not None:
+                chunk.score.CopyFrom(self._score)
             self._clear()
         return chunk
 
@@ -174,16 +214,16 @@ class SampleStream:
         taken: list[_Part] = []
         room = MAX_TOKENS_PER_CHUNK
         while self._parts and room:
-            version, token_ids, logprobs, routes = self._parts.popleft()
+            version, token_ids, logprobs, routes, is_sampled = self._parts.popleft()
             if routes is not None:
                 room = min(room, max(1, MAX_ROUTE_BYTES_PER_CHUNK // routes[0].nbytes))
             if len(token_ids) > room:
                 # Rows of the prompt come before those of the tokens.
                 rest = None if routes is None else routes[len(routes) - len(token_ids) + room :]
-                self._parts.appendleft((version, token_ids[room:], logprobs[room:], rest))
+                self._parts.appendleft((version, token_ids[room:], logprobs[room:], rest, is_sampled))
                 token_ids, logprobs = token_ids[:room], logprobs[:room]
                 routes = None if routes is None or rest is None else routes[: len(routes) - len(rest)]
-            taken.append((version, token_ids, logprobs, routes))
+            taken.append((version, token_ids, logprobs, routes, is_sampled))
             room -= len(token_ids)
         return taken
 
@@ -198,6 +238,13 @@ def _join(parts: list[npt.NDArray[_Number]], dtype: type[_Number]) -> npt.NDArra
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _mask(parts: list[_Part]) -> bytes:
+    """Empty if all tokens were sampled."""
+    if all(part[4] for part in parts):
+        return b""
+    return b"".join([(b"\1" if part[4] else b"\0") * len(part[1]) for part in parts])
 
 
 def _version_runs(parts: list[_Part]) -> types_pb2.VersionRuns:

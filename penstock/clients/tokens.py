@@ -250,6 +250,7 @@ class TokenSession:
                 stream.refuse(error)
             elif not stream.is_closed:
                 self.num_tokens_stored += len(chunk.token_ids) // 4
+                stream.note_stored(chunk.offset + len(chunk.token_ids) // 4)
                 if chunk.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED:
                     stream.settle()
         self._update_events()
@@ -323,6 +324,9 @@ class TokenSession:
             self._dirty[stream] = asyncio.get_running_loop().time()
         elif not stream.is_dirty:
             self._dirty.pop(stream, None)
+        if stream.is_urgent and stream.is_dirty:
+            self._dirty = {stream: -math.inf} | self._dirty | {stream: -math.inf}
+            self._work.set()
         before_bytes = self._buffered_bytes
         self._buffered_bytes += change_bytes
         if before_bytes < self._most_waiting_bytes <= self._buffered_bytes:

@@ -26,6 +26,8 @@ class ScoreStatus(StrEnum):
     CANDIDATE_LIMIT = "candidate_limit"
     SANDBOX_ERROR = "sandbox_error"
     JUDGE_ERROR = "judge_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    ENVIRONMENT_DIVERGED = "environment_diverged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

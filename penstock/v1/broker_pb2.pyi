@@ -875,6 +875,7 @@ class Lease(_message.Message):
     PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_DURATION_FIELD_NUMBER: _builtins.int
     TOKEN_SHARD_FIELD_NUMBER: _builtins.int
+    PREFIX_LOSS_MASK_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names the lease."""
     prefix_token_ids: _builtins.bytes
@@ -885,6 +886,8 @@ class Lease(_message.Message):
     """Forecast of the completion's length in tokens; unset when there is none."""
     token_shard: _builtins.int
     """The token shard of its chunks, to be repeated in each; 0 in a run without shards."""
+    prefix_loss_mask: _builtins.bytes
+    """Which tokens of the prefix were sampled (1) and which were given by an environment (0), uint8[n]. Empty means all 1."""
     @_builtins.property
     def key(self) -> _types_pb2.SampleKey:
         """Which sample."""
@@ -913,10 +916,11 @@ class Lease(_message.Message):
         predicted_tokens: _builtins.float | None = ...,
         lease_duration: _duration_pb2.Duration | None = ...,
         token_shard: _builtins.int = ...,
+        prefix_loss_mask: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_duration", b"lease_duration", "predicted_tokens", b"predicted_tokens", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "predicted_tokens", b"predicted_tokens", "prefix_token_ids", b"prefix_token_ids", "prompt", b"prompt", "token_shard", b"token_shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens", "expire_time", b"expire_time", "key", b"key", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "min_policy_version", b"min_policy_version", "predicted_tokens", b"predicted_tokens", "prefix_loss_mask", b"prefix_loss_mask", "prefix_token_ids", b"prefix_token_ids", "prompt", b"prompt", "token_shard", b"token_shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_tokens: _TypeAlias = _typing.Literal["predicted_tokens"]  # noqa: Y015
     _WhichOneofArgType__predicted_tokens: _TypeAlias = _typing.Literal["_predicted_tokens", b"_predicted_tokens"]  # noqa: Y015

@@ -102,6 +102,10 @@ class _ScoreStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ScoreStat
     """The sandbox in which it was to be run failed, which says nothing about the sample."""
     SCORE_STATUS_JUDGE_ERROR: _ScoreStatus.ValueType  # 8
     """A judge model failed, or its verdict cannot be read, which says nothing about the sample."""
+    SCORE_STATUS_ENVIRONMENT_ERROR: _ScoreStatus.ValueType  # 9
+    """The environment failed, or did not answer in time, which says nothing about the sample."""
+    SCORE_STATUS_ENVIRONMENT_DIVERGED: _ScoreStatus.ValueType  # 10
+    """The environment lost the session, and then answered its turns otherwise than recorded."""
 
 class ScoreStatus(_ScoreStatus, metaclass=_ScoreStatusEnumTypeWrapper):
     """Outcome of scoring one sample. Anything but OK carries no value: an error never becomes a zero."""
@@ -124,6 +128,10 @@ SCORE_STATUS_SANDBOX_ERROR: ScoreStatus.ValueType  # 7
 """The sandbox in which it was to be run failed, which says nothing about the sample."""
 SCORE_STATUS_JUDGE_ERROR: ScoreStatus.ValueType  # 8
 """A judge model failed, or its verdict cannot be read, which says nothing about the sample."""
+SCORE_STATUS_ENVIRONMENT_ERROR: ScoreStatus.ValueType  # 9
+"""The environment failed, or did not answer in time, which says nothing about the sample."""
+SCORE_STATUS_ENVIRONMENT_DIVERGED: ScoreStatus.ValueType  # 10
+"""The environment lost the session, and then answered its turns otherwise than recorded."""
 Global___ScoreStatus: _TypeAlias = ScoreStatus  # noqa: Y015
 
 @_typing.final
@@ -352,6 +360,7 @@ class TokenChunk(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_SHARD_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease under which it was decoded."""
     offset: _builtins.int
@@ -384,6 +393,12 @@ class TokenChunk(_message.Message):
     def policy_versions(self) -> Global___VersionRuns:
         """Policy version that sampled each token; the run lengths add up to n."""
 
+    @_builtins.property
+    def score(self) -> Global___Score:
+        """The sample's score, where its environment gave one; only in a last chunk whose reason is STOP or LENGTH. The sample
+        is then not leased to reward workers. A status other than OK drops it, by that name.
+        """
+
     def __init__(
         self,
         *,
@@ -398,10 +413,11 @@ class TokenChunk(_message.Message):
         text: _builtins.str = ...,
         token_shard: _builtins.int = ...,
         routes: _builtins.bytes = ...,
+        score: Global___Score | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "policy_versions", b"policy_versions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "policy_versions", b"policy_versions", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "key", b"key", "lease_id", b"lease_id", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "offset", b"offset", "policy_versions", b"policy_versions", "routes", b"routes", "text", b"text", "token_ids", b"token_ids", "token_shard", b"token_shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "key", b"key", "lease_id", b"lease_id", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "offset", b"offset", "policy_versions", b"policy_versions", "routes", b"routes", "score", b"score", "text", b"text", "token_ids", b"token_ids", "token_shard", b"token_shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -489,6 +505,7 @@ class Score(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     LATENCY_FIELD_NUMBER: _builtins.int
+    TURN_VALUES_FIELD_NUMBER: _builtins.int
     DETAILS_FIELD_NUMBER: _builtins.int
     status: Global___ScoreStatus.ValueType
     """Whether there is a value, and if not, why."""
@@ -498,6 +515,10 @@ class Score(_message.Message):
     """What went wrong, in words; empty when status is OK. At most 1,024 characters."""
     model: _builtins.str
     """Which reward model answered, for example "exact_match"; at most 64 characters."""
+    turn_values: _builtins.bytes
+    """What each turn of the completion added to `value`, float32[num_turns], at most 4,096: a turn is a run of tokens that
+    the model sampled (loss_mask 1). Empty where an environment did not say.
+    """
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Named parts of the reward, for reports; at most 32, their names of at most 64 characters."""
@@ -521,11 +542,12 @@ class Score(_message.Message):
         message: _builtins.str = ...,
         model: _builtins.str = ...,
         latency: _duration_pb2.Duration | None = ...,
+        turn_values: _builtins.bytes = ...,
         details: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "latency", b"latency", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "components", b"components", "details", b"details", "latency", b"latency", "message", b"message", "model", b"model", "status", b"status", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "components", b"components", "details", b"details", "latency", b"latency", "message", b"message", "model", b"model", "status", b"status", "turn_values", b"turn_values", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
     _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015

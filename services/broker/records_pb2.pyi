@@ -984,6 +984,7 @@ class SampleTail(_message.Message):
     IS_REPORTED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease under which it accepts chunks, or accepted the last ones. Without its last part, and
     without generator_id and last_chunk_s, once the run knows that all samples of the group have ended.
@@ -1010,6 +1011,10 @@ class SampleTail(_message.Message):
     """Number of restarts, each of which discarded its tokens."""
     num_prompt_tokens: _builtins.int
     """Length of the prompt in tokens; set in a run that records routes only."""
+    @_builtins.property
+    def score(self) -> _types_pb2.Score:
+        """The score that came with its end; unset without one, and once the run knows that all samples of the group have ended."""
+
     def __init__(
         self,
         *,
@@ -1025,10 +1030,11 @@ class SampleTail(_message.Message):
         is_reported: _builtins.bool = ...,
         attempt: _builtins.int = ...,
         num_prompt_tokens: _builtins.int = ...,
+        score: _types_pb2.Score | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "max_version", b"max_version", "min_version", b"min_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "max_version", b"max_version", "min_version", b"min_version", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "attempt", b"attempt", "finish_reason", b"finish_reason", "generator_id", b"generator_id", "is_reported", b"is_reported", "is_sealed", b"is_sealed", "last_chunk_s", b"last_chunk_s", "lease_id", b"lease_id", "max_version", b"max_version", "min_version", b"min_version", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "attempt", b"attempt", "finish_reason", b"finish_reason", "generator_id", b"generator_id", "is_reported", b"is_reported", "is_sealed", b"is_sealed", "last_chunk_s", b"last_chunk_s", "lease_id", b"lease_id", "max_version", b"max_version", "min_version", b"min_version", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "score", b"score", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
     _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015

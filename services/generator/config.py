@@ -12,6 +12,7 @@ from penstock.wire.sampling_rules import MIN_TEMPERATURE
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.engines.base_config import ServedModel
 from services.generator.engines.registry import DEFAULT_ENGINE, EngineConfig, check_recorder
+from services.generator.environments.config import EnvironmentConfig
 
 MAX_INSTANCES = 256
 """Generators of one process."""
@@ -102,6 +103,8 @@ class GeneratorConfig(MeasuredConfig, ServedModel):
     """Most bytes of weights relayed a second; no limit when unset."""
     openai: OpenAIConfig = OpenAIConfig()
     """The OpenAI-compatible endpoint; off unless it has an address."""
+    environment: EnvironmentConfig | None = None
+    """The environment that leased samples talk with, turn by turn; without one a sample is a single turn."""
 
     @model_validator(mode="after")
     def _only_emulated_engines_share_a_process(self) -> Self:
@@ -112,6 +115,12 @@ class GeneratorConfig(MeasuredConfig, ServedModel):
         for engine in (instance.engine or self.engine for instance in self.instances):
             if not engine.is_emulated:
                 raise ValueError(f"instances: {engine.engine} engines need a process each; only emulated ones share")
+        return self
+
+    @model_validator(mode="after")
+    def _environments_have_no_routes(self) -> Self:
+        if self.environment is not None and self.records_routes:
+            raise ValueError("records_routes: not recorded over the turns of an environment; leave one of the two out")
         return self
 
     @model_validator(mode="after")

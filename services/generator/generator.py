@@ -30,6 +30,7 @@ from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.process.grace_periods import ENGINE_STOP_S
 from penstock.process.tasks import end
+from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2, types_pb2
 from services.generator.config import GeneratorConfig
@@ -50,6 +51,9 @@ from services.generator.engine.engine import (
     UpdateReport,
 )
 from services.generator.engine.model_files import end_token_ids
+from services.generator.environments.client import EnvironmentClient
+from services.generator.environments.rendering import ChatTokenizer
+from services.generator.environments.sessions import EnvironmentSessions
 from services.generator.failure_log import Failure, FailureCounts
 from services.generator.metrics import GeneratorMetrics
 from services.generator.watchdog import DecodeWatch
@@ -84,6 +88,8 @@ class Generator:
         text: Decodes completions for reward models.
         metrics: Its Prometheus numbers.
         security: Credentials of the process.
+        tokenizer: Renders what an environment says; None without one, or for a model without a tokenizer.
+        judges: Credentials that an environment is shown.
     """
 
     def __init__(
@@ -94,6 +100,8 @@ class Generator:
         text: TextDecoder,
         metrics: GeneratorMetrics,
         security: Security = NO_SECURITY,
+        tokenizer: ChatTokenizer | None = None,
+        judges: Security = NO_SECURITY,
     ) -> None:
         self.generator_id = f"{config.generator_id}-{uuid.uuid4().hex[:8]}"
         self._config = config
@@ -118,6 +126,10 @@ class Generator:
             flush_interval_s=config.flush_interval_s,
             security=security,
         )
+        self._environment: Connection | None = None
+        if config.environment is not None:
+            target = config.environment.target.removeprefix(THIRD_PARTY)
+            self._environment = Connection(target, security=judges, service="environment")
         self._routing: types_pb2.RoutingShape | None = None
         if config.records_routes:
             self._routing = read_routers(config.model_folder, field="records_routes").shape.to_proto()
@@ -132,6 +144,7 @@ class Generator:
             metrics=metrics,
             on_change=self._notify,
             on_engine_failure=self.fail,
+            sessions=self._sessions(config, text, tokenizer),
         )
         self._rollouts = Rollouts(self._parts, max_concurrent_samples=config.engine.max_concurrent_samples)
         rate = TokenRate()
@@ -162,6 +175,8 @@ class Generator:
         self._failures.begin()
         self._resources.callback(self._failures.end)
         self._resources.push_async_callback(self._broker.close)
+        if self._environment is not None:
+            self._resources.push_async_callback(self._environment.close)
         for connection in self._connections:
             await self._resources.enter_async_context(connection)
         self._resources.push_async_callback(self._stop_engine)
@@ -237,7 +252,7 @@ class Generator:
             engine=self._config.engine.engine,
             max_context_tokens=self._engine.max_model_len,
             endpoint=self._config.listen,
-            profile=_to_message(self._engine.profile(), max_leases=self._config.engine.max_concurrent_samples),
+            profile=self._profile(),
             listens_in_plain_text=bool(self._security.plain_listeners),
             routing=self._routing,
         )
@@ -251,6 +266,28 @@ class Generator:
                 self._leasing.result()
         finally:
             self._leasing.cancel()
+
+    def _profile(self) -> broker_pb2.GeneratorProfile:
+        max_leases, environment = self._config.engine.max_concurrent_samples, self._config.environment
+        num_waiting = 0 if environment is None else environment.max_waiting
+        return _to_message(self._engine.profile(), max_leases=max_leases, num_waiting=num_waiting)
+
+    def _sessions(
+        self, config: GeneratorConfig, text: TextDecoder, tokenizer: ChatTokenizer | None
+    ) -> EnvironmentSessions | None:
+        if self._environment is None or config.environment is None:
+            return None
+
+        def instance_id() -> str:
+            return self._held.current.instance_id if self._held.current is not None else ""
+
+        return EnvironmentSessions(
+            client=EnvironmentClient(self._environment, config.environment),
+            text=text,
+            tokenizer=tokenizer,
+            run_id=config.run_id,
+            instance_id=instance_id,
+        )
 
     @property
     def broker_outage(self) -> Outage | None:
@@ -384,10 +421,10 @@ class Generator:
         return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING
 
 
-def _to_message(profile: EngineProfile, *, max_leases: int) -> broker_pb2.GeneratorProfile:
+def _to_message(profile: EngineProfile, *, max_leases: int, num_waiting: int) -> broker_pb2.GeneratorProfile:
     return broker_pb2.GeneratorProfile(
         kv_capacity_tokens=profile.kv_capacity_tokens or 0,
-        max_concurrent_samples=min(profile.max_concurrent_samples, max_leases),
+        max_concurrent_samples=min(profile.max_concurrent_samples, max_leases) + num_waiting,
         step_base_s=profile.step_base_s or 0.0,
         step_per_sample_s=profile.step_per_sample_s or 0.0,
         step_per_kv_token_s=profile.step_per_kv_token_s or 0.0,

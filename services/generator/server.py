@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from penstock.config import ConfigError
+from penstock.model.model_folder import TOKENIZER_FILE
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
 from penstock.network.rpc import Server, run_until_stopped, service_of
@@ -31,6 +32,7 @@ from penstock.security.session_keys import SECRET_VARIABLE
 from penstock.storage.storage import StorageError
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import load_text_decoder
+from services.generator.environments.rendering import ChatTokenizer
 from services.generator.generator import Generator
 from services.generator.instances import expand
 from services.generator.metrics import GeneratorMetrics
@@ -128,7 +130,15 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
         pipeline_parallel=config.engine.pipeline_parallel,
         max_concurrent_samples=config.engine.max_concurrent_samples,
     )
-    generator = Generator(config, engine=engine, text=text, metrics=metrics, security=security)
+    generator = Generator(
+        config,
+        engine=engine,
+        text=text,
+        metrics=metrics,
+        security=security,
+        tokenizer=_tokenizer(config),
+        judges=Security.from_environment(JUDGES, insecure=config.insecure),
+    )
     service = service_of(GeneratorServicer(generator))
     server = Server(listen=config.listen, services=[service], security=security, public_hosts=_relay_hosts(config))
     generator.warn_of(lambda: "; ".join(server.certificate_problems))
@@ -137,6 +147,21 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
         server=server,
         endpoint=_endpoint(config, generator, security),
     )
+
+
+def _tokenizer(config: GeneratorConfig) -> ChatTokenizer | None:
+    """What renders an environment's messages; None where none is needed, or an emulated model has none."""
+    if config.environment is None or (
+        config.engine.is_emulated and not (config.model_folder / TOKENIZER_FILE).is_file()
+    ):
+        return None
+    # Imported here: it needs transformers, which other generators do not.
+    from services.generator.openai.formats.chat_template import ConversationTokenizer
+
+    try:
+        return ConversationTokenizer(config.model_folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _relay_hosts(config: GeneratorConfig) -> list[str]:

@@ -74,9 +74,9 @@ def trajectory(group: GroupRecord, index: int, stored: StoredSample, *, has_text
     )
 
 
-def prefix_token_ids(parts: Sequence[bytes]) -> bytes:
-    """The token ids of a sample so far."""
-    return read_sample(parts, has_text=False).token_ids
+def prefix_of(parts: Sequence[bytes]) -> StoredSample:
+    """A sample so far."""
+    return read_sample(parts, has_text=False)
 
 
 def score_item(

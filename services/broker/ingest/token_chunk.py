@@ -12,11 +12,13 @@ from typing import NamedTuple
 from penstock.errors import InvalidFieldError, require
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.routes import RouteFacts, read_facts
+from services.broker.ingest.score_check import check_score
 from services.broker.ingest.token_arrays import check_tokens, version_ranges
 
 MAX_TEXT_BYTES = 8 * 1024 * 1024
 """Bound such that a sample with token ids and prompt fits one message to a reward worker."""
 _FINISH_REASONS = frozenset(types_pb2.FinishReason.values())
+_SCORED_ENDS = frozenset((types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH))
 _Look = tuple[int, int | None, int | None]
 """Number of a chunk's tokens, their oldest and newest version; None if there are none, or they are malformed."""
 _KEY = attrgetter("group_id", "sample_index", "attempt")
@@ -39,6 +41,8 @@ class ChunkFacts(NamedTuple):
     """Why the chunk is malformed; empty if it is valid."""
     payload: bytes
     """The TokenChunk without key and lease."""
+    score: types_pb2.Score | None
+    """Its environment's, in a chunk that ends its sample."""
     routes: RouteFacts
     """Checked by `ChunkRules`, since their form is the run's."""
 
@@ -94,18 +98,21 @@ def _look(chunks: Sequence[types_pb2.TokenChunk]) -> list[_Look]:
         logprobs_field="logprobs",
     )
     for chunk, count in zip(chunks, num_tokens, strict=True):
-        if not count or chunk.finish_reason or chunk.text:
+        if not count or chunk.finish_reason or chunk.text or chunk.HasField("score"):
             _check_end(chunk)
     ranges = zip(*version_ranges([chunk.policy_versions for chunk in chunks], num_tokens), strict=True)
     return [(count, *next(ranges)) if count else (0, None, None) for count in num_tokens]
 
 
 def _check_end(chunk: types_pb2.TokenChunk) -> None:
-    """Check what a chunk that ends its sample may have: a reason, text, or no token."""
+    """Check what a chunk that ends its sample may have: a reason, text, a score, or no token."""
     reason, text = chunk.finish_reason, chunk.text
     require(reason in _FINISH_REASONS, "finish_reason", reason, "a known FinishReason")
     is_good = not text or (reason > 0 and not _is_longer(text, MAX_TEXT_BYTES))
     require(is_good, "text", f"{len(text)} characters", f"in the last chunk only, at most {MAX_TEXT_BYTES} bytes")
+    if chunk.HasField("score"):
+        require(reason in _SCORED_ENDS, "score", "set", "unset unless the reason is STOP or LENGTH")
+        check_score(chunk.score)
     require(bool(reason or chunk.token_ids), "token_ids", "empty", "set in a chunk that does not end the sample")
 
 
@@ -113,12 +120,23 @@ def _facts(chunks: Sequence[types_pb2.TokenChunk], looks: Sequence[_Look], fault
     # Column by column: most of it then runs in C.
     places = list(map(_PLACE, chunks))
     keys = [_KEY(chunk.key) for chunk in chunks]
+    scores = [_taken_score(chunk) for chunk in chunks]
     routes = [read_facts(chunk.routes) for chunk in chunks]
     payloads = map(_payload, chunks)
     return [
         ChunkFacts._make((*key, *place, *look, fault, *kept))
-        for key, place, look, *kept in zip(keys, places, looks, payloads, routes, strict=True)
+        for key, place, look, *kept in zip(keys, places, looks, payloads, scores, routes, strict=True)
     ]
+
+
+def _taken_score(chunk: types_pb2.TokenChunk) -> types_pb2.Score | None:
+    """A score is kept with its sample's record, not with its tokens."""
+    if not chunk.HasField("score"):
+        return None
+    score = types_pb2.Score()
+    score.CopyFrom(chunk.score)
+    chunk.ClearField("score")
+    return score
 
 
 def _payload(chunk: types_pb2.TokenChunk) -> bytes:

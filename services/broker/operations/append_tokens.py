@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.ingest.token_chunk import ChunkFacts
-from services.broker.operations import drops, leasing
+from services.broker.operations import drops, leasing, scores
 from services.broker.operations.chunk_rules import Accepted, ChunkRules, routed_prompt_tokens
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.state.run_state import RunState
@@ -107,6 +107,8 @@ def _store(state: RunState, group: GroupRecord, chunk: ChunkFacts, sample: Sampl
         leasing.requeue(state, group, chunk.sample_index)
     elif reason:
         sample.state, sample.finish_reason, sample.finish_s = _FINISHED, reason, now_s
+        if chunk.score is not None:
+            scores.store_score(state, group, chunk.sample_index, chunk.score, now_s)
     return num_bytes
 
 

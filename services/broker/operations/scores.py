@@ -9,7 +9,6 @@ of all its tokens if the run asks for them; everything else drops it with its ow
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +18,7 @@ import numpy as np
 from penstock.errors import require
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import float32_array
-from penstock.wire.score_rules import MAX_REWARD, details_problem, is_reward
+from services.broker.ingest.score_check import DROP_REASONS, check_score
 from services.broker.operations import drops
 from services.broker.records.store import SampleId
 from services.broker.records.stored_sample import reference_element
@@ -30,18 +29,6 @@ from services.broker.state.run_state import RunState
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
 _SCORED = broker_pb2.SAMPLE_STATE_SCORED
 _LATER_STATES = frozenset((_SCORED, broker_pb2.SAMPLE_STATE_DELIVERED, broker_pb2.SAMPLE_STATE_TRAINED))
-MAX_COMPONENTS = 32
-MAX_NAME_CHARACTERS = 64
-"""Of a component, and of a reward model."""
-MAX_MESSAGE_CHARACTERS = 1024
-
-_NOT_DROPPED = (types_pb2.SCORE_STATUS_UNSPECIFIED, types_pb2.SCORE_STATUS_OK)
-_DROP_REASONS: dict[int, str] = {
-    status: f"reward_{name.removeprefix('SCORE_STATUS_').lower()}"
-    for name, status in types_pb2.ScoreStatus.items()
-    if status not in _NOT_DROPPED
-}
-"""By status: `reward_abstained` and so on."""
 REFERENCE_FAILED = "reference_failed"
 """Why a sample is dropped of which a scorer has no log-probs."""
 
@@ -184,17 +171,23 @@ def _is_held(sample: SampleRecord, worker_id: str, lease_id: str) -> bool:
 
 def _is_known(sample: SampleRecord, result: broker_pb2.ScoreResult) -> bool:
     if sample.state == broker_pb2.SAMPLE_STATE_DROPPED:
-        return result.score.status in _DROP_REASONS
+        return result.score.status in DROP_REASONS
     is_rewarded = sample.state == _FINISHED and next_task(sample) == REFERENCE
     return sample.state in _LATER_STATES or (is_rewarded and result.score.status == types_pb2.SCORE_STATUS_OK)
 
 
 def _store(state: RunState, group: GroupRecord, index: int, result: broker_pb2.ScoreResult, now_s: float) -> None:
-    score, sample = result.score, group.samples[index]
+    score = result.score
     has_logprobs = result.HasField("reference_logprobs")
     require(not has_logprobs, "results.reference_logprobs", "log-probs", f"a score: lease {result.lease_id} is of one")
+    store_score(state, group, index, score, now_s)
+
+
+def store_score(state: RunState, group: GroupRecord, index: int, score: types_pb2.Score, now_s: float) -> None:
+    """Store a finished sample's score, inside an `edit` of its group; one that is not OK drops the sample."""
+    sample = group.samples[index]
     if score.status != types_pb2.SCORE_STATUS_OK:
-        drops.lose_sample(state, group, index, _DROP_REASONS[score.status])
+        drops.lose_sample(state, group, index, DROP_REASONS[score.status])
         return
     needs_more = state.policy.needs_reference_logprobs and group.purpose == types_pb2.PURPOSE_TRAIN
     sample.state, sample.score_s = _FINISHED if needs_more else _SCORED, now_s
@@ -206,7 +199,7 @@ def _store(state: RunState, group: GroupRecord, index: int, result: broker_pb2.S
 def _store_reference(state: RunState, group: GroupRecord, index: int, result: broker_pb2.ScoreResult) -> None:
     sample, logprobs = group.samples[index], result.reference_logprobs
     if not result.HasField("reference_logprobs"):
-        is_failed = result.score.status in _DROP_REASONS
+        is_failed = result.score.status in DROP_REASONS
         require(is_failed, "results.score", "a score", f"log-probs: lease {result.lease_id} is of those")
         drops.lose_sample(state, group, index, REFERENCE_FAILED)
         return
@@ -227,20 +220,4 @@ def check_result(result: broker_pb2.ScoreResult) -> None:
         logprobs = float32_array(result.reference_logprobs, "reference_logprobs")
         require(bool(np.isfinite(logprobs).all()), "reference_logprobs", "NaN or infinity", "finite numbers")
         return
-    is_ok = score.status == types_pb2.SCORE_STATUS_OK
-    require(is_ok or score.status in _DROP_REASONS, "score.status", score.status, "a known status")
-    is_good = score.HasField("value") == is_ok and is_reward(score.value)
-    expected = f"finite and at most {MAX_REWARD:g} in magnitude if the status is OK, and unset otherwise"
-    require(is_good, "score.value", score.value, expected)
-    is_good = len(score.components) <= MAX_COMPONENTS and all(map(math.isfinite, score.components.values()))
-    require(is_good, "score.components", len(score.components), f"at most {MAX_COMPONENTS}, all finite")
-    longest = max(map(len, score.components), default=0)
-    _check_length("score.components", longest, MAX_NAME_CHARACTERS)
-    problem = details_problem(score)
-    require(problem is None, "score.details", len(score.details), problem or "")
-    _check_length("score.model", len(score.model), MAX_NAME_CHARACTERS)
-    _check_length("score.message", len(score.message), MAX_MESSAGE_CHARACTERS)
-
-
-def _check_length(field: str, num_characters: int, most: int) -> None:
-    require(num_characters <= most, field, f"{num_characters} characters", f"at most {most} characters")
+    check_score(score)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.v1 import broker_pb2, types_pb2
-from services.broker.operations import drops, leasing
+from services.broker.operations import drops, leasing, scores
 from services.broker.records.token_tails import TailReport
 from services.broker.records_pb2 import GroupRecord, SampleRecord, SampleTail
 from services.broker.state.run_state import RunState
@@ -72,6 +72,8 @@ def _take(state: RunState, group: GroupRecord, report: TailReport, now_s: float)
     if tail.finish_reason in _ENDS:
         sample.state = broker_pb2.SAMPLE_STATE_FINISHED
         sample.finish_reason, sample.finish_s = tail.finish_reason, now_s
+        if tail.HasField("score"):
+            scores.store_score(state, group, report.sample_index, tail.score, now_s)
     elif sample.state == _SEALING or tail.finish_reason:
         leasing.requeue(state, group, report.sample_index)
 

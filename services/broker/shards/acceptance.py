@@ -149,6 +149,7 @@ def _adopt(state: ShardState, sample: SampleId, leased: SampleRecord, num_prompt
     tail.num_prompt_tokens = num_prompt_tokens
     tail.is_sealed = tail.is_reported = False
     tail.ClearField("finish_reason")
+    tail.ClearField("score")
     state.ended.discard(sample)
     return tail
 
@@ -171,6 +172,8 @@ def _store(state: ShardState, sample: SampleId, tail: SampleTail, chunk: ChunkFa
     state.grow(sample[0])
     if chunk.finish_reason:
         tail.finish_reason, tail.is_sealed, tail.is_reported = chunk.finish_reason, True, False
+        if chunk.score is not None:
+            tail.score.CopyFrom(chunk.score)
         state.ended.add(sample)
     else:
         state.grown.add(sample)

@@ -114,6 +114,7 @@ class ShardState:
             tail.lease_id = tail.lease_id.rpartition(".")[0]
             tail.ClearField("generator_id")
             tail.ClearField("last_chunk_s")
+            tail.ClearField("score")
         self.at_rest[group_id] = group.SerializeToString()
         del self.groups[group_id]
 

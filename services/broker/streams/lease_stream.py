@@ -16,7 +16,7 @@ from penstock.stall_limits import SilenceLimit
 from penstock.v1 import broker_pb2
 from penstock.wire.pieces import batched
 from penstock.wire.timestamps import timestamp
-from services.broker.assembly.messages import MAX_FRAME_BYTES, prefix_token_ids, sample_key
+from services.broker.assembly.messages import MAX_FRAME_BYTES, prefix_of, sample_key
 from services.broker.brokers.membership import Membership
 from services.broker.fleet.deal_round import Seat
 from services.broker.fleet.work_stealing import Moves
@@ -304,14 +304,15 @@ class LeaseStream:
         stored = await self._replica.chunks(
             [grant.sample for grant in continued], [grant.token_shard for grant in continued]
         )
-        prefixes = {grant.sample: prefix_token_ids(parts) for grant, parts in zip(continued, stored, strict=True)}
+        prefixes = {grant.sample: prefix_of(parts) for grant, parts in zip(continued, stored, strict=True)}
         return [
             broker_pb2.Lease(
                 lease_id=grant.lease_id,
                 predicted_tokens=grant.predicted_tokens,
                 key=sample_key(grant.sample, grant.attempt),
                 prompt=prompts[grant.sample[0]],
-                prefix_token_ids=prefixes.get(grant.sample, b""),
+                prefix_token_ids=prefix.token_ids if (prefix := prefixes.get(grant.sample)) is not None else b"",
+                prefix_loss_mask=prefix.loss_mask if prefix is not None else b"",
                 min_policy_version=grant.min_policy_version,
                 expire_time=timestamp(grant.expire_s),
                 lease_duration=duration(grant.life_s),

@@ -13,7 +13,7 @@ from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from penstock.wire.pieces import batched
 from penstock.wire.sampling_rules import temperature_of
 from penstock.wire.timestamps import timestamp
-from services.broker.assembly.messages import MAX_FRAME_BYTES, prefix_token_ids, sample_key, score_item
+from services.broker.assembly.messages import MAX_FRAME_BYTES, prefix_of, sample_key, score_item
 from services.broker.ingest.validation import (
     MAX_RESULTS,
     check_bytes,
@@ -197,5 +197,5 @@ class ScoringStream:
         if self._task == REWARD:
             lease.item.CopyFrom(score_item(run_id, prompt, key, grant.finish_reason, parts))
             return
-        lease.item.CopyFrom(reward_pb2.ScoreItem(key=key, run_id=run_id, token_ids=prefix_token_ids(parts)))
+        lease.item.CopyFrom(reward_pb2.ScoreItem(key=key, run_id=run_id, token_ids=prefix_of(parts).token_ids))
         lease.prompt_token_ids, lease.temperature = prompt.token_ids, temperature_of(prompt.sampling)

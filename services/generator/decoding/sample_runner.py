@@ -10,6 +10,8 @@ Promises:
   renewed and expires.
 - A lease is renewed until its last chunk is stored; its slot is free as soon as decoding ended.
 - Unleased samples (`unleased`) use the same slots and see the same updates.
+- A sample of a run with an environment is decoded turn by turn (`conversing`); while it waits for its environment it
+  takes no slot, and other leases are taken for that, up to a limit.
 - An engine that fails is reported once through `on_engine_failure`; the process is expected to give everything back and
   to end, so that its supervisor starts a fresh one.
 """
@@ -22,6 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import structlog
 
 from penstock.clients.sample_stream import SampleStream
@@ -33,11 +36,23 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, int32_array
 from services.generator.decoding.activity import Decoding
 from services.generator.decoding.busy_time import BusyTracker
+from services.generator.decoding.conversing import converse
 from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
 from services.generator.decoding.lease_request import to_request
 from services.generator.decoding.slots import Slots
 from services.generator.engine.attested_weights import AttestedWeights
-from services.generator.engine.engine import Engine, EngineError, EngineStoppedError, FinishReason, RequestRefusedError
+from services.generator.engine.engine import (
+    Engine,
+    EngineError,
+    EngineStoppedError,
+    FinishReason,
+    GenerateRequest,
+    RequestRefusedError,
+)
+from services.generator.environments.client import EnvironmentAwayError
+from services.generator.environments.dialogue import Dialogue
+from services.generator.environments.sessions import EnvironmentSessions
+from services.generator.environments.transcript import read_transcript
 from services.generator.metrics import GeneratorMetrics
 
 MAX_VERSION_WAIT_S = 60.0
@@ -69,6 +84,8 @@ class RolloutParts:
     """Called when slots or leases changed."""
     on_engine_failure: Callable[[Exception], None]
     """Called when the engine has failed."""
+    sessions: EnvironmentSessions | None = None
+    """Sessions with the run's environment; None without one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -80,13 +97,17 @@ class _Work:
     parts: list[Int32] = field(default_factory=list)
     """Completion tokens decoded here, for the text."""
     is_in_slot: bool = True
+    is_finished: bool = False
+    """Whether its last chunk is on its way."""
+    dialogue: Dialogue | None = None
+    """Its session with the environment, until that is closed."""
     stream: SampleStream = field(init=False)
     """Set as soon as it is opened, with this lease as its listener."""
     task: asyncio.Task[None] | None = None
 
     def settled(self) -> None:
         """The last chunk is stored."""
-        self.owner.forget(self.lease.lease_id)
+        self.owner.settle(self)
 
     def refused(self, error: broker_pb2.ChunkError) -> None:
         """The broker refuses its tokens."""
@@ -149,10 +170,17 @@ class Rollouts:
         """Leased samples that are decoded or are about to be."""
         return sum(work.is_in_slot for work in self._works.values())
 
+    @property
+    def _num_unfinished(self) -> int:
+        """Leased samples that are decoded, or wait for their environment."""
+        return sum(not work.is_finished for work in self._works.values())
+
     def num_free_slots(self) -> int:
         """Leases that could be begun now."""
         num_slots = self._slots.num_free
-        if not (num_slots and self.is_accepting and self._parts.held.is_trusted and self.decoding.may_begin):
+        if self._parts.sessions is not None:
+            num_slots = min(num_slots, self._slots.max_taken + self._parts.sessions.max_waiting - self._num_unfinished)
+        if not (num_slots > 0 and self.is_accepting and self._parts.held.is_trusted and self.decoding.may_begin):
             return 0
         context = self._parts.engine.max_model_len
         held = [_to_held(work, context) for work in self._works.values() if work.is_in_slot]
@@ -179,11 +207,15 @@ class Rollouts:
             self._give_back(work)
             return
         self._headroom.note_begun(_to_held(work, self._parts.engine.max_model_len))
-        work.task = asyncio.create_task(self._run(work))
-        self._tasks.add(work.task)
-        work.task.add_done_callback(self._tasks.discard)
+        work.task = self._keep(asyncio.create_task(self._run(work)))
         # Sample sizes are recorded from the first one on.
         self._parts.on_change()
+
+    def settle(self, work: _Work) -> None:
+        """A lease's last chunk is stored."""
+        self.forget(work.lease.lease_id)
+        if work.dialogue is not None:
+            self._keep(asyncio.create_task(work.dialogue.close()))
 
     def drop(self, lease_id: str, reason: str) -> None:
         """Abort a void lease: none of its tokens are sent any more."""
@@ -236,7 +268,7 @@ class Rollouts:
     async def give_back_all(self, *, flush_timeout_s: float) -> None:
         """Accept nothing new; return every unfinished sample with what is decoded, and send it all."""
         self.stop_accepting()
-        unfinished = [work for work in self._works.values() if work.is_in_slot]
+        unfinished = [work for work in self._works.values() if not work.is_finished]
         for work in unfinished:
             self._give_back(work)
         _log.info("samples given back", num_samples=len(unfinished), num_finished=len(self._works) - len(unfinished))
@@ -261,7 +293,8 @@ class Rollouts:
         self._num_guests += 1
         self._empty.clear()
         try:
-            await self._enter_guest(timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._wait_for_slot()
             try:
                 with self.decoding.one():
                     yield
@@ -272,15 +305,14 @@ class Rollouts:
             self._note_if_empty()
             self._parts.on_change()
 
-    async def _enter_guest(self, timeout_s: float) -> None:
-        async with asyncio.timeout(timeout_s):
-            await self._slots.wait()
-            try:
-                await self._parts.held.wait_for(0)
-                await self.decoding.wait_until_may_begin()
-            except BaseException:
-                self._slots.release()
-                raise
+    async def _wait_for_slot(self) -> None:
+        await self._slots.wait()
+        try:
+            await self._parts.held.wait_for(0)
+            await self.decoding.wait_until_may_begin()
+        except BaseException:
+            self._slots.release()
+            raise
 
     async def _run(self, work: _Work) -> None:
         try:
@@ -288,6 +320,9 @@ class Rollouts:
         except asyncio.CancelledError:
             # The canceller has already dropped the lease or given it back.
             raise
+        except EnvironmentAwayError as error:
+            self._log_failed(work, f"environment is away: {error}")
+            self._give_back(work)
         except (InvalidFieldError, RequestRefusedError, TimeoutError) as error:
             self._log_failed(work, str(error) or "the weights it needs did not come in time")
             self._give_back(work)
@@ -305,7 +340,21 @@ class Rollouts:
             await parts.held.wait_for(work.lease.min_policy_version)
         # Bounded by the waiting update's own limit on the completions under way.
         await self.decoding.wait_until_may_begin()
-        is_finished = False
+        if parts.sessions is None:
+            self._finish(work, await self.decode_part(work, request))
+            return
+        transcript = read_transcript(request.prefix_token_ids, work.lease.prefix_loss_mask)
+        dialogue = parts.sessions.dialogue(work.lease)
+        reason, score = await converse(
+            _Conversation(self, work), dialogue, request, transcript, max_model_len=parts.engine.max_model_len
+        )
+        if reason is not FinishReason.ABORTED:
+            work.dialogue = dialogue
+        self._finish(work, reason, score)
+
+    async def decode_part(self, work: _Work, request: GenerateRequest) -> FinishReason:
+        """Decode a request into a sample's stream; returns why it ended."""
+        parts, reason = self._parts, None
         with self.decoding.one(), self.decoding.awaiting():
             # To its very end, past the last span: leaving an iteration early makes the engine abort.
             async for span in parts.engine.generate(request):
@@ -315,20 +364,38 @@ class Rollouts:
                 work.stream.append(
                     span.token_ids, span.logprobs, policy_version=span.policy_version, routes=span.routes
                 )
-                if span.finish_reason is not None:
-                    is_finished = True
-                    self._finish(work, span.finish_reason)
-        if not is_finished:
+                reason = span.finish_reason
+        if reason is None:
             raise EngineError(f"the engine ended sample {request.request_id} without saying why")
+        return reason
 
     async def _wait_for_room(self) -> None:
         if not self._parts.tokens.has_room:
             with self.decoding.not_awaiting():
                 await self._parts.tokens.wait_for_room()
 
-    def _finish(self, work: _Work, reason: FinishReason) -> None:
+    def give(self, work: _Work, token_ids: Sequence[int]) -> None:
+        """Append tokens that a sample's environment gave."""
+        held, tokens = self._parts.held.current, np.asarray(token_ids, np.int32)
+        work.parts.append(tokens)
+        version = 0 if held is None else held.policy_version
+        work.stream.append(tokens, np.zeros(len(tokens), np.float32), policy_version=version, is_sampled=False)
+
+    async def enter_slot(self, work: _Work) -> None:
+        """Wait for a slot for a sample that left its own."""
+        await self._wait_for_slot()
+        work.is_in_slot = True
+        self._parts.on_change()
+
+    def leave_slot(self, work: _Work) -> None:
+        """Give a sample's slot up while it waits for its environment."""
+        self._free_slot(work)
+        self._parts.on_change()
+
+    def _finish(self, work: _Work, reason: FinishReason, score: types_pb2.Score | None = None) -> None:
         text = "" if reason is FinishReason.ABORTED else self._parts.text.decode(self._completion(work))
-        work.stream.finish(_FINISH_REASONS[reason], text=text)
+        work.is_finished = True
+        work.stream.finish(_FINISH_REASONS[reason], text=text, score=score)
         self._parts.metrics.samples.labels(reason.value).inc()
         if reason is not FinishReason.ABORTED:
             self._headroom.note_finished(work.stream.num_tokens)
@@ -346,12 +413,18 @@ class Rollouts:
         _log.warning("sample failed", group_id=key.group_id, sample_index=key.sample_index, reason=reason)
 
     def _give_back(self, work: _Work) -> None:
+        work.is_finished = True
         work.stream.finish(types_pb2.FINISH_REASON_ABORTED)
         self._parts.metrics.samples.labels("given_back").inc()
         self._free_slot(work)
         if work.task is not None and work.task is not asyncio.current_task():
             work.task.cancel()
         self._parts.on_change()
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _free_slot(self, work: _Work) -> None:
         if work.is_in_slot:
@@ -361,6 +434,36 @@ class Rollouts:
     def _note_if_empty(self) -> None:
         if self.is_empty:
             self._empty.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """A lease in hand, as `converse` needs it."""
+
+    owner: Rollouts
+    work: _Work
+
+    async def decode(self, request: GenerateRequest) -> tuple[list[int], FinishReason]:
+        """See `Conversing.decode`."""
+        before = len(self.work.parts)
+        reason = await self.owner.decode_part(self.work, request)
+        return [token_id for part in self.work.parts[before:] for token_id in part.tolist()], reason
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """See `Conversing.give`."""
+        self.owner.give(self.work, token_ids)
+
+    async def stored(self) -> None:
+        """See `Conversing.stored`."""
+        await self.work.stream.wait_until_stored()
+
+    def leave_slot(self) -> None:
+        """See `Conversing.leave_slot`."""
+        self.owner.leave_slot(self.work)
+
+    async def enter_slot(self) -> None:
+        """See `Conversing.enter_slot`."""
+        await self.owner.enter_slot(self.work)
 
 
 def _to_held(work: _Work, max_model_len: int) -> RunningSample:

@@ -15,14 +15,14 @@ class Slots:
     """At most `max_taken` are occupied at once, except by leases that were already on their way."""
 
     def __init__(self, max_taken: int) -> None:
-        self._max_taken = max_taken
+        self.max_taken = max_taken
         self._num_taken = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
     def num_free(self) -> int:
         """Slots that are free and not waited for."""
-        return max(0, self._max_taken - self._num_taken - len(self._waiting))
+        return max(0, self.max_taken - self._num_taken - len(self._waiting))
 
     @property
     def num_waiting(self) -> int:
@@ -35,7 +35,7 @@ class Slots:
 
     async def wait(self) -> None:
         """Wait for a slot; the caller sets the deadline. Cancelled callers get none."""
-        if self._num_taken < self._max_taken and not self._waiting:
+        if self._num_taken < self.max_taken and not self._waiting:
             self._num_taken += 1
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -53,7 +53,7 @@ class Slots:
     def release(self) -> None:
         """A slot is freed."""
         self._num_taken -= 1
-        while self._waiting and self._num_taken < self._max_taken:
+        while self._waiting and self._num_taken < self.max_taken:
             place = self._waiting.popleft()
             if not place.done():
                 self._num_taken += 1

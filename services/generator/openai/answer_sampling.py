@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.wire.routes import Routes
+from penstock.wire.tool_calls import OPENING, ToolCall, find_tool_calls
 from services.generator.engine.engine import FinishReason, GenerateRequest, TokenSpan
 from services.generator.openai.formats.chat_template import ConversationTokenizer
-from services.generator.openai.formats.tool_calls import OPENING, ToolCall, find_tool_calls
 from services.generator.openai.sessions.agent_session import Sampled
 
 

@@ -41,6 +41,9 @@ class Sample:
     finish_reason: int = 0
     text: str = ""
     routes: bytes = b""
+    loss_mask: bytes = b""
+    """A byte a token."""
+    score: types_pb2.Score | None = None
     holder: str = ""
 
     @property
@@ -82,7 +85,10 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
 
     def submit(self, prompt: types_pb2.Prompt, *, prefix=()) -> list[Sample]:
         """Queue all samples of a prompt."""
-        made = [Sample(prompt=prompt, index=index, token_ids=list(prefix)) for index in range(prompt.group_size)]
+        made = [
+            Sample(prompt=prompt, index=index, token_ids=list(prefix), loss_mask=b"\1" * len(prefix))
+            for index in range(prompt.group_size)
+        ]
         self.samples.extend(made)
         self.queue.extend(made)
         return made
@@ -158,6 +164,7 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
             key=types_pb2.SampleKey(group_id=sample.prompt.group_id, sample_index=sample.index),
             prompt=sample.prompt,
             prefix_token_ids=int32_bytes(sample.token_ids),
+            prefix_loss_mask=sample.loss_mask,
             min_policy_version=self.min_policy_version,
         )
 
@@ -200,9 +207,11 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         sample.logprobs += logprobs.tolist()
         sample.versions += versions.tolist()
         sample.routes += chunk.routes
+        sample.loss_mask += chunk.loss_mask or b"\1" * len(token_ids)
         if chunk.finish_reason:
             sample.finish_reason = chunk.finish_reason
             sample.text = chunk.text
+            sample.score = chunk.score if chunk.HasField("score") else None
             sample.lease_id = None
             if chunk.finish_reason == types_pb2.FINISH_REASON_ABORTED:
                 self.queue.appendleft(sample)
@@ -224,6 +233,7 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         if reason == "OFFSET_MISMATCH":
             for values in (sample.token_ids, sample.logprobs, sample.versions):
                 del values[next_offset:]
+            sample.loss_mask = sample.loss_mask[:next_offset]
         return self._refuse(chunk, reason, next_offset)
 
     def _refuse(self, chunk: types_pb2.TokenChunk, reason: str, next_offset: int) -> broker_pb2.ChunkError:

@@ -46,7 +46,7 @@ class Bench:
         return await call(self.stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
 
     @asynccontextmanager
-    async def running(self, engine, *, through_proxy=False, records_routes=False, **settings):
+    async def running(self, engine, *, through_proxy=False, records_routes=False, environment=None, **settings):
         async with AsyncExitStack() as stack:
             _, target = await stack.enter_async_context(serving(self.broker.service(), self.store.service()))
             if through_proxy:
@@ -62,6 +62,7 @@ class Bench:
                 cache_dir=self.tmp_path / "cache",
                 flush_interval_s=0.02,
                 records_routes=records_routes,
+                environment=environment,
                 engine=kind(**{"max_concurrent_samples": 8} | settings),
             )
             self.registry = CollectorRegistry()

@@ -84,6 +84,22 @@ class ConversationTokenizer:
 
         return await self._in_thread(render)
 
+    async def opening_tail(self, messages: Messages, tools: Tools, *, num_known: int) -> str | None:
+        """The template's text between the first `num_known` messages and the first answer.
+
+        None if the template writes those messages otherwise once others follow, or refuses them.
+        """
+
+        def render() -> str | None:
+            try:
+                known = self._render(messages[:num_known], tools, opens_answer=False)
+                text = self._render(messages, tools)
+            except (ValueError, TemplateError, TypeError):
+                return None
+            return text.removeprefix(known) if text.startswith(known) else None
+
+        return await self._in_thread(render)
+
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -101,9 +117,9 @@ class ConversationTokenizer:
 
         return step
 
-    def _render(self, messages: Messages, tools: Tools) -> str:
+    def _render(self, messages: Messages, tools: Tools, *, opens_answer: bool = True) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+            list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=opens_answer
         )
         return text
 

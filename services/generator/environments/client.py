@@ -1,0 +1,115 @@
+"""Calls an environment: each call with its deadline, repeated while the server is away or full.
+
+Promises:
+
+- A call ends within `step_timeout_s` of an environment that answers, and within `outage_timeout_s` of one that is away.
+- An answer that breaks the contract is an EnvironmentFaultError that says how; nothing of it reaches a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from penstock.environments.wire import answer_problem, messages_problem
+from penstock.errors import (
+    DeadlineError,
+    NotOfferedError,
+    PenstockError,
+    TurnConflictError,
+    UnknownSessionError,
+)
+from penstock.network.connection import Connection
+from penstock.network.outage import Outage
+from penstock.network.rpc import call, call_with_retry
+from penstock.v1 import environment_pb2, environment_pb2_grpc, types_pb2
+from services.generator.environments.config import EnvironmentLimits
+
+CLOSE_TIMEOUT_S = 5.0
+
+_Answer = TypeVar("_Answer")
+
+
+class EnvironmentFaultError(Exception):
+    """A sample cannot go on, and gets no reward: by `status`, the environment's fault and named as such."""
+
+    def __init__(self, message: str, *, status: types_pb2.ScoreStatus.ValueType) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EnvironmentAwayError(Exception):
+    """The environment was away, or full, for as long as samples wait: nothing is the sample's fault."""
+
+
+class EnvironmentClient:
+    """One environment, as a generator's samples call it."""
+
+    def __init__(self, connection: Connection, limits: EnvironmentLimits) -> None:
+        self.limits = limits
+        self._connection = connection
+        self._stub = environment_pb2_grpc.EnvironmentServiceStub(connection.channel)
+        self._outage = Outage(connection.peer)
+        self._description: environment_pb2.GetEnvironmentResponse | None = None
+
+    async def describe(self) -> environment_pb2.GetEnvironmentResponse:
+        """What the environment says of itself; asked once. Raises as `step`, but for UnknownSessionError."""
+        if self._description is None:
+            try:
+                request = environment_pb2.GetEnvironmentRequest()
+                self._description = await self._call(self._stub.GetEnvironment, request)
+            except NotOfferedError:
+                self._description = environment_pb2.GetEnvironmentResponse()
+        return self._description
+
+    async def reset(self, request: environment_pb2.ResetRequest) -> environment_pb2.ResetResponse:
+        """Open a session. Raises EnvironmentFaultError, EnvironmentAwayError."""
+        response = await self._call(self._stub.Reset, request)
+        if problem := messages_problem(response.messages, is_needed=False):
+            raise _fault(f"reset: {problem}", types_pb2.SCORE_STATUS_FAILED)
+        return response
+
+    async def step(self, request: environment_pb2.StepRequest) -> environment_pb2.StepResponse:
+        """Take a turn. Raises EnvironmentFaultError, EnvironmentAwayError, UnknownSessionError, TurnConflictError."""
+        response = await self._call(self._stub.Step, request)
+        if problem := answer_problem(response):
+            raise _fault(f"turn {request.turn}: {problem}", types_pb2.SCORE_STATUS_FAILED)
+        return response
+
+    async def close(self, session_id: str) -> None:
+        """End a session; one that cannot be ended is left to become idle."""
+        try:
+            request = environment_pb2.CloseRequest(session_id=session_id)
+            await call(self._stub.Close, request, peer=self._connection.peer, timeout_s=CLOSE_TIMEOUT_S)
+        except PenstockError:
+            return
+
+    async def _call(self, method: Callable[..., Awaitable[_Answer]], request: Any) -> _Answer:
+        peer, timeout_s = self._connection.peer, self.limits.step_timeout_s
+
+        async def once(request: Any, *, timeout: float) -> _Answer:
+            try:
+                return await call(method, request, peer=peer, timeout_s=timeout)
+            except DeadlineError as error:
+                message = f"no answer within {timeout:g} s (environment.step_timeout_s)"
+                raise _fault(message, types_pb2.SCORE_STATUS_TIMEOUT) from error
+
+        try:
+            return await call_with_retry(
+                once,
+                request,
+                peer=peer,
+                timeout_s=timeout_s,
+                give_up_after_s=self.limits.outage_timeout_s,
+                outage=self._outage,
+            )
+        except (UnknownSessionError, TurnConflictError, NotOfferedError):
+            raise
+        except PenstockError as error:
+            if error.is_retryable and "message larger than max" not in str(error):
+                raise EnvironmentAwayError(str(error)) from error
+            raise _fault(str(error), types_pb2.SCORE_STATUS_ENVIRONMENT_ERROR) from error
+
+
+def _fault(message: str, status: types_pb2.ScoreStatus.ValueType) -> EnvironmentFaultError:
+    return EnvironmentFaultError(message, status=status)

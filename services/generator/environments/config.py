@@ -1,0 +1,38 @@
+"""Configuration of the environment that a generator's samples talk with."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from penstock.config import StrictModel
+from penstock.environments.wire import MAX_TURNS
+from penstock.rewards.wire import THIRD_PARTY
+from penstock.targets import checked_address
+
+
+def _checked_target(value: str) -> str:
+    return THIRD_PARTY + checked_address(value.removeprefix(THIRD_PARTY))
+
+
+class EnvironmentLimits(StrictModel):
+    """How long a session may last, and how many may wait."""
+
+    max_turns: int = Field(default=64, ge=1, le=MAX_TURNS)
+    """Most turns of a session; the environment may set fewer. A session that is not done then ends with what it earned,
+    as one that reached its length does."""
+    max_waiting: int = Field(default=256, ge=0, le=4096)
+    """Sessions of a generator that may wait for the environment at once, beside those that it decodes: they take no
+    slot of the engine."""
+    step_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """Longest time of one call, repetitions included; the sample is dropped as reward_timeout then."""
+    outage_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
+    """How long samples wait for an environment that is away, or full; then they are given back to the broker."""
+
+
+class EnvironmentConfig(EnvironmentLimits):
+    """The environment and its limits."""
+
+    target: Annotated[str, AfterValidator(_checked_target)]
+    """Its server, grpc://HOST:PORT."""
