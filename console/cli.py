@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from console.subcommands import cli_bench, cli_certs, cli_planning, cli_recording, cli_runs
+from console.subcommands import cli_bench, cli_certs, cli_environments, cli_planning, cli_recording, cli_runs
 from console.subcommands.cli_common import (
     Broker,
     Json,
@@ -311,7 +311,7 @@ def doctor(
 
 for part in (cli_recording.app, cli_planning.app, cli_recording.merge_app, cli_bench.app, cli_runs.app):
     app.add_typer(part)
-for part in (cli_certs.openai_app, cli_certs.app):
+for part in (cli_environments.app, cli_certs.openai_app, cli_certs.app):
     app.add_typer(part)
 
 

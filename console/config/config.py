@@ -36,11 +36,13 @@ from penstock.config import (
     read_document,
     validate,
 )
+from penstock.rewards.wire import THIRD_PARTY
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses, split_targets
 from services.broker.storage.redis.address import parse_redis_url
 from services.generator.engines.base_config import BaseEngineConfig
 from services.generator.engines.registry import check_recorder, engine_keys, split_engine
+from services.generator.environments.config import EnvironmentLimits
 from services.reward.config import RewardModelConfig
 from services.scheduler.config import CostModelName
 from services.trainer.parallel_config import ParallelConfig
@@ -84,6 +86,28 @@ AnyGeneratorSection = Annotated[
     KnownKeys(lambda: engine_keys() | GeneratorSection.model_fields.keys()),
 ]
 """The generator section with the keys of the engine that it names."""
+
+
+class EnvironmentSection(EnvironmentLimits):
+    """What samples talk with, turn by turn."""
+
+    target: str
+    """A Python class or function, module:Class, which this run serves in a process of its own, or the address of a
+    server, grpc://HOST:PORT."""
+
+    @field_validator("target")
+    @classmethod
+    def _names_an_environment(cls, value: str) -> str:
+        if value.startswith(THIRD_PARTY):
+            return THIRD_PARTY + checked_address(value.removeprefix(THIRD_PARTY))
+        if not all(value.partition(":")):
+            raise ValueError(f"{value!r}: write module:Class, or {THIRD_PARTY}HOST:PORT")
+        return value
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this run serves it."""
+        return not self.target.startswith(THIRD_PARTY)
 
 
 class BrokerSection(StrictModel):
@@ -192,6 +216,9 @@ class RunConfig(RunSections, NetworkConfig):
     """The reward model; a plain string is its name, a list its parts, whose weighted values add up."""
     rewards: int = Field(default=1, ge=0, le=1)
     """Reward workers that the run starts; 0 if others do, `penstock node` by the plan or `penstock serve reward`."""
+    environment: EnvironmentSection | None = None
+    """What samples talk with; a plain string is its target. The reward model then scores those samples of which the
+    environment rewards no turn. Without it, a sample is one turn."""
     scorers: int = Field(default=1, ge=0, le=64)
     """Scorers that are started here for algorithm.reference service, with the trainer's device, threads and packs; 0 if
     all of them are elsewhere: they come by themselves."""
@@ -249,6 +276,11 @@ class RunConfig(RunSections, NetworkConfig):
                     "set it in the run's reward"
                 )
         return self
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _a_string_names_the_environment(cls, value: Any) -> Any:
+        return {"target": value} if isinstance(value, str) else value
 
     @property
     def starts_generators(self) -> bool:
@@ -341,6 +373,22 @@ class RunConfig(RunSections, NetworkConfig):
     def _engine_records_routes(self) -> Self:
         if self.algorithm.routing_replay and self.starts_generators:
             check_recorder(self.generator, field="algorithm.routing_replay")
+        return self
+
+    @model_validator(mode="after")
+    def _the_environment_is_in_reach(self) -> Self:
+        environment = self.environment
+        if environment is None:
+            return self
+        if self.algorithm.routing_replay:
+            raise ValueError("algorithm.routing_replay: routes are not recorded over turns; leave environment out")
+        if not self.starts_generators:
+            raise ValueError("environment: only generators that this run starts talk with it; set generator.count")
+        if environment.is_local and self.endpoints.trainer is not None:
+            raise ValueError(
+                f"environment.target: {environment.target} is served here, where a trainer elsewhere does not reach "
+                f"it; serve it by `penstock env serve` and name {THIRD_PARTY}HOST:PORT"
+            )
         return self
 
     @model_validator(mode="after")

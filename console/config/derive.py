@@ -13,6 +13,7 @@ from penstock.storage.addresses import Address
 from services.broker.config import BrokerConfig
 from services.generator.config import GeneratorConfig, OpenAIConfig
 from services.generator.engines.registry import ENGINES
+from services.generator.environments.config import EnvironmentConfig, EnvironmentLimits
 from services.reward.config import RewardConfig
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from services.trainer.config import TrainerConfig, TrainingConfig
@@ -49,6 +50,8 @@ class Addresses:
     scorers: tuple[Endpoint, ...]
     critic: Endpoint | None
     """None if the trainer has it, or there is none."""
+    environment: Endpoint | None
+    """None without one."""
     weights_listen: str | None
     """Listen address of the weights server of a trainer started here; None if the trainer runs elsewhere."""
     weights_url: str | None
@@ -185,7 +188,15 @@ def generator_config(config: RunConfig, addresses: Addresses, folder: RunFolder,
         cache_dir=folder.cache / f"generator-{index}",
         weights_transport=config.weights.transport,
         openai=_openai_config(config, index),
+        environment=_environment_config(config, addresses),
     )
+
+
+def _environment_config(config: RunConfig, addresses: Addresses) -> EnvironmentConfig | None:
+    if config.environment is None or addresses.environment is None:
+        return None
+    limits = config.environment.model_dump(include=set(EnvironmentLimits.model_fields))
+    return EnvironmentConfig(target=THIRD_PARTY + addresses.environment.target, **limits)
 
 
 def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
@@ -205,6 +216,7 @@ def training_config(
     broker: str,
     source: str,
     critic: str | None = None,
+    environment: Endpoint | None = None,
     trainer: Document | None = None,
 ) -> TrainingConfig:
     """The document of StartRun, with these keys of `trainer` instead if given.
@@ -214,6 +226,7 @@ def training_config(
     names = ("run", "model", "data", "sampling", "algorithm", "policy", "optimizer", "trainer")
     document = {name: getattr(config, name).model_dump() for name in names}
     document["trainer"] |= trainer or {}
+    document["environment"] = None if environment is None else environment.target
     document["lora"] = None if config.lora is None else config.lora.model_dump()
     document |= {"broker": broker} | ({} if critic is None else {"critic": critic})
     return validate(TrainingConfig, document, source=source)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from console.config.config import RunConfig
+from console.config.config import EnvironmentSection, RunConfig
 from console.config.derive import (
     Addresses,
     Endpoint,
@@ -30,11 +30,15 @@ from console.devices.run_devices import RunDevices
 from console.launch.cpu_pinning import Cores
 from console.launch.embedded_redis import redis_spec, redis_url
 from console.launch.ports import free_addresses
+from console.launch.probes import service_problem
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceSpec, console_argv, service_environment
 from penstock.config import StrictModel
 from penstock.process.grace_periods import STOP_GRACE_S
+from penstock.rewards.serving import OF_THE_CLUSTER
+from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import Security
+from penstock.security.credentials import JUDGES
 
 REDIS_READY_S = 60.0
 SERVICE_READY_S = 120.0
@@ -79,6 +83,8 @@ class Launcher:
             self._launch("broker", settings, addresses.broker)
         if addresses.scheduler.is_local:
             self._launch("scheduler", scheduler_config(config, addresses, self._folder), addresses.scheduler)
+        if addresses.environment is not None and addresses.environment.is_local:
+            self._launch_environment(addresses.environment)
         if addresses.trainer.is_local:
             self._launch("trainer", trainer_config(config, addresses), addresses.trainer)
         if addresses.critic is not None and addresses.critic.is_local:
@@ -114,7 +120,15 @@ class Launcher:
         """Stop everything: consumers of the broker first, then the broker, then its Redis."""
         generators = [name for name in self.services.names if name.startswith(("generator-", "node-"))]
         scorers = [name for name in self.services.names if name.startswith("scorer-")]
-        for group in (generators, ["reward", *scorers], ["trainer"], ["critic"], ["scheduler"], ["broker"], ["redis"]):
+        for group in (
+            generators,
+            ["reward", "environment", *scorers],
+            ["trainer"],
+            ["critic"],
+            ["scheduler"],
+            ["broker"],
+            ["redis"],
+        ):
             await self.services.stop(group)
         if self._cores is not None:
             self._cores.release()
@@ -126,6 +140,29 @@ class Launcher:
         if record.state == ProcessState.READY and self._cores is not None:
             self._cores.bind(record.name, record.pid)
         self._on_change(record)
+
+    def _launch_environment(self, endpoint: Endpoint) -> None:
+        section = self._config.environment
+        assert section is not None
+        judges = Security.from_environment(JUDGES, insecure=self._config.insecure)
+
+        async def is_ready() -> bool:
+            return await service_problem(endpoint.target, "environment", security=judges) is None
+
+        # As a server elsewhere it is never shown the cluster's own credentials.
+        inherited = {name: value for name, value in os.environ.items() if name not in OF_THE_CLUSTER}
+        self.services.launch(
+            ServiceSpec(
+                name="environment",
+                kind="environment",
+                argv=console_argv("env", "serve", section.target, "--listen", endpoint.listen or ""),
+                address=endpoint.target,
+                env=service_environment(inherited, num_threads=1),
+                log_path=self._folder.log_of("environment"),
+                is_ready=is_ready,
+                stop_grace_s=STOP_GRACE_S["environment"],
+            )
+        )
 
     def _launch_node(self, path: Path) -> None:
         name = f"node-{path.stem.removeprefix('node-')}"
@@ -186,9 +223,18 @@ def choose_addresses(config: RunConfig) -> Addresses:
         generators=tuple(endpoint(target, None) for target in generators),
         scorers=tuple(endpoint(None, None) for _ in range(config.num_scorers)),
         critic=endpoint(endpoints.critic, None) if config.algorithm.has_critic_service else None,
+        environment=_environment_endpoint(config.environment, free),
         weights_listen=weights_listen,
         weights_url=_weights_address(weights_listen, listen.public_host),
     )
+
+
+def _environment_endpoint(section: EnvironmentSection | None, free: Iterator[str]) -> Endpoint | None:
+    if section is None:
+        return None
+    if section.is_local:
+        return local_endpoint(next(free))
+    return Endpoint(target=section.target.removeprefix(THIRD_PARTY), listen=None)
 
 
 def _weights_address(weights_listen: str | None, public_host: str | None) -> str | None:

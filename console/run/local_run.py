@@ -272,6 +272,7 @@ class _Run:
                 self._config,
                 broker=addresses.broker.target,
                 critic=None if addresses.critic is None else addresses.critic.target,
+                environment=addresses.environment,
                 source=self._source,
                 trainer=planned,
             )

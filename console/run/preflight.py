@@ -88,6 +88,7 @@ async def check_run(
     problems += await _network_problems(config, security)
     if config.starts_reward:
         problems += await _all_reward_problems(config)
+    problems += await environment_problems(config)
     devices, misfits, notes = await asyncio.to_thread(_devices, config)
     problems += misfits
     if problems:
@@ -160,6 +161,19 @@ def _recording_problems(config: RunConfig, *, is_resume: bool) -> list[str]:
     return [f"record: {config.record} exists already; remove it, or name another file"]
 
 
+async def environment_problems(config: RunConfig) -> list[str]:
+    """Check that the environment can be used. Raises ConfigError."""
+    section = config.environment
+    if section is None:
+        return []
+    if not section.is_local:
+        judges = Security.from_environment(JUDGES, insecure=config.insecure)
+        target = section.target.removeprefix(THIRD_PARTY)
+        problem = await service_problem(target, "environment", security=judges)
+        return [f"environment.target: environment server: {problem}; start it first"] if problem else []
+    return await asyncio.to_thread(_import_problems, "env", (section.target,), setting="environment.target")
+
+
 async def _all_reward_problems(config: RunConfig) -> list[str]:
     """Of the run's reward, and of those that sources have of their own."""
     problems = await _problems_of_reward(config.reward, is_insecure=config.insecure)
@@ -182,15 +196,18 @@ async def reward_problems(models: Sequence[str], *, is_insecure: bool) -> list[s
     found = [await service_problem(each.removeprefix(THIRD_PARTY), "reward", security=judges) for each in remote]
     problems = [f"reward.model: reward server: {problem}; start it first" for problem in found if problem]
     local = tuple(model for model in models if model not in remote)
-    return problems + (await asyncio.to_thread(_local_reward_problems, local) if local else [])
+    return problems + (
+        await asyncio.to_thread(_import_problems, "reward", local, setting="reward.model") if local else []
+    )
 
 
-def _local_reward_problems(models: tuple[str, ...]) -> list[str]:
+def _import_problems(command: str, names: Sequence[str], *, setting: str) -> list[str]:
+    """Why what users' modules hold, by these names, cannot be loaded."""
     # In a separate process: importing runs the user's code, which may import anything.
-    names = ", ".join(models)
+    shown = ", ".join(names)
     try:
         result = subprocess.run(
-            console_argv("reward", "resolve", *models),
+            console_argv(command, "resolve", *names),
             env=service_environment(os.environ, num_threads=1),
             capture_output=True,
             text=True,
@@ -198,11 +215,11 @@ def _local_reward_problems(models: tuple[str, ...]) -> list[str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [f"reward.model: importing {names} took longer than {_REWARD_IMPORT_TIMEOUT_S:g} s"]
+        return [f"{setting}: importing {shown} took longer than {_REWARD_IMPORT_TIMEOUT_S:g} s"]
     if result.returncode == 0:
         return []
     said = [line for line in result.stderr.strip().splitlines() if line.strip()]
-    return [f"reward.model: {said[-1].removeprefix('penstock: ') if said else f'{names} cannot be loaded'}"]
+    return [f"{setting}: {said[-1].removeprefix('penstock: ') if said else f'{shown} cannot be loaded'}"]
 
 
 def _folder_problems(folder: RunFolder, *, is_resume: bool) -> list[str]:

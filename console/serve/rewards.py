@@ -9,23 +9,24 @@ from pathlib import Path
 import uvloop
 
 from console.config.reward_settings import SUFFIXES, read_reward_settings
+from console.serve.addresses import as_address
 from console.serve.configured_reward import check_configured
 from penstock.config import ConfigError
 from penstock.network.rpc import PortUnavailableError
 from penstock.process.log_setup import configure_logging
 from penstock.rewards import RewardLoadError, load_reward
-from penstock.rewards.check import CheckStatus, check_server
+from penstock.rewards.check import check_server
 from penstock.rewards.serving import serve_async
+from penstock.rewards.verdicts import CheckStatus
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
-from penstock.targets import checked_address
 from services.reward.models.build import check_name
 
 
 def serve_reward(target: str, *, listen: str) -> None:
     """Serve a function until SIGTERM or SIGINT. Raises ConfigError."""
     configure_logging("reward-model")
-    _address(listen)
+    as_address(listen)
     try:
         uvloop.run(serve_async(target, listen=listen))
     except (RewardLoadError, PortUnavailableError) as error:
@@ -38,7 +39,7 @@ def check_reward(target: str) -> int:
         configure_logging("console", level="error")
         results = asyncio.run(check_configured(read_reward_settings(Path(target))))
     else:
-        results = asyncio.run(check_server(_address(target), security=Security.from_environment(JUDGES)))
+        results = asyncio.run(check_server(as_address(target), security=Security.from_environment(JUDGES)))
     for result in results:
         print(f"{result.status.value:7} {result.name}{f': {result.detail}' if result.detail else ''}")
     has_failed = any(result.status is CheckStatus.FAILED for result in results)
@@ -55,10 +56,3 @@ def resolve_reward(models: Sequence[str]) -> None:
                 load_reward(model)
     except RewardLoadError as error:
         raise ConfigError(str(error)) from error
-
-
-def _address(text: str) -> str:
-    try:
-        return checked_address(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r}: {error}") from error

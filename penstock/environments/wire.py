@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from penstock.environments.environment import EnvironmentFactory
 from penstock.environments.types import Action, Message, Opening, Outcome, ScoreStatus, Task, ToolCall
@@ -133,6 +134,22 @@ def describe_environment(factory: EnvironmentFactory, *, max_sessions: int) -> e
         max_sessions=max_sessions,
         tools_json=tools_json,
     )
+
+
+def read_tools(tools_json: str) -> list[dict[str, Any]] | None:
+    """The tools of a description; None if it has none. Raises InvalidFieldError."""
+    if not tools_json:
+        return None
+    if len(tools_json) > MAX_TOOLS_BYTES:
+        problem = f"{len(tools_json)} bytes; at most {MAX_TOOLS_BYTES} are allowed"
+        raise InvalidFieldError(f"tools_json: {problem}", field="tools_json")
+    try:
+        found = json.loads(tools_json)
+    except (ValueError, RecursionError) as error:
+        raise InvalidFieldError(f"tools_json: not valid JSON: {error}", field="tools_json") from error
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise InvalidFieldError("tools_json: must be a JSON list of objects", field="tools_json")
+    return found
 
 
 def _write_outcome(outcome: object, name: str) -> environment_pb2.StepResponse:

@@ -23,6 +23,7 @@ SERVER_STOP_S = 5.0
 LAST_ACT_S: Mapping[str, float] = {
     "broker": SERVER_STOP_S,
     "critic": CHECKPOINT_S + SERVER_STOP_S,
+    "environment": SERVER_STOP_S,
     "generator": ENGINE_STOP_S + SERVER_STOP_S,
     "reward": DRAIN_S + SERVER_STOP_S,
     "scheduler": SERVER_STOP_S,

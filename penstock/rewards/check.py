@@ -6,13 +6,8 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from penstock.errors import (
     BadCertificateError,
@@ -26,6 +21,7 @@ from penstock.errors import (
 from penstock.network.rpc import call, open_channel
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.types import RewardItem
+from penstock.rewards.verdicts import CheckResult, CheckStatus, Note, ViolationError, health, reflection, run_check
 from penstock.rewards.wire import CREDENTIALS_HINT, GRADER_ERRORS, check_score, write_item
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
@@ -34,32 +30,6 @@ from penstock.wire.codec import int32_bytes
 SERVICE_NAME = "penstock.v1.RewardService"
 LONG_COMPLETION_CHARACTERS = 300_000
 MAX_PROBED_BATCH_SIZE = 4096
-
-
-class CheckStatus(StrEnum):
-    """Outcome of one check."""
-
-    PASSED = "passed"
-    NOTED = "noted"
-    """Allowed, but worth knowing."""
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
-    """One line of the verdict."""
-
-    name: str
-    status: CheckStatus
-    detail: str
-
-
-class _ViolationError(Exception):
-    """The server breaks the contract; the message says how."""
-
-
-class _Note(Exception):  # noqa: N818 -- not an error: ends a check early with a remark
-    """Allowed, but worth knowing."""
 
 
 async def check_server(target: str, *, timeout_s: float = 30.0, security: Security = NO_SECURITY) -> list[CheckResult]:
@@ -71,7 +41,7 @@ async def check_server(target: str, *, timeout_s: float = 30.0, security: Securi
     """
     async with open_channel(target, security) as channel:
         server = _Checked(channel, target, timeout_s)
-        first = await _run("answers", server.answers)
+        first = await run_check("answers", server.answers)
         if first.status is CheckStatus.FAILED:
             return [first]
         checks: list[tuple[str, Callable[[], Awaitable[str]]]] = [
@@ -87,21 +57,7 @@ async def check_server(target: str, *, timeout_s: float = 30.0, security: Securi
             ("oversized batch", server.handles_oversized_batch),
             ("deadline", server.survives_deadline),
         ]
-        return [first, *[await _run(name, check) for name, check in checks]]
-
-
-def conforms(results: Sequence[CheckResult]) -> bool:
-    """Whether no check failed."""
-    return all(result.status is not CheckStatus.FAILED for result in results)
-
-
-async def _run(name: str, check: Callable[[], Awaitable[str]]) -> CheckResult:
-    try:
-        return CheckResult(name=name, status=CheckStatus.PASSED, detail=await check())
-    except _Note as note:
-        return CheckResult(name=name, status=CheckStatus.NOTED, detail=str(note))
-    except (_ViolationError, PenstockError) as error:
-        return CheckResult(name=name, status=CheckStatus.FAILED, detail=str(error))
+        return [first, *[await run_check(name, check) for name, check in checks]]
 
 
 class _Checked:
@@ -117,41 +73,25 @@ class _Checked:
         try:
             await self._score([_item(1)])
         except (BadTokenError, BadCertificateError) as error:
-            raise _ViolationError(f"{error}; {CREDENTIALS_HINT}") from error
+            raise ViolationError(f"{error}; {CREDENTIALS_HINT}") from error
         except ServiceUnavailableError as error:
-            raise _ViolationError(f"no server answers at {self._target}: {error}") from error
+            raise ViolationError(f"no server answers at {self._target}: {error}") from error
         except NotOfferedError as error:
-            raise _ViolationError(f"{self._target} does not serve {SERVICE_NAME}") from error
+            raise ViolationError(f"{self._target} does not serve {SERVICE_NAME}") from error
         return "scores a sample"
 
     async def reports_health(self) -> str:
-        stub: Any = health_pb2_grpc.HealthStub(self._channel)
-        try:
-            request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-            response = await stub.Check(request, timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise _Note(f"no grpc.health.v1 status for {SERVICE_NAME} ({error.code().name}); offer it") from error
-        if response.status != health_pb2.HealthCheckResponse.SERVING:
-            raise _ViolationError("health says NOT_SERVING while the server answers")
-        return "SERVING"
+        return await health(self._channel, SERVICE_NAME, timeout_s=self._timeout_s)
 
     async def offers_reflection(self) -> str:
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(self._channel)  # type: ignore[arg-type]
-        requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        try:
-            names: list[str] = []
-            async for response in stub.ServerReflectionInfo(requests, timeout=self._timeout_s):
-                names += [service.name for service in response.list_services_response.service]
-        except grpc.aio.AioRpcError as error:
-            raise _Note("no server reflection; it is optional") from error
-        return ", ".join(names)
+        return await reflection(self._channel, timeout_s=self._timeout_s)
 
     async def describes_itself(self) -> str:
         request = reward_pb2.GetRewardModelRequest()
         try:
             answer = await call(self._stub.GetRewardModel, request, peer=self._target, timeout_s=self._timeout_s)
         except NotOfferedError as error:
-            raise _Note(f"GetRewardModel is not offered; batches of {DEFAULT_MAX_BATCH_SIZE} are assumed") from error
+            raise Note(f"GetRewardModel is not offered; batches of {DEFAULT_MAX_BATCH_SIZE} are assumed") from error
         self._max_batch_size = answer.max_batch_size or DEFAULT_MAX_BATCH_SIZE
         self._wants_token_ids = answer.wants_token_ids
         parts = ", ".join(f"{part.weight:g} {part.name}" for part in answer.parts)
@@ -164,11 +104,11 @@ class _Checked:
         shown = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
         message = next((score.message for score in scores if score.message), "no message")
         if all(score.status in GRADER_ERRORS for score in scores):
-            raise _ViolationError(f"its grader fails for every sample: {shown} ({message})")
+            raise ViolationError(f"its grader fails for every sample: {shown} ({message})")
         if any(score.status in GRADER_ERRORS for score in scores):
-            raise _Note(f"its grader failed for some: {shown} ({message}); a run tries them again")
+            raise Note(f"its grader failed for some: {shown} ({message}); a run tries them again")
         if not counts["OK"]:
-            raise _Note(f"no probed sample got a value: {shown} ({message}); such samples are dropped")
+            raise Note(f"no probed sample got a value: {shown} ({message}); such samples are dropped")
         return shown
 
     async def keeps_order(self) -> str:
@@ -177,19 +117,19 @@ class _Checked:
         singles = [(await self._score([item]))[0] for item in items]
         for index, (in_batch, alone) in enumerate(zip(batch, singles, strict=True)):
             if not _has_erred(in_batch, alone) and not _alike(in_batch, alone):
-                raise _ViolationError(
+                raise ViolationError(
                     f"item {index} scores {_brief(in_batch)} in a batch and {_brief(alone)} alone; is the order kept?"
                 )
         if len({_brief(score) for score in singles}) == 1:
-            raise _Note("the probed samples all score alike, so their order shows nothing")
+            raise Note("the probed samples all score alike, so their order shows nothing")
         return f"{len(items)} items score in a batch as they do alone"
 
     async def repeats_itself(self) -> str:
         first, second = (await self._score([_item(3)]))[0], (await self._score([_item(3)]))[0]
         if _has_erred(first, second):
-            raise _Note(f"its grader failed: {_brief(first)}, then {_brief(second)}")
+            raise Note(f"its grader failed: {_brief(first)}, then {_brief(second)}")
         if not _alike(first, second):
-            raise _ViolationError(f"the same sample scored {_brief(first)}, then {_brief(second)}")
+            raise ViolationError(f"the same sample scored {_brief(first)}, then {_brief(second)}")
         return _brief(first)
 
     async def survives_odd_samples(self) -> str:
@@ -211,17 +151,17 @@ class _Checked:
             await self._score([])
         except InvalidFieldError:
             return "INVALID_ARGUMENT"
-        raise _ViolationError("an empty batch must be refused with INVALID_ARGUMENT, but was answered")
+        raise ViolationError("an empty batch must be refused with INVALID_ARGUMENT, but was answered")
 
     async def handles_oversized_batch(self) -> str:
         num_items = self._max_batch_size + 1
         if num_items > MAX_PROBED_BATCH_SIZE:
-            raise _Note(f"not probed: batches may hold {self._max_batch_size} items")
+            raise Note(f"not probed: batches may hold {self._max_batch_size} items")
         try:
             await self._score([_item(number) for number in range(num_items)])
         except PenstockError as error:
             if not isinstance(error, InvalidFieldError) and not error.is_retryable:
-                raise _ViolationError(f"{num_items} items must be answered, or refused cleanly: {error}") from error
+                raise ViolationError(f"{num_items} items must be answered, or refused cleanly: {error}") from error
             return f"{num_items} items are refused: {error.reason}"
         return f"{num_items} items are answered"
 
@@ -242,10 +182,10 @@ class _Checked:
                 item.token_ids = _made_up_tokens(item.completion_text)
         response = await call(self._stub.Score, request, peer=self._target, timeout_s=self._timeout_s)
         if len(response.scores) != len(items):
-            raise _ViolationError(f"{len(items)} items were sent, {len(response.scores)} scores came back")
+            raise ViolationError(f"{len(items)} items were sent, {len(response.scores)} scores came back")
         for index, score in enumerate(response.scores):
             if (problem := check_score(score)) is not None:
-                raise _ViolationError(f"score {index}: {problem}")
+                raise ViolationError(f"score {index}: {problem}")
         return list(response.scores)
 
 

@@ -27,7 +27,8 @@ from penstock.v1 import reward_pb2, reward_pb2_grpc
 DEFAULT_LISTEN = "127.0.0.1:7310"
 DEFAULT_TIMEOUT_S = 60.0
 MAX_CONCURRENT_CALLS = 64
-_OF_THE_CLUSTER = ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE", "PENSTOCK_TLS_CERT")
+OF_THE_CLUSTER = ("PENSTOCK_TOKEN", "PENSTOCK_TOKEN_FILE", "PENSTOCK_TLS_CERT")
+"""Variables with credentials that servers of third parties are never shown."""
 # Part of the caller's deadline that is kept for sending the answer: items that time out still reach the caller as such.
 _ANSWER_SHARE = 0.1
 
@@ -97,7 +98,7 @@ def serve(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_L
 def third_party_security() -> Security:
     """A server's own credentials, in the variables that its callers have them in. Raises ConfigError."""
     security = Security.from_environment(JUDGES)
-    if not security.has_credentials and any(map(os.environ.get, _OF_THE_CLUSTER)):
+    if not security.has_credentials and any(map(os.environ.get, OF_THE_CLUSTER)):
         raise ConfigError(
             f"{JUDGES}_TOKEN: not set, while the cluster's credentials are, which such servers are never "
             f"shown; set {JUDGES}_TOKEN and {JUDGES}_TLS_CA, _CERT and _KEY here and where it is called from, or unset "

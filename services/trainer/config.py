@@ -98,6 +98,14 @@ class TrainingConfig(RunSections):
     def _is_host_and_port(cls, value: str) -> str:
         return checked_address(value)
 
+    environment: Targets | None = None
+    """The environment that samples talk with, host:port: what it says of itself decides how prompts are rendered."""
+
+    @field_validator("environment")
+    @classmethod
+    def _is_a_host_and_port(cls, value: str | None) -> str | None:
+        return None if value is None else checked_addresses(value)
+
     @field_validator("broker")
     @classmethod
     def _are_hosts_and_ports(cls, value: str) -> str:

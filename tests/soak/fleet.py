@@ -177,6 +177,7 @@ class Fleet:
             reward=nowhere,
             trainer=trainer,
             scorers=(),
+            environment=None,
             generators=tuple(Endpoint(target=listen, listen=listen) for _ in range(NUM_GENERATORS)),
             weights_listen=weights_listen,
             weights_url=f"http://{self.links['weights-link'].address}",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.environments.wire import MAX_TOOLS_BYTES
+from penstock.environments.wire import read_tools
+from penstock.errors import InvalidFieldError
 from penstock.model.model_folder import TextDecoder
 from penstock.v1 import broker_pb2, environment_pb2, types_pb2
 from services.generator.environments.client import EnvironmentClient, EnvironmentFaultError
@@ -15,7 +15,6 @@ from services.generator.environments.rendering import (
     ChatRenderer,
     ChatTokenizer,
     IdRenderer,
-    Message,
     Renderer,
     TextRenderer,
 )
@@ -51,21 +50,8 @@ class EnvironmentSessions:
             return IdRenderer()
         if not prompt.messages:
             return TextRenderer(self.tokenizer)
-        tools = read_tools(description.tools_json)
-        return ChatRenderer(self.tokenizer, prompt.messages, tools, opens=description.opens)
-
-
-def read_tools(tools_json: str) -> list[Message] | None:
-    """The tools of a description; None if it has none. Raises EnvironmentFaultError."""
-    if not tools_json:
-        return None
-    problem = f"{len(tools_json)} bytes; at most {MAX_TOOLS_BYTES} are allowed"
-    if len(tools_json) <= MAX_TOOLS_BYTES:
         try:
-            found = json.loads(tools_json)
-        except (ValueError, RecursionError) as error:
-            found, problem = None, str(error)
-        if isinstance(found, list) and all(isinstance(tool, dict) for tool in found):
-            return found
-        problem = problem if found is None else "must be a JSON list of objects"
-    raise EnvironmentFaultError(f"tools_json: {problem}", status=types_pb2.SCORE_STATUS_ENVIRONMENT_ERROR)
+            tools = read_tools(description.tools_json)
+        except InvalidFieldError as error:
+            raise EnvironmentFaultError(str(error), status=types_pb2.SCORE_STATUS_ENVIRONMENT_ERROR) from error
+        return ChatRenderer(self.tokenizer, prompt.messages, tools, opens=description.opens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,9 @@ class Tokenizer(Protocol):
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without adding what a chat template would."""
+
+    def note_environment(self, *, tools: Sequence[dict[str, Any]] | None, opens: bool) -> None:
+        """Render chats from now on with these tools, and without opening an answer if the environment `opens`."""
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """Token ids of (role, content) turns by the model's chat template, with the assistant's turn opened.

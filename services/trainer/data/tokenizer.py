@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
@@ -21,6 +22,13 @@ class HuggingFaceTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: {model_path}: no usable tokenizer: {error}") from error
+        self._tools: list[dict[str, Any]] | None = None
+        self._opens_answer = True
+
+    def note_environment(self, *, tools: Sequence[dict[str, Any]] | None, opens: bool) -> None:
+        """Render chats from now on with these tools, and without opening an answer if the environment `opens`."""
+        self._tools = list(tools) if tools else None
+        self._opens_answer = not opens
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, including a begin-of-text token if the tokenizer adds one."""
@@ -33,7 +41,9 @@ class HuggingFaceTokenizer:
         """Token ids of the turns by the chat template; raises DataError."""
         turns = [{"role": role, "content": content} for role, content in messages]
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                turns, tools=self._tools, tokenize=False, add_generation_prompt=self._opens_answer
+            )
         except (ValueError, TemplateError) as error:
             raise DataError(f"chat messages need a chat template that takes them: {error}") from error
         # The template writes every special token itself.

@@ -58,6 +58,7 @@ from services.trainer.reporting.trackers import open_trackers
 from services.trainer.run.broker_link import BrokerLink
 from services.trainer.run.context import Policy, RunContext, RunSpec
 from services.trainer.run.critic_link import CriticLink, joined_critic
+from services.trainer.run.environment import follow_environment
 from services.trainer.run.evaluation import Evaluator
 from services.trainer.run.loop import StepLoop
 from services.trainer.run.monitor import RunMonitor
@@ -240,6 +241,7 @@ class TrainingRun:
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"loading {config.model.path}")
         policy = await self._compute.run(self._load_policy, config)
         backend = self._opened = policy.backend
+        await follow_environment(config, policy.tokenizer)
         prompts = await self._compute.run(load_run_prompts, config, policy.tokenizer, backend.max_sequence_length)
         self._num_skipped_rows = prompts.num_skipped
         self._mixture = prompts.mixture(config)

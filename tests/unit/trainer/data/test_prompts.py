@@ -23,6 +23,9 @@ class CharacterTokenizer:
     def encode_texts(self, texts):
         return [[ord(character) for character in text] for text in texts]
 
+    def note_environment(self, *, tools, opens):
+        raise AssertionError("not here")
+
     def encode_chat(self, messages):
         return [ord(character) for _, content in messages for character in content]
 

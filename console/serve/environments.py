@@ -1,0 +1,55 @@
+"""Implements `penstock env serve`, `check` and `resolve`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import uvloop
+
+from console.serve.addresses import as_address
+from penstock.config import ConfigError
+from penstock.environments import EnvironmentLoadError, load_environment
+from penstock.environments.check import check_server
+from penstock.environments.serving import serve_async
+from penstock.network.rpc import PortUnavailableError
+from penstock.process.log_setup import configure_logging
+from penstock.rewards.verdicts import CheckStatus
+from penstock.security import Security
+from penstock.security.credentials import JUDGES
+
+
+def serve_environment(target: str, *, listen: str, max_sessions: int, max_idle_s: float) -> None:
+    """Serve a class until SIGTERM or SIGINT. Raises ConfigError."""
+    configure_logging("environment")
+    as_address(listen)
+    try:
+        uvloop.run(serve_async(target, listen=listen, max_sessions=max_sessions, max_idle_s=max_idle_s))
+    except (EnvironmentLoadError, PortUnavailableError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_environment(target: str, *, row: str, say: Sequence[str]) -> int:
+    """Print the verdict on a running environment; returns the exit status. Raises ConfigError."""
+    try:
+        columns = json.loads(row)
+    except ValueError as error:
+        raise ConfigError(f"--row: not valid JSON: {error}") from error
+    if not isinstance(columns, dict):
+        raise ConfigError("--row: must be one JSON object")
+    address, security = as_address(target), Security.from_environment(JUDGES)
+    results = asyncio.run(check_server(address, row=columns, say=say, security=security))
+    for result in results:
+        print(f"{result.status.value:7} {result.name}{f': {result.detail}' if result.detail else ''}")
+    has_failed = any(result.status is CheckStatus.FAILED for result in results)
+    print(f"{target} {'does not conform' if has_failed else 'conforms'}")
+    return 1 if has_failed else 0
+
+
+def resolve_environment(target: str) -> None:
+    """Load the Python object that an environment's name refers to. Raises ConfigError."""
+    try:
+        load_environment(target)
+    except EnvironmentLoadError as error:
+        raise ConfigError(str(error)) from error
