@@ -63,6 +63,7 @@ def _sample(
         loss_mask=_loss_mask(trajectory.loss_mask, num_tokens=int(tokens.size)),
         temperature=temperature,
         advantages=(float32_array(trajectory.advantages, "trajectory.advantages") if trajectory.advantages else None),
+        turn_values=float32_array(score.turn_values, "trajectory.score.turn_values") if score.turn_values else None,
         reference_logprobs=(
             float32_array(trajectory.reference_logprobs, "trajectory.reference_logprobs")
             if trajectory.reference_logprobs

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from penstock.wire.routes import Routes
 from penstock.wire.source_tag import SourceTag
+from services.trainer.algorithms.terms.turns import num_turns
 from services.trainer.batches.packing import Trajectory
 
 
@@ -39,6 +40,8 @@ class TrainingSample:
     """bool[C], true for trained tokens; None for all."""
     advantages: npt.NDArray[np.float32] | None = None
     """float32[C], if the sender of the sample computed them; None computes them from the group's rewards."""
+    turn_values: npt.NDArray[np.float32] | None = None
+    """float32[T], what each turn, a run of trained tokens, added to the reward; None if nobody said."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """float32[C], nats, under the reference, if a scorer computed them."""
     tag: SourceTag | None = None
@@ -65,7 +68,10 @@ def is_well_formed(sample: TrainingSample, vocab_size: int) -> bool:
     ids = (sample.prompt_token_ids, sample.completion_token_ids)
     if any(int(array.min()) < 0 or int(array.max()) >= vocab_size for array in ids):
         return False
-    numbers = (sample.behavior_logprobs, sample.advantages, sample.reference_logprobs)
+    mask, turn_values = sample.loss_mask, sample.turn_values
+    if turn_values is not None and turn_values.size != (1 if mask is None else num_turns(mask)):
+        return False
+    numbers = (sample.behavior_logprobs, sample.advantages, sample.reference_logprobs, turn_values)
     is_finite = all(bool(np.isfinite(array).all()) for array in numbers if array is not None)
     return is_finite and (sample.reward is None or bool(np.isfinite(sample.reward)))
 

@@ -41,6 +41,7 @@ from services.trainer.checkpoints.checkpoint_storage import CheckpointStorage
 from services.trainer.checkpoints.checkpoint_writer import Checkpoints
 from services.trainer.compute.compute_thread import ComputeThread, Interrupt
 from services.trainer.config import TrainingConfig
+from services.trainer.data.environment import follow_environment
 from services.trainer.data.prompt_mixture import PromptMixture
 from services.trainer.data.prompt_order import training_position
 from services.trainer.data.run_prompts import RunPrompts, load_run_prompts
@@ -58,7 +59,6 @@ from services.trainer.reporting.trackers import open_trackers
 from services.trainer.run.broker_link import BrokerLink
 from services.trainer.run.context import Policy, RunContext, RunSpec
 from services.trainer.run.critic_link import CriticLink, joined_critic
-from services.trainer.run.environment import follow_environment
 from services.trainer.run.evaluation import Evaluator
 from services.trainer.run.loop import StepLoop
 from services.trainer.run.monitor import RunMonitor

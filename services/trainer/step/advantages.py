@@ -8,16 +8,17 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from services.trainer.algorithms.base import Rewards
+from services.trainer.algorithms.base import Advantages, Rewards
 from services.trainer.algorithms.terms.gae import generalized_advantages, normalized
 from services.trainer.algorithms.terms.overlong import overlong_penalties
+from services.trainer.algorithms.terms.turns import group_turn_advantages, turn_critic_advantages, turn_of_tokens
 from services.trainer.batches.packing import Trajectory, full_enough
 from services.trainer.batches.training_sample import TrainingSample, trajectory_of
 from services.trainer.model.backend import Quantity
@@ -26,6 +27,7 @@ from services.trainer.step.step_settings import StepSettings
 
 DISCOUNT = 1.0
 """Gamma of a critic's advantages: the length of an answer does not change its value."""
+_ROUNDING = 1e-5
 Floats = npt.NDArray[np.float64]
 
 
@@ -48,6 +50,22 @@ class _Scored:
     """float64[L], coefficient times log-ratio to the reference, to be subtracted from the rewards."""
     values: Floats
     """float64[L], the critic's; zeros without one."""
+
+    @property
+    def turn_values(self) -> Floats:
+        """What each turn earned, less its tokens' KL, float64[T]; all of it at the end unless the sample says."""
+        turns = turn_of_tokens(self.blank.loss_mask)
+        if not turns.size:
+            return np.zeros(0)
+        values: Floats = -np.bincount(turns, weights=self.token_kl).astype(np.float64)
+        stated, rest = self.sample.turn_values, self.reward
+        if stated is not None:
+            values += stated
+            rest -= float(stated.sum(dtype=np.float64))
+        # Beyond the stated turns there may be a penalty of length, but not what rounds off in float32.
+        if abs(rest) > _ROUNDING * max(1.0, abs(self.reward)):
+            values[-1] += rest
+        return values
 
 
 class AdvantageEstimator:
@@ -80,9 +98,13 @@ class AdvantageEstimator:
             if estimate is None:
                 self._arrived += siblings
                 continue
-            advantages = estimate(_penalised(siblings))
-            self.num_zero_advantage_groups += not advantages.any()
-            ready += _with_advantages(siblings, advantages)
+            if self._settings.turn_discount is not None:
+                found, is_zero = _with_turn_advantages(siblings, estimate, discount=self._settings.turn_discount)
+            else:
+                advantages = estimate(_penalised(siblings))
+                found, is_zero = _with_advantages(siblings, advantages), not advantages.any()
+            self.num_zero_advantage_groups += is_zero
+            ready += found
         if self._arrived:
             self._score_prior(is_last=False)
         return ready
@@ -142,19 +164,25 @@ class AdvantageEstimator:
 
         A sample without loss tokens counts but contributes nothing, as elsewhere.
         """
-        raw = [self._advantages(scored) for scored in held]
+        raw, targets = zip(*[self._advantages(scored) for scored in held], strict=True)
         every = np.concatenate(raw)
         whole = np.split(normalized(every) if every.size else every, np.cumsum([each.size for each in raw])[:-1])
         return [
-            TrainableSample(scored.sample, _by_token(scored, advantages, returns=each + scored.values))
-            for scored, advantages, each in zip(held, whole, raw, strict=True)
+            TrainableSample(scored.sample, _by_token(scored, advantages, returns=target))
+            for scored, advantages, target in zip(held, whole, targets, strict=True)
         ]
 
-    def _advantages(self, scored: _Scored) -> Floats:
+    def _advantages(self, scored: _Scored) -> tuple[Floats, Floats]:
+        """Of each loss token the advantage and the critic's target."""
+        decay, turn_discount = self._settings.gae_lambda, self._settings.turn_discount
+        if turn_discount is not None and scored.values.size:
+            turns = turn_of_tokens(scored.blank.loss_mask)
+            return turn_critic_advantages(scored.turn_values, scored.values, turns, discount=turn_discount, decay=decay)
         rewards = -scored.token_kl
         if rewards.size:
             rewards[-1] += scored.reward
-        return generalized_advantages(rewards, scored.values, discount=DISCOUNT, decay=self._settings.gae_lambda)
+        advantages = generalized_advantages(rewards, scored.values, discount=DISCOUNT, decay=decay)
+        return advantages, advantages + scored.values
 
 
 def _zeros(blank: Trajectory) -> Floats:
@@ -176,13 +204,28 @@ def _with_advantages(samples: Sequence[_Scored], advantages: npt.NDArray[np.floa
     ]
 
 
+def _with_turn_advantages(
+    samples: Sequence[_Scored], estimate: Callable[[Rewards], Advantages], *, discount: float
+) -> tuple[list[TrainableSample], bool]:
+    """Each turn's advantage on its tokens, unless a sample has its own; and whether all of a group are zero."""
+    found = group_turn_advantages([scored.turn_values for scored in samples], estimate, discount=discount)
+    trained = [
+        TrainableSample(scored.sample, _with_own(scored, advantages[turn_of_tokens(scored.blank.loss_mask)]))
+        for scored, advantages in zip(samples, found, strict=True)
+    ]
+    return trained, not any(advantages.any() for advantages in found)
+
+
+def _with_own(scored: _Scored, advantages: Advantages) -> Trajectory:
+    blank = scored.blank
+    return blank if scored.sample.advantages is not None else replace(blank, advantages=blank.spread(advantages))
+
+
 def _by_token(scored: _Scored, advantages: Floats, *, returns: Floats) -> Trajectory:
     """The trajectory with an advantage for each token, unless the sample has its own."""
     blank = scored.blank
-    own = scored.sample.advantages is not None
     return replace(
-        blank,
-        advantages=blank.advantages if own else blank.spread(advantages),
+        _with_own(scored, advantages.astype(np.float32)),
         values=blank.spread(scored.values),
         returns=blank.spread(returns),
     )

@@ -43,6 +43,8 @@ class StepSettings:
     """Must be False if the loss has a term without advantages: a KL to a reference, a critic's loss."""
     reward_kl_coefficient: float = 0.0
     """Weight of the KL subtracted from the rewards; 0 if there is none, or if it is a term of the loss."""
+    turn_discount: float | None = None
+    """Credit goes to each turn of a session, later turns' rewards discounted by this; None gives it to the sample."""
     gae_lambda: float = 1.0
     """Lambda of a critic's advantages: 1 uses rewards alone, 0 its next value alone."""
 
@@ -72,5 +74,6 @@ def step_settings(config: TrainingConfig, *, policy_version: int) -> StepSetting
         brings_reference=settings.has_scorer,
         skip_zero_advantages=not algorithm.has_critic and (algorithm.is_kl_in_reward or settings.kl_coefficient == 0),
         reward_kl_coefficient=settings.kl_coefficient if algorithm.is_kl_in_reward else 0.0,
+        turn_discount=settings.turn_discount if settings.credit == "turn" else None,
         gae_lambda=settings.gae_lambda,
     )
