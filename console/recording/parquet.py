@@ -27,6 +27,7 @@ _SCORE = pa.struct(
         ("message", pa.string()),
         ("model", pa.string()),
         ("latency_s", pa.float64()),
+        ("turn_values", pa.list_(pa.float32())),
     ]
 )
 _SAMPLING = pa.struct(

@@ -16,7 +16,15 @@ import numpy.typing as npt
 from console.recording.recorded_sample import Recorded, RecordingError, Step
 from penstock.errors import InvalidFieldError
 from penstock.v1 import types_pb2
-from penstock.wire.codec import Float32, decode_versions, float32_array, int32_array, int64_array, merge_versions
+from penstock.wire.codec import (
+    Float32,
+    decode_versions,
+    float32_array,
+    float32_bytes,
+    int32_array,
+    int64_array,
+    merge_versions,
+)
 from penstock.wire.timestamps import timestamp
 
 Row = dict[str, Any]
@@ -123,6 +131,7 @@ def _score_row(score: types_pb2.Score) -> Row:
         "message": score.message,
         "model": score.model,
         "latency_s": score.latency.ToNanoseconds() / 1e9 if score.HasField("latency") else None,
+        **({"turn_values": float32_array(score.turn_values, "turn_values").tolist()} if score.turn_values else {}),
     }
 
 
@@ -249,6 +258,7 @@ def _score(row: Mapping[str, Any]) -> types_pb2.Score:
         details=dict(row.get("details") or ()),
         message=row.get("message") or "",
         model=row.get("model") or "",
+        turn_values=float32_bytes(row.get("turn_values") or ()),
     )
     if latency_s is not None:
         score.latency.FromNanoseconds(round(latency_s * 1e9))

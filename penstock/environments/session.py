@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from penstock.environments.environment import Environment, EnvironmentFactory
@@ -91,7 +92,7 @@ class Session:
     async def _reset(self, task: Task) -> environment_pb2.ResetResponse:
         try:
             self._environment = await self._run(self._factory)
-            return write_opening(await self._run(lambda: self._made.reset(task)))
+            return write_opening(await self._run(self._made.reset, task))
         except UnplayableError as error:
             raise InvalidFieldError(f"{self._name}: {error}", field="task") from error
         except InvalidFieldError:
@@ -103,7 +104,7 @@ class Session:
     async def _step(self, request: environment_pb2.StepRequest) -> environment_pb2.StepResponse:
         try:
             action = read_action(request)
-            return write_outcome(await self._run(lambda: self._made.step(action)), name=self._name)
+            return write_outcome(await self._run(self._made.step, action), name=self._name)
         except Exception as error:  # a user's class may raise anything
             _log.error("environment raised in step", environment=self._name, exc_info=error)
             return failed(f"{self._name} raised {describe(error)}")
@@ -114,7 +115,9 @@ class Session:
             raise TurnConflictError("the session was not opened")
         return self._environment
 
-    async def _run(self, method: Callable[[], Any]) -> Any:
-        """What a method returns; plain ones run in a thread, which also makes the coroutines of `async` ones."""
-        result = await self._threads.run(method)
+    async def _run(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """What a method returns; plain ones run in a thread."""
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        result = await self._threads.run(partial(method, *arguments))
         return await result if inspect.isawaitable(result) else result

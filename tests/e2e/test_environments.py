@@ -77,5 +77,6 @@ def assert_follows_from_its_turns(line, environment, tokenizer):
         assert tokenizer.decode(turn.given) == said
     assert rewards != []
     assert line["score"]["value"] == pytest.approx(sum(rewards))
+    assert line["score"]["turn_values"] == pytest.approx(rewards)
     masked = [logprob for logprob, bit in zip(line["logprobs"], line["loss_mask"], strict=False) if not bit]
     assert set(masked) <= {0.0}

@@ -1,0 +1,1 @@
+"""Measures whether slow tools hold decoding back."""

@@ -1,0 +1,78 @@
+"""Compare credit by turns with credit by samples on a task of five turns: `penstock bench turns`.
+
+penstock bench turns [--json] [--quick]
+
+Three seeds, 60 steps of 8 x 8 samples each, one thread. What counts is the first step at which the mean of five steps
+reaches 80 % of right turns, and the mean share over all steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import Progress, Result, measure, print_table, short, suite_parser
+from benchmarks.scratch import scratch_folder
+from benchmarks.turns.task import make_model
+
+CASES: dict[str, dict[str, Any]] = {
+    "samples": {},
+    "turns, discount 1": {"credit": "turn"},
+    "turns, discount 0": {"credit": "turn", "turn_discount": 0.0},
+}
+SEEDS, NUM_STEPS = (0, 1, 2), 60
+REACHED, WINDOW_STEPS = 0.8, 5
+
+
+def steps_to(shares: Sequence[float]) -> int:
+    """The first step at which the mean of the last five reaches 80 %; all steps if none does."""
+    for step in range(WINDOW_STEPS, len(shares) + 1):
+        if statistics.mean(shares[step - WINDOW_STEPS : step]) >= REACHED:
+            return step
+    return len(shares)
+
+
+async def run(folder: Path, seeds: Sequence[int], num_steps: int, progress: Progress) -> Result:
+    """Train every case with every seed."""
+    # Imported here: it needs torch, which the options do not.
+    from benchmarks.turns.training import train
+
+    found: dict[str, list[list[float]]] = {name: [] for name in CASES}
+    for seed in seeds:
+        model = folder / f"model-{seed}"
+        make_model(model, seed=seed)
+        for name, settings in CASES.items():
+            found[name].append(train(model, seed=seed, num_steps=num_steps, **settings))
+            progress(f"seed {seed}, credit by {name}: {steps_to(found[name][-1])} steps to {REACHED:.0%}")
+    return {
+        name: {
+            "steps": [steps_to(shares) for shares in curves],
+            "means": [statistics.mean(shares) for shares in curves],
+            "curves": curves,
+        }
+        for name, curves in found.items()
+    }
+
+
+def show(result: Result) -> None:
+    """Print a row for each case."""
+    rows = [
+        (name, ", ".join(map(str, case["steps"])), ", ".join(map(short, case["means"])))
+        for name, case in result.items()
+    ]
+    print_table("Turns", ("credit by", "steps to 80 % (by seed)", "mean share of right turns"), [rows])
+
+
+def main() -> int:
+    """Entry point."""
+    arguments = suite_parser(__doc__).parse_args()
+    seeds, num_steps = ((0,), 3) if arguments.quick else (SEEDS, NUM_STEPS)
+    with scratch_folder() as folder:
+        return measure(lambda progress: run(folder, seeds, num_steps, progress), show, is_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
