@@ -31,7 +31,8 @@ from services.broker.server import make_run_registry, make_server
 from services.broker.storage.memory_store import MemoryStore
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.lease_handler import GeneratorLeaseHandler
-from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.decoding.rollout_parts import RolloutParts
+from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.token_rate import TokenRate
 from services.generator.emulation.length_law import LogNormalLengths
 from services.generator.engine.attested_weights import AttestedWeights

@@ -20,8 +20,8 @@ from benchmarks.turns.task import make_model
 
 CASES: dict[str, dict[str, Any]] = {
     "samples": {},
-    "turns, discount 1": {"credit": "turn"},
-    "turns, discount 0": {"credit": "turn", "turn_discount": 0.0},
+    "turns, discount 1": {"turn_discount": 1.0},
+    "turns, discount 0": {"turn_discount": 0.0},
 }
 SEEDS, NUM_STEPS = (0, 1, 2), 60
 REACHED, WINDOW_STEPS = 0.8, 5

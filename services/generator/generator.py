@@ -37,7 +37,8 @@ from services.generator.config import GeneratorConfig
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import drained
 from services.generator.decoding.lease_handler import GeneratorLeaseHandler
-from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.decoding.rollout_parts import RolloutParts
+from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.token_rate import TokenRate
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.engine.attested_weights import AttestedWeights

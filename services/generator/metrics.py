@@ -17,6 +17,15 @@ class GeneratorMetrics:
         self.tokens = counter("penstock_generator_tokens", "Completion tokens decoded.")
         self.samples = counter("penstock_generator_samples", "Samples ended, by outcome.", ["outcome"])
         self.running = gauge("penstock_generator_running_samples", "Samples being decoded.")
+        self.environment_waiting = gauge(
+            "penstock_generator_environment_waiting_samples",
+            "Samples that wait for an environment, in no slot.",
+        )
+        self.environment_sessions = counter(
+            "penstock_generator_environment_sessions",
+            "Sessions with an environment that ended, by the status of the score.",
+            ["status"],
+        )
         self.policy_version = gauge("penstock_generator_policy_version", "Version the engine holds, digest checked.")
         self.engine_failures = counter(
             "penstock_generator_engine_failures",

@@ -132,10 +132,10 @@ class TrainingConfig(RunSections):
                 "algorithm.reference_refresh_steps: with lora the reference is the model itself; leave it 0"
             )
         _check_reference(algorithm)
-        if algorithm.credit == "turn" and algorithm.definition.step_advantages is not None:
+        if algorithm.turn_discount is not None and algorithm.definition.step_advantages is not None:
             raise ValueError(
-                f"algorithm.credit: {algorithm.name} compares whole samples of a step; choose trajectory, or another "
-                "algorithm.name"
+                f"algorithm.turn_discount: {algorithm.name} compares whole samples of a step; leave it out, or choose "
+                "another algorithm.name"
             )
         if algorithm.num_minibatches > algorithm.prompts_per_step:
             raise ValueError(

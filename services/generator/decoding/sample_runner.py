@@ -19,7 +19,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,21 +28,17 @@ import numpy as np
 import structlog
 
 from penstock.clients.sample_stream import SampleStream
-from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.errors import InvalidFieldError
-from penstock.model.model_folder import TextDecoder
 from penstock.process.tasks import end, set_within
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, int32_array
 from services.generator.decoding.activity import Decoding
-from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.conversing import converse
 from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
 from services.generator.decoding.lease_request import to_request
+from services.generator.decoding.rollout_parts import RolloutParts
 from services.generator.decoding.slots import Slots
-from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import (
-    Engine,
     EngineError,
     EngineStoppedError,
     FinishReason,
@@ -51,9 +47,7 @@ from services.generator.engine.engine import (
 )
 from services.generator.environments.client import EnvironmentAwayError
 from services.generator.environments.dialogue import Dialogue
-from services.generator.environments.sessions import EnvironmentSessions
 from services.generator.environments.transcript import read_transcript
-from services.generator.metrics import GeneratorMetrics
 
 MAX_VERSION_WAIT_S = 60.0
 """How long a sample waits for the weights that its lease requires before it is given back."""
@@ -65,27 +59,6 @@ _FINISH_REASONS = {
     FinishReason.ABORTED: types_pb2.FINISH_REASON_ABORTED,
 }
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutParts:
-    """What decoding a sample needs."""
-
-    engine: Engine
-    tokens: ShardedTokens
-    held: AttestedWeights
-    text: TextDecoder
-    end_token_ids: tuple[int, ...]
-    busy: BusyTracker
-    metrics: GeneratorMetrics
-    records_routes: bool = False
-    """Whether the run's trainer replays routes, and the engine records them."""
-    on_change: Callable[[], None]
-    """Called when slots or leases changed."""
-    on_engine_failure: Callable[[Exception], None]
-    """Called when the engine has failed."""
-    sessions: EnvironmentSessions | None = None
-    """Sessions with the run's environment; None without one."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -112,6 +85,30 @@ class _Work:
     def refused(self, error: broker_pb2.ChunkError) -> None:
         """The broker refuses its tokens."""
         self.owner.refuse(self, error)
+
+    # -- as `Conversing` -----------------------------------------------------------------------------------------------
+
+    async def decode(self, request: GenerateRequest) -> tuple[list[int], FinishReason]:
+        """See `Conversing.decode`."""
+        before = len(self.parts)
+        reason = await self.owner.decode_part(self, request)
+        return [token_id for part in self.parts[before:] for token_id in part.tolist()], reason
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """See `Conversing.give`."""
+        self.owner.give(self, token_ids)
+
+    async def stored(self) -> None:
+        """See `Conversing.stored`."""
+        await self.stream.wait_until_stored()
+
+    def leave_slot(self) -> None:
+        """See `Conversing.leave_slot`."""
+        self.owner.leave_slot(self)
+
+    async def enter_slot(self) -> None:
+        """See `Conversing.enter_slot`."""
+        await self.owner.enter_slot(self)
 
 
 class _GiveBack:
@@ -252,6 +249,7 @@ class Rollouts:
         self._free_slot(work)
         if work.task is not None:
             work.task.cancel()
+        self._note_waiting()
         self._note_if_empty()
         self._parts.on_change()
 
@@ -345,11 +343,10 @@ class Rollouts:
             return
         transcript = read_transcript(request.prefix_token_ids, work.lease.prefix_loss_mask)
         dialogue = parts.sessions.dialogue(work.lease)
-        reason, score = await converse(
-            _Conversation(self, work), dialogue, request, transcript, max_model_len=parts.engine.max_model_len
-        )
+        reason, score = await converse(work, dialogue, request, transcript, max_model_len=parts.engine.max_model_len)
         if reason is not FinishReason.ABORTED:
             work.dialogue = dialogue
+            parts.metrics.environment_sessions.labels(_status_of(score)).inc()
         self._finish(work, reason, score)
 
     async def decode_part(self, work: _Work, request: GenerateRequest) -> FinishReason:
@@ -385,12 +382,18 @@ class Rollouts:
         """Wait for a slot for a sample that left its own."""
         await self._wait_for_slot()
         work.is_in_slot = True
+        self._note_waiting()
         self._parts.on_change()
 
     def leave_slot(self, work: _Work) -> None:
         """Give a sample's slot up while it waits for its environment."""
         self._free_slot(work)
+        self._note_waiting()
         self._parts.on_change()
+
+    def _note_waiting(self) -> None:
+        num_waiting = self._num_unfinished - self.num_in_slots
+        self._parts.metrics.environment_waiting.set(max(0, num_waiting))
 
     def _finish(self, work: _Work, reason: FinishReason, score: types_pb2.Score | None = None) -> None:
         text = "" if reason is FinishReason.ABORTED else self._parts.text.decode(self._completion(work))
@@ -436,34 +439,10 @@ class Rollouts:
             self._empty.set()
 
 
-@dataclass(frozen=True, slots=True)
-class _Conversation:
-    """A lease in hand, as `converse` needs it."""
-
-    owner: Rollouts
-    work: _Work
-
-    async def decode(self, request: GenerateRequest) -> tuple[list[int], FinishReason]:
-        """See `Conversing.decode`."""
-        before = len(self.work.parts)
-        reason = await self.owner.decode_part(self.work, request)
-        return [token_id for part in self.work.parts[before:] for token_id in part.tolist()], reason
-
-    def give(self, token_ids: Sequence[int]) -> None:
-        """See `Conversing.give`."""
-        self.owner.give(self.work, token_ids)
-
-    async def stored(self) -> None:
-        """See `Conversing.stored`."""
-        await self.work.stream.wait_until_stored()
-
-    def leave_slot(self) -> None:
-        """See `Conversing.leave_slot`."""
-        self.owner.leave_slot(self.work)
-
-    async def enter_slot(self) -> None:
-        """See `Conversing.enter_slot`."""
-        await self.owner.enter_slot(self.work)
+def _status_of(score: types_pb2.Score | None) -> str:
+    if score is None:
+        return "unscored"
+    return types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_").lower()
 
 
 def _to_held(work: _Work, max_model_len: int) -> RunningSample:

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.decoding.rollout_parts import RolloutParts
+from services.generator.decoding.sample_runner import Rollouts
 from services.generator.engine.engine import EngineError, GenerateRequest, RequestRefusedError, TokenSpan
 
 

@@ -2,7 +2,7 @@
 
 Promises:
 
-- A call ends within `step_timeout_s` of an environment that answers, and within `outage_timeout_s` of one that is away.
+- A call ends within `step_timeout_s` of an environment that answers, and within OUTAGE_TIMEOUT_S of one that is away.
 - An answer that breaks the contract is an EnvironmentFaultError that says how; nothing of it reaches a sample.
 """
 
@@ -26,6 +26,9 @@ from penstock.v1 import environment_pb2, environment_pb2_grpc, types_pb2
 from services.generator.environments.config import EnvironmentLimits
 
 CLOSE_TIMEOUT_S = 5.0
+OUTAGE_TIMEOUT_S = 600.0
+"""How long samples wait for an environment that is away, or full; then they are given back. As long as a broker keeps a
+lease without tokens, at least."""
 
 _Answer = TypeVar("_Answer")
 
@@ -100,7 +103,7 @@ class EnvironmentClient:
                 request,
                 peer=peer,
                 timeout_s=timeout_s,
-                give_up_after_s=self.limits.outage_timeout_s,
+                give_up_after_s=OUTAGE_TIMEOUT_S,
                 outage=self._outage,
             )
         except (UnknownSessionError, TurnConflictError, NotOfferedError):

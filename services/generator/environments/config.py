@@ -27,8 +27,6 @@ class EnvironmentLimits(StrictModel):
     slot of the engine."""
     step_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Longest time of one call, repetitions included; the sample is dropped as reward_timeout then."""
-    outage_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
-    """How long samples wait for an environment that is away, or full; then they are given back to the broker."""
 
 
 class EnvironmentConfig(EnvironmentLimits):

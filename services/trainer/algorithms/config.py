@@ -54,11 +54,9 @@ class AlgorithmConfig(StrictModel):
     num_replayed_groups: int = Field(default=0, ge=0, le=100_000)
     """For tba: groups of earlier steps that each step trains on again, recent and well rewarded ones, from the steps
     that policy.num_retained_steps keeps."""
-    credit: Literal["trajectory", "turn"] = "trajectory"
-    """Whether the reward of a sample of several turns is one for all of its tokens, or each turn is credited with what
-    it and later turns earned, by what its environment says. turn is for algorithms that compare a group, and ppo."""
-    turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """For credit turn: how far a turn is credited with the next one's reward; 0 with its own alone."""
+    turn_discount: float | None = Field(default=None, ge=0, le=1)
+    """Credits each turn of a sample with what it earned, and with this much of what each later one did; for algorithms
+    that compare a group, and ppo. When unset, one reward counts for all tokens of the sample."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """For ppo: 1 computes advantages from rewards alone, 0 from the critic's next value alone."""
     critic_learning_rate: float | None = Field(default=None, gt=0)

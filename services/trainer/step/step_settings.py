@@ -74,6 +74,6 @@ def step_settings(config: TrainingConfig, *, policy_version: int) -> StepSetting
         brings_reference=settings.has_scorer,
         skip_zero_advantages=not algorithm.has_critic and (algorithm.is_kl_in_reward or settings.kl_coefficient == 0),
         reward_kl_coefficient=settings.kl_coefficient if algorithm.is_kl_in_reward else 0.0,
-        turn_discount=settings.turn_discount if settings.credit == "turn" else None,
+        turn_discount=settings.turn_discount,
         gae_lambda=settings.gae_lambda,
     )

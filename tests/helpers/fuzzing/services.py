@@ -11,12 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from penstock.clients.inventory import this_machine
 from penstock.clock import ManualClock
+from penstock.environments import Action, Environment, Outcome, Task
+from penstock.environments.serving import EnvironmentServicer, environment_service
 from penstock.errors import InvalidFieldError
 from penstock.network.rpc import Service, service_of
 from penstock.rewards.serving import reward_service
 from penstock.v1 import (
     broker_pb2,
     critic_pb2,
+    environment_pb2,
     generator_pb2,
     reward_pb2,
     scheduler_pb2,
@@ -50,6 +53,7 @@ SERVICES = [
         (weights_pb2, "WeightStoreService"),
         (generator_pb2, "GeneratorService"),
         (shards_pb2, "ShardService"),
+        (environment_pb2, "EnvironmentService"),
     )
 ]
 
@@ -122,6 +126,17 @@ class StillGenerator:
         raise InvalidFieldError("no such version", field="policy_version")
 
 
+class Done(Environment):
+    """Every session is one turn."""
+
+    def reset(self, task: Task) -> None:
+        """Any task will do."""
+
+    def step(self, action: Action) -> Outcome:
+        """See `Environment.step`."""
+        return Outcome(reward=float(len(action.text)), is_done=True)
+
+
 def _refuse(spec: Any) -> NoReturn:
     raise InvalidFieldError("no run begins in this test", field="run_id")
 
@@ -141,6 +156,7 @@ def make_services() -> list[Service]:
         service_of(GeneratorServicer(StillGenerator())),
         service_of(ShardService(shards, shards)),
         service_of(CriticService("r", open_critic())),
+        environment_service(EnvironmentServicer(Done, max_sessions=8, max_idle_s=0.1)),
     ]
 
 
@@ -173,6 +189,8 @@ def valid_requests(method: MethodDescriptor) -> list[Message]:
         "ReportTails": shards_pb2.ReportTailsRequest(
             run_id="r", token_shard=1, reports=[shards_pb2.SampleReport(key=key)]
         ),
+        "Reset": environment_pb2.ResetRequest(session_id="s", answer="2", metadata_json="{}"),
+        "Step": environment_pb2.StepRequest(session_id="s", text="2"),
         "DrainGenerator": generator_pb2.DrainGeneratorRequest(grace=Duration(seconds=1)),
     }
     return [known[method.name]] if method.name in known else []

@@ -23,7 +23,8 @@ from quickstart.tiny_model import build_model, build_tokenizer, save_model
 from services.broker.storage.memory_store import MemoryStore
 from services.generator.config import GeneratorConfig, OpenAIConfig
 from services.generator.decoding.busy_time import BusyTracker
-from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.decoding.rollout_parts import RolloutParts
+from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import EngineProfile, EngineStats, EngineStoppedError, FinishReason, TokenSpan

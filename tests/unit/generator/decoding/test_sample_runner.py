@@ -16,7 +16,8 @@ from penstock.wire.codec import int32_array, int32_bytes
 from services.generator.decoding import sample_runner
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import drained
-from services.generator.decoding.sample_runner import RolloutParts, Rollouts
+from services.generator.decoding.rollout_parts import RolloutParts
+from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.token_rate import TokenRate
 from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import EngineStoppedError, FinishReason, RequestRefusedError

@@ -5,6 +5,7 @@ import pytest
 from penstock.v1 import types_pb2
 from services.generator.environments.rendering import ChatRenderer, TextRenderer, UnrenderableError
 from services.generator.openai.formats.chat_template import ConversationTokenizer
+from services.trainer.data.tokenizer import HuggingFaceTokenizer
 from tests.helpers.models.tiny_model import EOS, make_tokenizer
 
 TEMPLATE = (
@@ -28,6 +29,7 @@ def model(tmp_path_factory):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     made = ConversationTokenizer(folder)
+    made.folder = folder
     yield made
     made.close()
 
@@ -53,6 +55,10 @@ async def test_a_chat_is_the_templates_own(model, opens):
     row = await model.encode_chat(spoken[:1], TOOLS)
     known = row if not opens else row[: len(row) - len(await model.encode_tail("[assistant]"))]
     assert [*known, *given] == whole
+    # The trainer's prompt is what all of this follows.
+    tokenizer = HuggingFaceTokenizer(model.folder)
+    tokenizer.note_environment(tools=TOOLS, opens=opens)
+    assert tokenizer.encode_chat([("user", "go")]) == known
 
 
 async def test_what_a_template_refuses_is_named(model):

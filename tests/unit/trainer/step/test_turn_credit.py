@@ -130,6 +130,6 @@ def test_a_sample_with_values_for_other_turns_is_left_out():
 
 def test_algorithms_that_compare_the_samples_of_a_step_refuse_it():
     document = {"model": {"path": "m"}, "data": {"train": "d"}}
-    document["algorithm"] = {"name": "reinforce_plus_plus", "credit": "turn"}
-    with pytest.raises(ConfigError, match=r"algorithm\.credit"):
+    document["algorithm"] = {"name": "reinforce_plus_plus", "turn_discount": 1.0}
+    with pytest.raises(ConfigError, match=r"algorithm\.turn_discount"):
         validate(TrainingConfig, document, source="run.yaml")
