@@ -167,6 +167,7 @@ class Generator:
             rate=rate,
             on_owner=self._puller.note_owner,
         )
+        self.warn_of(lambda: "")
         self._leasing: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._is_paused = False
@@ -341,8 +342,16 @@ class Generator:
         return self._config.engine.update_mode
 
     def warn_of(self, warning: Callable[[], str]) -> None:
-        """Report to the broker, in each heartbeat, what an operator has to fix; empty if nothing."""
-        self._lease_handler.warning = warning
+        """Report to the broker, in each heartbeat, what an operator has to fix; empty if nothing.
+
+        Beside that, while it is so, that the environment is away.
+        """
+        sessions = self._parts.sessions
+
+        def warnings() -> str:
+            return "; ".join(filter(None, (warning(), "" if sessions is None else sessions.client.notice)))
+
+        self._lease_handler.warning = warnings
 
     def unleased(self) -> UnleasedSamples:
         """An interface for another part of this process to decode beside the leases."""

@@ -52,8 +52,13 @@ class EnvironmentClient:
         self.limits = limits
         self._connection = connection
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(connection.channel)
-        self._outage = Outage(connection.peer)
+        self.notice = ""
+        """A line to show while the environment is away; empty while it answers."""
+        self._outage = Outage(connection.peer, on_notice=self._note)
         self._description: environment_pb2.GetEnvironmentResponse | None = None
+
+    def _note(self, text: str) -> None:
+        self.notice = text
 
     async def describe(self) -> environment_pb2.GetEnvironmentResponse:
         """What the environment says of itself; asked once. Raises as `step`, but for UnknownSessionError."""

@@ -19,6 +19,7 @@ from tests.helpers.generators.generator_bench import Bench
 from tests.helpers.generators.scripted_engine import ScriptedEngine, span
 from tests.helpers.waiting import until
 
+pytestmark = pytest.mark.slow
 STOP_TOKEN = 2
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
 
@@ -93,7 +94,7 @@ def submit(bench, group_id="g", **changes):
 async def turn(engine, sample, number, *token_ids, finish=FinishReason.STOP, lease=1):
     """The model's next turn; returns the engine's request for it."""
     name = f"{sample.prompt.group_id}-0-{lease}:{number}"
-    await until(lambda: name in engine.requests)
+    await until(lambda: name in engine.requests, timeout_s=40)
     engine.say(name, span(*token_ids, finish=finish))
     return engine.requests[name]
 
@@ -138,9 +139,10 @@ async def test_a_session_survives_its_generator_and_its_environment(bench):
         engine.say(name, span(STOP_TOKEN, finish=FinishReason.STOP))
         await until(lambda: len(Plus.log) == 2)
         # The worker dies in the middle of a turn, and comes back without any session.
-        Plus.hold.set()
         await bench.environment.kill()
+        Plus.hold.set()
         Plus.hold = None
+        await until(lambda: "waiting for environment" in bench.broker.beats[-1].warning, timeout_s=40)
         await bench.environment.start()
         await turn(engine, sample, 2, 13, STOP_TOKEN, lease=2)
         await until(lambda: sample.is_finished)
