@@ -277,6 +277,7 @@ class RunPolicy(_message.Message):
     MAX_RETAINED_BYTES_FIELD_NUMBER: _builtins.int
     TOKEN_SHARDS_FIELD_NUMBER: _builtins.int
     NEEDS_REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    HAS_ENVIRONMENT_FIELD_NUMBER: _builtins.int
     stale: Global___StalePolicy.ValueType
     """Samples that would become too stale."""
     partial_groups: Global___PartialGroupPolicy.ValueType
@@ -308,6 +309,10 @@ class RunPolicy(_message.Message):
     """Whether a training sample, once it has its reward, also needs a scorer's log-probs before its group is ready. Groups
     that are put are refused then.
     """
+    has_environment: _builtins.bool
+    """Whether generators may bring scores with last chunks (TokenChunk.score), of the run's environment. Refused otherwise:
+    who may decode may not reward.
+    """
     def __init__(
         self,
         *,
@@ -320,10 +325,11 @@ class RunPolicy(_message.Message):
         max_retained_bytes: _builtins.int = ...,
         token_shards: _builtins.int = ...,
         needs_reference_logprobs: _builtins.bool = ...,
+        has_environment: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "max_retained_bytes", b"max_retained_bytes", "needs_reference_logprobs", b"needs_reference_logprobs", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale", "token_shards", b"token_shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatch", b"dispatch", "drops_zero_variance", b"drops_zero_variance", "has_environment", b"has_environment", "max_retained_bytes", b"max_retained_bytes", "needs_reference_logprobs", b"needs_reference_logprobs", "num_extra_samples", b"num_extra_samples", "num_retained_steps", b"num_retained_steps", "partial_groups", b"partial_groups", "stale", b"stale", "token_shards", b"token_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

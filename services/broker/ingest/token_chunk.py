@@ -120,7 +120,7 @@ def _facts(chunks: Sequence[types_pb2.TokenChunk], looks: Sequence[_Look], fault
     # Column by column: most of it then runs in C.
     places = list(map(_PLACE, chunks))
     keys = [_KEY(chunk.key) for chunk in chunks]
-    scores = [_taken_score(chunk) for chunk in chunks]
+    scores = [_taken_score(chunk) if place[2] else None for chunk, place in zip(chunks, places, strict=True)]
     routes = [read_facts(chunk.routes) for chunk in chunks]
     payloads = map(_payload, chunks)
     return [

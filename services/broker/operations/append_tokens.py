@@ -36,6 +36,7 @@ class _Acceptance:
             max_completion_tokens=state.limits.max_completion_tokens,
             policy_version=state.run.policy_version,
             routing=state.limits.routing,
+            has_environment=state.policy.has_environment,
         )
         self._refuse, self.accepted = self._rules.refuse, self._rules.accepted
 

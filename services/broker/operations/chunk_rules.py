@@ -34,11 +34,18 @@ class ChunkRules:
     """Judges one generator's chunks; what is not stored is noted in `accepted`."""
 
     def __init__(
-        self, generator_id: str, *, max_completion_tokens: int, policy_version: int, routing: RoutingShape | None
+        self,
+        generator_id: str,
+        *,
+        max_completion_tokens: int,
+        policy_version: int,
+        routing: RoutingShape | None,
+        has_environment: bool,
     ) -> None:
         self._generator_id = generator_id
         self._max_tokens, self._policy_version = max_completion_tokens, policy_version
         self._routing = routing
+        self._has_environment = has_environment
         self.accepted = Accepted(errors=[], repeated=[])
 
     def is_welcome(
@@ -81,6 +88,8 @@ class ChunkRules:
             return f"{chunk.end} completion tokens, but the run allows {self._max_tokens}"
         if chunk.max_version is not None and chunk.max_version > self._policy_version:
             return f"policy version {chunk.max_version} is ahead of the run's {self._policy_version}"
+        if chunk.score is not None and not self._has_environment:
+            return "score: set in a run whose policy has no environment"
         if self._routing is None and not chunk.routes.num_bytes:
             # The common case.
             return ""

@@ -40,6 +40,8 @@ class Policy:
     token_shards: int
     """At least 2; 0 if tokens are with the run."""
     needs_reference_logprobs: bool
+    has_environment: bool
+    """Whether last chunks may bring scores."""
 
     @property
     def max_trained_bytes(self) -> int:
@@ -108,6 +110,7 @@ class Policy:
             dispatch=dispatch or DEFAULT_DISPATCH,
             token_shards=shards if shards > 1 else 0,
             needs_reference_logprobs=policy.needs_reference_logprobs,
+            has_environment=policy.has_environment,
         )
 
     def to_proto(self) -> broker_pb2.RunPolicy:
@@ -122,4 +125,5 @@ class Policy:
             dispatch=self.dispatch,
             token_shards=self.token_shards or 1,
             needs_reference_logprobs=self.needs_reference_logprobs,
+            has_environment=self.has_environment,
         )

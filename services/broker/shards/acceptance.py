@@ -59,6 +59,7 @@ def accept_chunks(
         max_completion_tokens=facts.max_completion_tokens,
         policy_version=facts.policy_version,
         routing=facts.routing,
+        has_environment=facts.has_environment,
     )
     answer = Answer(accepted=rules.accepted)
     for chunk in chunks:

@@ -32,6 +32,8 @@ class RunFacts:
     policy_version: int
     max_completion_tokens: int
     routing: RoutingShape | None
+    has_environment: bool
+    """Whether last chunks may bring scores."""
     progress_every_s: float
     """How often it has to hear how far samples are."""
     read_s: float
@@ -120,6 +122,7 @@ def _facts(run: RunRecord, read_s: float) -> RunFacts:
         policy_version=run.policy_version,
         max_completion_tokens=limits.max_completion_tokens,
         routing=limits.routing,
+        has_environment=run.policy.has_environment,
         progress_every_s=_progress_every_s(limits),
         read_s=read_s,
     )

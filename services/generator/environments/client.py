@@ -27,8 +27,8 @@ from services.generator.environments.config import EnvironmentLimits
 
 CLOSE_TIMEOUT_S = 5.0
 OUTAGE_TIMEOUT_S = 600.0
-"""How long samples wait for an environment that is away, or full; then they are given back. As long as a broker keeps a
-lease without tokens, at least."""
+"""How long samples wait for an environment that is away, or full; then they are given back. A lease under which no
+token comes ends after some minutes in any case (`trainer.max_lease_silence_s`), and another one begins."""
 
 _Answer = TypeVar("_Answer")
 

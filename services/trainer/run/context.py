@@ -156,7 +156,11 @@ class RunContext:
         return await self.client.open_run(
             self.run_id,
             limits=limits,
-            policy=run_policy(self.config.policy, needs_reference_logprobs=algorithm.has_scorer),
+            policy=run_policy(
+                self.config.policy,
+                needs_reference_logprobs=algorithm.has_scorer,
+                has_environment=self.config.environment is not None,
+            ),
             policy_version=policy_version,
             steps=self.progress.step_records(),
             takes_over=takes_over,
@@ -164,7 +168,9 @@ class RunContext:
         )
 
 
-def run_policy(config: SamplePolicyConfig, *, needs_reference_logprobs: bool = False) -> broker_pb2.RunPolicy:
+def run_policy(
+    config: SamplePolicyConfig, *, needs_reference_logprobs: bool = False, has_environment: bool = False
+) -> broker_pb2.RunPolicy:
     """The policy in the broker's form; its enum names are the configuration's words in capitals."""
     return broker_pb2.RunPolicy(
         stale=broker_pb2.StalePolicy.Value(f"STALE_POLICY_{config.stale.upper()}"),
@@ -176,4 +182,5 @@ def run_policy(config: SamplePolicyConfig, *, needs_reference_logprobs: bool = F
         dispatch=config.dispatch,
         token_shards=config.token_shards,
         needs_reference_logprobs=needs_reference_logprobs,
+        has_environment=has_environment,
     )

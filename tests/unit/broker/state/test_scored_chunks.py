@@ -17,7 +17,7 @@ from tests.unit.broker.builders import deliver, lease, lease_scoring, open_state
 
 STOP, ABORTED = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_ABORTED
 OK, DIVERGED = types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_ENVIRONMENT_DIVERGED
-DROP = broker_pb2.RunPolicy(partial_groups=broker_pb2.PARTIAL_GROUP_POLICY_DROP)
+DROP = broker_pb2.RunPolicy(has_environment=True, partial_groups=broker_pb2.PARTIAL_GROUP_POLICY_DROP)
 
 
 def scored(value: float | None = 1.5, status: types_pb2.ScoreStatus.ValueType = OK, **fields: Any) -> types_pb2.Score:
@@ -25,6 +25,7 @@ def scored(value: float | None = 1.5, status: types_pb2.ScoreStatus.ValueType = 
 
 
 def run(**changes: Any) -> tuple[RunState, list[Any]]:
+    changes = {"policy": broker_pb2.RunPolicy(has_environment=True)} | changes
     state = open_state(group_size=2, **changes)
     submit(state, "a")
     return state, lease(state, 2)
@@ -52,7 +53,7 @@ def test_a_sample_scored_with_an_error_is_dropped_by_its_name() -> None:
 
 
 def test_a_scored_sample_still_waits_for_a_reference() -> None:
-    state, grants = run(policy=broker_pb2.RunPolicy(needs_reference_logprobs=True))
+    state, grants = run(policy=broker_pb2.RunPolicy(needs_reference_logprobs=True, has_environment=True))
     put(state, grants[0], [5, 6], finish=STOP, score=scored())
     assert state.groups["a"].samples[0].state == broker_pb2.SAMPLE_STATE_FINISHED
     assert lease_scoring(state, 9) == []
@@ -69,6 +70,12 @@ def test_a_shard_passes_the_score_on_with_the_end() -> None:
         token_ends.take_reports(state, 1, [TailReport(group_id="a", sample_index=0, tail=tail)], 3.0)
     assert state.groups["a"].samples[0].score.value == 2.0
     assert lease_scoring(state, 9) == []
+
+
+def test_a_generator_rewards_nothing_in_a_run_without_an_environment() -> None:
+    state, grants = run(policy=broker_pb2.RunPolicy())
+    [error] = put(state, grants[0], [5], finish=STOP, score=scored())
+    assert (error.reason, error.message.partition(":")[0]) == ("INVALID_FIELD", "score")
 
 
 @pytest.mark.parametrize(
