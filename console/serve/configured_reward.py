@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.config import ConfigError
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
-from penstock.rewards.check import CheckResult, CheckStatus, check_server
+from penstock.rewards.check import check_server
+from penstock.rewards.verdicts import CheckResult, CheckStatus
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
