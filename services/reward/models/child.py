@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 60.0
@@ -16,6 +18,15 @@ START_TIMEOUT_S = 60.0
 
 class ChildEndedError(Exception):
     """The child ended, or was ended, without an answer."""
+
+
+class ChildTimeoutError(TimeoutError):
+    """The child did not answer in time, and was ended."""
+
+    def __init__(self, cpu_s: float) -> None:
+        """`cpu_s` is the CPU time that it took meanwhile, seconds; 0 where that cannot be read."""
+        super().__init__(f"no answer; it took {cpu_s:.3g} s of CPU time")
+        self.cpu_s = cpu_s
 
 
 class Child:
@@ -31,15 +42,18 @@ class Child:
         """The child's answer. Cancelling kills it, since its late answer would be taken for the next one's.
 
         Raises:
-            TimeoutError: None came within `timeout_s`, START_TIMEOUT_S more where it has to be started, or by
+            ChildTimeoutError: None came within `timeout_s`, START_TIMEOUT_S more where it has to be started, or by
                 `deadline_s` of the event loop's clock.
             ChildEndedError: It ended.
         """
         timeout_s += START_TIMEOUT_S if self._process is None else 0.0
         line = b""
+        before_s = self._cpu_s()
         try:
             async with asyncio.timeout_at(min(deadline_s, asyncio.get_running_loop().time() + timeout_s)):
                 line = await self._exchange(request)
+        except TimeoutError as error:
+            raise ChildTimeoutError(self._cpu_s() - before_s) from error
         except (BrokenPipeError, ConnectionResetError, ValueError, RuntimeError):
             # RuntimeError: uvloop's, for the pipe of a process that has ended.
             line = b""
@@ -57,6 +71,15 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         return await process.wait()
+
+    def _cpu_s(self) -> float:
+        if self._process is None:
+            return 0.0
+        try:
+            found = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK")
 
     async def _exchange(self, request: dict[str, Any]) -> bytes:
         if self._process is None:

@@ -24,7 +24,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        _reply(answers, judge(**json.loads(line)))
+        try:
+            _reply(answers, judge(**json.loads(line)))
+        except MemoryError:
+            _reply(answers, {"limit": f"to compare its expression took more than {MAX_MEMORY_BYTES >> 30} GiB"})
 
 
 def judge(*, completion: str, answer: str) -> dict[str, Any]:

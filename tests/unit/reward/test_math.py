@@ -47,6 +47,27 @@ async def test_an_expression_that_never_ends_is_killed_and_the_next_is_judged(mo
     assert [result.value for result in after] == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("completion", "answer", "status"),
+    [
+        ("#### endless", "1", ScoreStatus.CANDIDATE_LIMIT),
+        ("#### huge", "1", ScoreStatus.CANDIDATE_LIMIT),
+        ("#### asleep", "1", ScoreStatus.TIMEOUT),
+        ("#### 1", "endless", ScoreStatus.TIMEOUT),
+    ],
+)
+async def test_what_uses_up_its_time_or_memory_exceeded_its_limits_unless_the_reference_does(
+    model, monkeypatch, completion, answer, status
+):
+    set_worker(model, monkeypatch, "tests.helpers.rewards.busy_worker")
+    assert [result.value for result in await model.score([item("#### 1", "1")] * 2)] == [1.0, 1.0]
+    # The share of a busy machine's CPUs that a test gets in a second.
+    monkeypatch.setattr(math_reward, "ITEM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(math_reward, "CPU_SHARE", 0.03)
+    (found,) = await model.score_within([item(completion, answer)], timeout_s=20.0 if answer == "1" else 3.0)
+    assert (found.status, found.value) == (status, None)
+
+
 def set_worker(model, monkeypatch, module):
     """Start another module in the place of its child processes."""
     for child in model._workers._children:
