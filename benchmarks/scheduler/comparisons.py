@@ -88,7 +88,7 @@ def hetrl() -> Iterator[Comparison]:
     }
     for scenario, (sync_paper, sync_low, async_paper, async_low) in bands.items():
         syncs, asyncs = [], []
-        for size, tasks in _HETRL_CASES:
+        for size, tasks in HETRL_CASES:
             problem = hetrl_cluster(scenario, size, tasks)
             blind = best_colocated(problem, AS_THEY_CAME, is_blind=True).samples_per_second
             aware = max(
@@ -180,7 +180,7 @@ HEX_PACK, HETRL_PACK = 32_768, 16_384
 _GRPO = ({"name": "ref_logp", "kind": "infer"}, {"name": "reward_model", "kind": "infer"}, ACTOR)
 
 
-_HETRL_CASES = (("4b", _GRPO), ("8b", _GRPO), ("14b", _GRPO), ("8b", PPO_TASKS))
+HETRL_CASES = (("4b", _GRPO), ("8b", _GRPO), ("14b", _GRPO), ("8b", PPO_TASKS))
 
 
 def _range(name: str, paper: str, low: float, gains: Sequence[float]) -> Comparison:
@@ -190,23 +190,22 @@ def _range(name: str, paper: str, low: float, gains: Sequence[float]) -> Compari
 def trainers_terms() -> Iterator[Comparison]:
     """The rows that are short of the papers, with memory, traffic and meshes of Penstock's own trainer for all."""
     for size, paper in (("1.5b", 1.36), ("7b", 1.31), ("14b", 1.50)):
-        alone, mixed = (
-            best_plan(_by_trainer(hex_cluster(size, *count), HEX_PACK), ASYNC) for count in ((3, 0), (1, 6))
-        )
+        alone, mixed = (best_plan(by_trainer(hex_cluster(size, *count), HEX_PACK), ASYNC) for count in ((3, 0), (1, 6)))
         gain = mixed.samples_per_second / alone.samples_per_second
         name = f"AReaL-Hex {size.upper()}: 8 H800 + 48 H20 over 24 H800"
         yield Comparison(name, f"{paper}", (paper, 2.0), gain, f"{mixed.shown}; {alone.shown}")
     for scenario, paper_range, low in (("S2", "1.11-1.27", 1.11), ("S4", "2.25-3.72", 2.25)):
         gains = []
-        for size, tasks in _HETRL_CASES:
-            problem = _by_trainer(hetrl_cluster(scenario, size, tasks), HETRL_PACK)
+        for size, tasks in HETRL_CASES:
+            problem = by_trainer(hetrl_cluster(scenario, size, tasks), HETRL_PACK)
             two_groups = best_plan(problem, ONE_STEP, allowed=whole_types).samples_per_second
             gains.append(best_plan(problem, ONE_STEP).samples_per_second / two_groups)
         name = f"HetRL {scenario}, one step behind: over two groups of whole types"
         yield _range(name, paper_range, low, gains)
 
 
-def _by_trainer(problem: Problem, pack_tokens: int) -> Problem:
+def by_trainer(problem: Problem, pack_tokens: int) -> Problem:
+    """The problem with memory, traffic and meshes of Penstock's own trainer."""
     constants = problem.cost_model.model_copy(update={"train_pack_tokens": pack_tokens})
     return problem.model_copy(update={"cost_model": constants})
 

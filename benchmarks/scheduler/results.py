@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.scheduler import comparisons
 from benchmarks.scheduler.comparisons import Comparison
+from benchmarks.scheduler.reasons import COLUMNS, reasons
 
 DOCS = Path(__file__).parents[2] / "docs"
 PARTS: dict[str, Callable[[], Iterator[Comparison]]] = {
@@ -24,6 +25,8 @@ PARTS: dict[str, Callable[[], Iterator[Comparison]]] = {
     "StreamRL, two sites": comparisons.streamrl_sites,
     "By the trainer's own terms": comparisons.trainers_terms,
 }
+WHY = "What limits them"
+"""The part that says in the cost model's terms why rows by the trainer's own are short of the papers."""
 AREAL_PAPER = {0: 129, 1: 269, 2: 357, 4: 357, 8: 372, 16: 382}
 _COLORS = {"paper": "#9ec5fe", "ours": "#1f6feb"}
 
@@ -36,6 +39,8 @@ def main() -> int:
     options = parser.parse_args()
     began_s = time.process_time()
     tables = [_table(name, part) for name, part in PARTS.items() if options.only in name]
+    if options.only in WHY:
+        tables.append(_reasons_table())
     if options.only:
         print("\n\n".join(tables))
         return 0
@@ -49,6 +54,11 @@ def main() -> int:
         f"docs/results.md and docs/results_staleness.svg, {time.process_time() - began_s:.0f} s of CPU", file=sys.stderr
     )
     return 0
+
+
+def _reasons_table() -> str:
+    lines = [f"## {WHY}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(reason.cells)} |" for reason in reasons())])
 
 
 def _table(name: str, part: Callable[[], Iterator[Comparison]]) -> str:
