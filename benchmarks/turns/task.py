@@ -9,7 +9,7 @@ import random
 import string
 from pathlib import Path
 
-from penstock.environments import Action, Environment, Message, Outcome, Task
+from penstock.environments import Action, Environment, Message, Opening, Outcome, Task
 
 LETTERS = string.ascii_lowercase[:8]
 VOCABULARY = ("<pad>", "<bos>", "<eos>", *LETTERS)
@@ -22,10 +22,11 @@ class NextLetter(Environment):
     name = "next_letter"
     opens = True
 
-    def reset(self, task: Task) -> None:
+    def reset(self, task: Task) -> Opening:
         """The letters follow from the seed: siblings are shown the same."""
         drawn = random.Random(task.seed)
         self.shown = [drawn.choice(LETTERS) for _ in range(NUM_TURNS)]
+        return Opening(messages=[Message(role="user", content=self.shown[0])])
 
     def step(self, action: Action) -> Outcome:
         """The turn's reward depends on nothing but this turn."""
