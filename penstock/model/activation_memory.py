@@ -47,6 +47,14 @@ def norm_bytes(shape: ModelShape) -> float:
     return _FULL * (widths + shape.has_query_norms * (shape.query_width + shape.key_width))
 
 
+def expert_input_bytes(shape: ModelShape, *, weight_bytes: int) -> float:
+    """Of a token in all layers, what routers and experts keep for the gradients of their weights alone."""
+    if not shape.num_chosen_experts:
+        return 0.0
+    widths = (1 + shape.num_chosen_experts) * shape.hidden + shape.feed_forward
+    return float((shape.num_layers - shape.num_dense_layers) * weight_bytes * widths)
+
+
 def end_bytes(shape: ModelShape, *, weight_bytes: int) -> float:
     """Of a token, between the last layer and its logits as the backward pass begins: the last norm's, and gradients."""
     if not shape.has_logits:

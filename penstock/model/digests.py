@@ -30,6 +30,8 @@ MAX_NAME_CHARACTERS = 1024
 MAX_NAMED_MISMATCHES = 5
 
 _HEADER_LENGTH_BYTES = 8
+_MAPPED_BYTES = 64 << 20
+"""Of a file, those that are in memory at a time while it is digested."""
 _UNUSABLE = re.compile("[\\x00-\\x1f\\ud800-\\udfff]")
 """Control characters, and halves of characters, which no message carries."""
 _DTYPE_BYTES = {
@@ -134,7 +136,7 @@ def safetensors_places(path: Path) -> tuple[TensorPlace, ...]:
         MalformedWeightsError: The file is not safetensors, or its header does not fit its length.
         OSError: The file cannot be read.
     """
-    with _mapped(path) as view:
+    with _mapped(path) as mapped, memoryview(mapped) as view:
         return _read_places(path.name, view)
 
 
@@ -150,8 +152,8 @@ def safetensors_digests(path: Path, algorithm: Algorithm = "blake3") -> tuple[Te
 
 def digests_at(path: Path, places: Iterable[TensorPlace], algorithm: Algorithm = "blake3") -> tuple[TensorInfo, ...]:
     """The digests of some tensors of a safetensors file, in the order of their places; raises OSError."""
-    with _mapped(path) as view:
-        return tuple(_digest_at(view, place, algorithm) for place in places)
+    with _mapped(path) as mapped:
+        return tuple(_digest_at(mapped, place, algorithm) for place in places)
 
 
 def verify_safetensors(path: Path, *, tensors: Sequence[TensorInfo], digest: str) -> None:
@@ -207,20 +209,25 @@ def mismatch_error(what: str, names: Sequence[str]) -> WeightsMismatchError:
 
 
 @contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[memoryview]:
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
     if path.stat().st_size == 0:
         raise MalformedWeightsError(f"{path.name}: empty")
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-        memoryview(mapped) as view,
-    ):
-        yield view
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        yield mapped
 
 
-def _digest_at(view: memoryview, place: TensorPlace, algorithm: Algorithm) -> TensorInfo:
-    with view[place.begin : place.end] as data:
-        return tensor_digest(name=place.name, dtype=place.dtype, shape=place.shape, data=data, algorithm=algorithm)
+def _digest_at(mapped: mmap.mmap, place: TensorPlace, algorithm: Algorithm) -> TensorInfo:
+    hasher = new_hasher(algorithm)
+    for begin in range(place.begin, place.end, _MAPPED_BYTES):
+        end = min(begin + _MAPPED_BYTES, place.end)
+        with memoryview(mapped) as view, view[begin:end] as data:
+            hasher.update(data)
+        # Pages that stayed would count as this process' memory.
+        first = begin - begin % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, first, end - first)
+    return tensor_info(
+        name=place.name, dtype=place.dtype, shape=place.shape, digest=hasher.hexdigest(), algorithm=algorithm
+    )
 
 
 def _read_places(file_name: str, view: memoryview) -> tuple[TensorPlace, ...]:

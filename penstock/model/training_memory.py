@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.model.activation_memory import end_bytes, kept_bytes, layer_bytes, mask_bytes, norm_bytes, passing_bytes
+from penstock.model.activation_memory import (
+    end_bytes,
+    expert_input_bytes,
+    kept_bytes,
+    layer_bytes,
+    mask_bytes,
+    norm_bytes,
+    passing_bytes,
+)
 from penstock.model.decoder_shape import ModelShape
 
 STATE_BYTES = 16
@@ -188,6 +196,7 @@ def _pass_of(shape: ModelShape, mode: TrainingMode) -> _Pass:
         # A layer that is computed again has as much of its own meanwhile.
         layer -= tokens * norm_bytes(shape)
         kept -= shape.num_layers * tokens * norm_bytes(shape)
+        kept -= tokens * expert_input_bytes(shape, weight_bytes=number)
     return _Pass(
         kept=kept + mask_bytes(shape, pack_tokens=tokens, weight_bytes=number),
         layer=layer,
@@ -203,9 +212,19 @@ def _adapter_bytes(shape: ModelShape, mode: TrainingMode, needed: _Pass) -> floa
     # those of all, and once more of one that is gathered.
     # Over gloo processes had two more copies of what belongs to no layer, which no tensors account for (measured).
     num_copies, num_layers = 3 if mode.is_on_cpus else 1, shape.num_layers + 1 if mode.is_stage else 2
-    gathered = num_copies * mode.weight_bytes * shape.root_params + num_layers * _base_layer_bytes(shape, mode)
+    layer = _base_layer_bytes(shape.divided(mode.num_expert_shards), mode)
+    gathered = num_copies * mode.weight_bytes * shape.root_params + num_layers * layer
     gathered = mode.unpacked_bytes + (0.0 if mode.num_shards == 1 else gathered)
-    return gathered + max(needed.of_logits, needed.kept + needed.recomputed)
+    recomputed = needed.recomputed and needed.recomputed + _exchanged_bytes(shape, mode)
+    return gathered + max(needed.of_logits, needed.kept + recomputed)
+
+
+def _exchanged_bytes(shape: ModelShape, mode: TrainingMode) -> float:
+    """What its tokens take of a layer while they are exchanged, beyond what stays of them."""
+    if mode.num_expert_shards == 1:
+        return 0.0
+    num_copies = EXCHANGED_COPIES * shape.num_chosen_experts * mode.pack_tokens
+    return float(mode.weight_bytes * num_copies * shape.hidden)
 
 
 def _sharded_bytes(shape: ModelShape, mode: TrainingMode, needed: _Pass) -> float:
@@ -224,8 +243,7 @@ def _sharded_bytes(shape: ModelShape, mode: TrainingMode, needed: _Pass) -> floa
         end_of_layer = max(end_of_layer, root + gradient + layers - layer + needed.of_layer)
     if mode.num_expert_shards > 1:
         # What is gathered of a layer may be less than what its tokens take while they are exchanged.
-        num_copies = EXCHANGED_COPIES * shape.num_chosen_experts * mode.pack_tokens
-        exchanged = mode.weight_bytes * num_copies * shape.hidden
+        exchanged = _exchanged_bytes(shape, mode)
         end_of_layer = max(end_of_layer, root + gradient + 2 * layer + needed.of_layer + exchanged)
     end = root + gradient * (2 if shape.is_tied else 1) + sent * shape.root_params
     return sent_up + max(root + layer + needed.of_logits, end_of_layer, end)

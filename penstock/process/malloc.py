@@ -1,4 +1,4 @@
-"""Tells the C library to keep freed memory for reuse, or to give it back.
+"""Tells the C library to keep freed memory for reuse, or to give it back, and the kernel to take back pages of files.
 
 Messages of hundreds of kilobytes come and go. By default glibc returns such buffers to the kernel at once and asks for
 fresh pages at the next message; clearing those pages then costs several times the copying of the message itself
@@ -8,6 +8,7 @@ fresh pages at the next message; clearing those pages then costs several times t
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 MMAP_THRESHOLD_BYTES = 8 * 1024 * 1024
 """Buffers up to this size come from the heap."""
@@ -44,3 +45,23 @@ def give_back() -> bool:
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and trim(0) == 1
+
+
+def return_buffers(*, from_bytes: int) -> bool:
+    """Make this process return every freed buffer of that size or more at once; returns whether the C library can.
+
+    By itself it keeps those of up to 32 MiB once it has seen one, in pieces where others were freed between them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, from_bytes) == 1
+
+
+def leave_mapped_file(address: int, num_bytes: int) -> None:
+    """Let go of pages of a file that is mapped and was only read: they count as this process' memory until then.
+
+    Who reads there again gets the file's bytes again.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    if madvise is not None and num_bytes:
+        first = address - address % mmap.PAGESIZE
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + num_bytes - first), mmap.MADV_DONTNEED)

@@ -169,13 +169,11 @@ class TrainingConfig(RunSections):
     def _check_stages_and_splits(self) -> Self:
         if self.lora is None:
             return self
-        refused = {"expert": "lora"}
-        if self.algorithm.has_trainer_critic:
-            refused |= dict.fromkeys(("pipeline", "tensor"), f"lora beside the critic of {self.algorithm.name}")
-        for name, other in refused.items():
+        for name in ("pipeline", "tensor") if self.algorithm.has_trainer_critic else ():
             if (degree := getattr(self.trainer.parallel, name)) > 1:
                 raise ValueError(
-                    f"trainer.parallel.{name}: {degree} is not supported with {other}; leave it 1, use shard"
+                    f"trainer.parallel.{name}: {degree} is not supported with lora beside the critic of "
+                    f"{self.algorithm.name}; leave it 1, use shard"
                 )
         if self.lora.base == "nf4" and self.trainer.parallel.tensor > 1:
             raise ValueError(

@@ -6,8 +6,6 @@ in a group of their own, so that none waits for another. Messages are safetensor
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -45,7 +43,6 @@ IDLE_TIMEOUT = timedelta(hours=12)
 """Maximum wait for the next message. A dying coordinator closes its connections, which is noticed at once."""
 MAX_MESSAGE_BYTES = 2**30
 _CALL = "call"
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 8 * 2**20
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -91,8 +88,6 @@ class RankGroup(Ranks):
         self.stage_index = rank // self.num_shards % num_stages if num_stages > 1 else 0
         self.stage = Stage(index=self.stage_index, num_stages=num_stages)
         self._device = _device_of(device, local_rank)
-        if self._device.type == "cpu":
-            _return_large_blocks()
         # PyTorch remembers results with their mesh, and would take an equal one of an earlier run for this run's.
         _clear_sharding_prop_cache()
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
@@ -306,16 +301,6 @@ class RankGroup(Ranks):
     def close(self) -> None:
         """Leave the group; the others do the same."""
         dist.destroy_process_group()
-
-
-def _return_large_blocks() -> None:
-    """Have the C library give freed blocks back to the system from 8 MiB on, as it does by itself from 32 MiB on.
-
-    It keeps smaller ones, which weights gathered layer by layer leave in pieces: hundreds of MB at the peak of a start.
-    """
-    # Only glibc has it.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _device_of(name: str, local_rank: int) -> torch.device:

@@ -8,6 +8,7 @@ import structlog
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.config import ConfigError
+from penstock.process.malloc import return_buffers
 from services.trainer.algorithms.base import Clip
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.algorithms.terms.correction import Correction, CorrectionLevel
@@ -24,6 +25,9 @@ from services.trainer.run.memory_fit import fit_memory
 from services.trainer.run_sections import critic_rate
 from services.trainer.step.step_settings import is_reference_early
 
+LARGE_BYTES, SMALL_BYTES = 8 << 20, 256 << 10
+"""From which on a CPU's freed buffers return to the system: weights that are gathered layer by layer, or unpacked for
+each product, leave them in pieces otherwise, hundreds of MB at the peak."""
 _log = structlog.get_logger()
 
 
@@ -61,6 +65,8 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
     """The backend, or this process' part of it; raises OSError, BackendError."""
     algorithm = config.algorithm.definition
     ranks = ranks or Ranks()
+    if ranks.device(config.trainer.device).type == "cpu":
+        return_buffers(from_bytes=LARGE_BYTES if config.lora is None or config.lora.base == "auto" else SMALL_BYTES)
     fit = fit_memory(config, ranks)
     ranks.offloads = fit.offloads
     kind = RankBackend

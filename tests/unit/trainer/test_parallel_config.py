@@ -77,7 +77,6 @@ def test_what_does_not_fit_is_refused_by_name(processes, parallel, told):
 @pytest.mark.parametrize(
     ("direction", "other", "told"),
     [
-        ("expert", {"lora": {"rank": 4}}, "with lora"),
         ("pipeline", {"lora": {"rank": 4}, "algorithm": {"name": "ppo"}}, "with lora beside the critic of ppo"),
         ("tensor", {"lora": {"rank": 4}, "algorithm": {"name": "ppo"}}, "with lora beside the critic of ppo"),
     ],

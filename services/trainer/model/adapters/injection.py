@@ -16,7 +16,6 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from services.trainer.model.adapters.parts import own_part, placed
@@ -105,9 +104,6 @@ class Injection:
         for name, parameter in self._base.named_parameters():
             # Weights that were read into places without memory are to be trained, as far as `transformers` knows.
             parameter.requires_grad_(".lora_" in name)
-            if self._is_packed and not isinstance(parameter, DTensor) and not parameter.untyped_storage().resizable():
-                # For the little that is not packed, the files would stay mapped into memory whole.
-                parameter.data = parameter.detach().clone()
 
     def _pack(self, base: PreTrainedModel) -> None:
         """Replace all linear layers but the output layer by layers of 4 bits."""

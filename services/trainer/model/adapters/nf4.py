@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from penstock.process.malloc import leave_mapped_file
 from services.trainer.model.adapters.parts import placed
 
 BLOCK = 64
@@ -96,10 +97,13 @@ class Reader(nn.Module):  # type: ignore[misc]
         if name != "weight" or value.is_meta:
             super().__setattr__(name, value)
             return
-        rows = value.detach()
+        rows = value.detach().to_local() if isinstance(value, DTensor) else value.detach()
         (layer,) = self._layer
-        packed = pack((rows.to_local() if isinstance(rows, DTensor) else rows).to(layer.device))
+        packed = pack(rows.to(layer.device))
         layer.packed = nn.Parameter(placed(layer.packed, packed), requires_grad=False)
+        if rows.device.type == "cpu" and not rows.untyped_storage().resizable():
+            # A view of the file.
+            leave_mapped_file(rows.data_ptr(), rows.nbytes)
         # The model moves to its device before the layer is back.
         del self._parameters[name]
 

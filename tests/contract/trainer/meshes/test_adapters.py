@@ -5,6 +5,8 @@ Shards and islands: `test_sharded_trainer`, `test_islands`, `test_writing_togeth
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ from tests.helpers.trainers.equal_training import (
 from tests.helpers.trainers.two_processes import alone, scores, two_processes, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+MIXTURES = ("olmoe", "qwen3_moe")
 REFERENCE = {"algorithm": {"name": "dapo", "kl_coefficient": 0.1}}
 
 
@@ -29,14 +32,17 @@ REFERENCE = {"algorithm": {"name": "dapo", "kl_coefficient": 0.1}}
         ("qwen3_moe", {"pipeline": 2, "replicate": 2}),
         pytest.param("qwen3_moe", {"tensor": 2}, marks=pytest.mark.grid),
         ("qwen2", {"tensor": 2, "shard": 2}),
+        ("olmoe", {"expert": 2, "shard": 4}),
+        pytest.param("qwen3_moe", {"expert": 2, "shard": 2, "replicate": 2}, marks=pytest.mark.grid),
+        pytest.param("qwen3_moe", {"expert": 2, "shard": 2}, marks=pytest.mark.grid),
     ],
     ids=str,
 )
-def test_stages_and_split_layers_train_an_adapter_as_one_process(tmp_path, family, parallel):
+def test_all_meshes_train_an_adapter_as_one_process(tmp_path, family, parallel):
     folder = made(tmp_path / "model", family, is_tied=family == "qwen2")
-    processes = parallel.get("replicate", 1) * parallel.get("shard", 1) * 2
+    processes = prod(parallel.get(name, 1) for name in ("replicate", "shard", "pipeline", "tensor"))
     # Activations are computed again, and the reference is the base.
-    lora = {"target_modules": ["q_proj", "v_proj", "o_proj"]} if family == "qwen3_moe" else True
+    lora = {"target_modules": ["q_proj", "v_proj", "o_proj"]} if family in MIXTURES else True
     changes = {"lora": lora, "gradient_checkpointing": True, **REFERENCE}
     one = alone(folder, **changes)
     with two_processes(folder, processes=processes, parallel=parallel, **changes) as many:

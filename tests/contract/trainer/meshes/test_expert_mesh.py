@@ -95,10 +95,12 @@ def leave_to_the_first_half(folder):
     model.save_pretrained(folder)
 
 
-def test_in_bfloat16_their_products_differ_by_rounding(tmp_path):
+@pytest.mark.parametrize("lora", [False, {"target_modules": ["q_proj", "o_proj"]}], ids=["all weights", "an adapter"])
+def test_in_bfloat16_their_products_differ_by_rounding(tmp_path, lora):
     folder = made(tmp_path / "model", "qwen3_moe", is_tied=False)
-    one = alone(folder, dtype="bfloat16")
-    with two_processes(folder, parallel={"expert": 2}, dtype="bfloat16") as two:
+    changes = {"dtype": "bfloat16", "lora": lora}
+    one = alone(folder, **changes)
+    with two_processes(folder, parallel={"expert": 2}, **changes) as two:
         found, expected = (scores(backend, random_trajectories(9), "logprobs") for backend in (two, one))
         assert np.abs(found - expected).mean() < 0.02
         assert train(two, 1)["grad_norm"] == pytest.approx(train(one, 1)["grad_norm"], rel=0.05)

@@ -10,8 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from penstock.model.model_shape import read_shape
+from penstock.model.training_memory import held_bytes
 from penstock.model.training_traffic import exchanged_bytes, gathered_bytes, reduced_bytes
 from services.trainer.distributed import expert_mesh
+from services.trainer.run.memory_fit import with_adapter
+from services.trainer.run_sections import LoraSection
 from tests.helpers.trainers.lone_rank import one_of
 from tests.unit.trainer.model.test_training_memory import WIDE, measured, mode_of, trained_backend, whole_bytes
 
@@ -61,4 +64,22 @@ def test_a_process_needs_and_exchanges_what_the_formulas_say(
     assert counter.num_bytes - before == exchanged_bytes(shape, mode, num_tokens=768)
     assert memory.collectives["_allgather_base_"] == gathered_bytes(shape, mode, num_passes=1)
     assert memory.collectives["_reduce_scatter_base_"] == reduced_bytes(shape, mode, num_passes=1)
+    assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpoints_layers", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_tokens", [pytest.param(256, marks=pytest.mark.grid), 768])
+def test_an_adapter_over_divided_experts_needs_what_the_formula_says(
+    tmp_path, counter, num_tokens, dtype, checkpoints_layers
+):
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**WIDE, **EXPERTS)).bfloat16().save_pretrained(tmp_path)
+    lora = LoraSection(rank=8, target_modules=("q_proj", "v_proj"))
+    settings = {"dtype": dtype, "gradient_checkpointing": checkpoints_layers, "lora": lora}
+    with one_of(0, 4, expert_size=2) as ranks:
+        backend = trained_backend(tmp_path, ranks, **settings)
+        memory = measured(backend, num_tokens=num_tokens)
+    shape, mode = read_shape(tmp_path), mode_of(backend, num_tokens=num_tokens, checkpoints_layers=checkpoints_layers)
+    mode = with_adapter(replace(mode, has_adapter=True, num_expert_shards=2), lora, shape)
+    assert held_bytes(shape, mode) == pytest.approx(memory.held_bytes, rel=0.01)
     assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)

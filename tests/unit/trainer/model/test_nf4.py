@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from transformers import AutoModelForCausalLM
 
+from penstock.model import digests
 from services.trainer.model.adapters import nf4
 from services.trainer.model.adapters.injection import Injection
 from services.trainer.model.adapters.nf4 import Nf4Linear, pack, unpack
@@ -15,7 +20,7 @@ from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.weight_loading import load_weights
 from services.trainer.run_sections import LoraSection
-from tests.helpers.models.model_families import save_tiny
+from tests.helpers.models.model_families import save_tiny, tiny_config
 from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import one_of
 from tests.helpers.trainers.two_processes import assert_close
@@ -77,10 +82,10 @@ def test_it_trains_as_on_a_base_of_the_rounded_weights(tmp_path):
     assert all(torch.equal(after[name], tensor) and after[name].grad is None for name, tensor in before.items())
 
 
-def loaded(path, ranks):
+def loaded(path, ranks, *, dtype=torch.float32):
     register_packed_attention()
     injection = Injection(LORA, ranks, CPU)
-    settings = {"dtype": torch.float32, "computing": torch.float32, "device": CPU, "ranks": ranks}
+    settings = {"dtype": dtype, "computing": dtype, "device": CPU, "ranks": ranks}
     model = load_weights(path, sharded=injection.around, **settings)
     injection.fill()
     return model
@@ -121,6 +126,40 @@ def test_one_process_packs_each_layer_as_it_is_read_too(tmp_path, monkeypatch):
         if name == "model.layers.1.mlp.up_proj.weight"
     )
     assert torch.equal(packed["model.layers.1.mlp.up_proj.packed"], pack(weight))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not say what is resident of a file")
+def test_one_process_never_has_the_whole_file_in_memory(tmp_path, monkeypatch):
+    """Neither as it packs the file's layers nor as it digests them: pages that are mapped count, too."""
+    found = []
+
+    def packed_at_once(rows):
+        rows.view(torch.int16).sum()
+        found.append(resident_bytes(tmp_path / "model.safetensors"))
+        return torch.zeros(len(rows), rows.shape[1] // 2 + rows.shape[1] // 64 + 8, dtype=torch.uint8)
+
+    # So many weights take seconds; with fewer, the kernel maps the whole file at the first touch.
+    monkeypatch.setattr(nf4, "pack", packed_at_once)
+    config = tiny_config("qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=3, head_dim=64)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    num_bytes = (tmp_path / "model.safetensors").stat().st_size
+    loaded(tmp_path, Ranks(), dtype=torch.bfloat16)
+    assert len(found) == 21
+    assert 1024 * 3072 * 2 <= max(found) < 0.5 * num_bytes
+    noting = SimpleNamespace(update=lambda _: found.append(resident_bytes(tmp_path / "model.safetensors")))
+    found.clear()
+    monkeypatch.setattr(digests, "new_hasher", lambda _: noting)
+    noting.hexdigest = lambda: "00"
+    Ranks().model_digest(tmp_path)
+    assert len(found) > 21
+    assert max(found) < 0.5 * num_bytes
+
+
+def resident_bytes(file):
+    """Of a file that this process maps, what is in its memory."""
+    mappings = Path("/proc/self/smaps").read_text(encoding="utf-8").split("VmFlags")
+    mine = [each for each in mappings if str(file) in each]
+    return sum(1024 * int(each.partition("\nRss:")[2].split()[0]) for each in mine)
 
 
 def test_layers_that_have_no_whole_blocks_are_refused(tmp_path):
