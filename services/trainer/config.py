@@ -175,11 +175,6 @@ class TrainingConfig(RunSections):
                     f"trainer.parallel.{name}: {degree} is not supported with lora beside the critic of "
                     f"{self.algorithm.name}; leave it 1, use shard"
                 )
-        if self.lora.base == "nf4" and self.trainer.parallel.tensor > 1:
-            raise ValueError(
-                f"trainer.parallel.tensor: {self.trainer.parallel.tensor} is not supported with lora.base nf4, which "
-                "packs whole rows; leave it 1, use shard"
-            )
         return self
 
     @property

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from services.trainer.model.backend import UnsupportedModelError
-from services.trainer.model.parameter_views import compute_with
+from services.trainer.model.parameter_views import compute_with, local_part
 
 DIMENSION = "tensor"
 """Of the mesh of a trainer's processes."""
@@ -201,7 +201,7 @@ def split_parameters(module: nn.Module, mesh: DeviceMesh, *, dim: int, num_shard
         split = DTensor.from_local(own, mesh, [Shard(dim)], run_check=False)
         setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
     # FSDP has gathered them by then, over its own dimensions of the mesh.
-    compute_with(module, _own_part)
+    compute_with(module, local_part)
 
 
 class _Entering(torch.autograd.Function):  # type: ignore[misc]  # torch declares no types for it
@@ -233,10 +233,6 @@ def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(whole, group=group)
     return whole
-
-
-def _own_part(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _below_layers(name: str) -> str:

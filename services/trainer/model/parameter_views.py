@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def compute_with(module: nn.Module, view: Callable[[Tensor], Tensor]) -> None:
@@ -24,3 +25,8 @@ def compute_with(module: nn.Module, view: Callable[[Tensor], Tensor]) -> None:
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """What this process has of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
@@ -63,8 +64,17 @@ class LoneStage(LoneRank):
 
 @contextmanager
 def one_of(rank: int, num_ranks: int, *, expert_size: int = 1) -> Iterator[LoneRank]:
+    with lone_group(rank, num_ranks):
+        yield LoneRank(rank, num_ranks, expert_size=expert_size)
+
+
+@contextmanager
+def lone_group(rank: int, num_ranks: int) -> Iterator[None]:
+    """The group alone."""
+    # As `RankGroup` does: PyTorch would take the meshes of earlier groups for this one's, and look for their groups.
+    _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     try:
-        yield LoneRank(rank, num_ranks, expert_size=expert_size)
+        yield
     finally:
         dist.destroy_process_group()

@@ -88,13 +88,6 @@ def test_what_cannot_be_cut_or_split_is_refused_by_name(direction, other, told):
     assert f"trainer.parallel.{direction}: 2 is not supported {told}" in str(caught.value)
 
 
-def test_rows_of_4_bits_are_not_split():
-    run = {"model": {"path": "m"}, "data": {"train": None}, "lora": {"base": "nf4"}}
-    validate(TrainingConfig, run | {"trainer": {"processes": 2, "parallel": {"pipeline": 2}}}, source="run.yaml")
-    with pytest.raises(ConfigError, match=r"trainer.parallel.tensor: 2 is not supported with lora.base nf4"):
-        validate(TrainingConfig, run | {"trainer": {"processes": 2, "parallel": {"tensor": 2}}}, source="run.yaml")
-
-
 def test_islands_have_all_processes_and_their_shares():
     config = made(processes=[1, 1, 2], parallel={"islands": [2, 1]})
     assert config.parallel.mesh(3) == (2, 2)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from services.trainer.model.adapters.parts import own_part, placed
 from services.trainer.model.backend import UnsupportedModelError
+from services.trainer.model.parameter_views import local_part
 from services.trainer.model.precision import MASTER
 from services.trainer.model.ranks import Ranks
 from services.trainer.run_sections import LoraSection
@@ -114,10 +115,15 @@ class Injection:
         for name, linear in found.items():
             if linear is base.get_output_embeddings():
                 continue
-            if linear.in_features % BLOCK:
+            if (num_inputs := local_part(linear.weight).shape[1]) % BLOCK:
+                is_split = num_inputs < linear.in_features
                 raise UnsupportedModelError(
-                    f"lora.base: nf4 packs blocks of {BLOCK} weights, and {name} has {linear.in_features} inputs; "
-                    "set it to auto"
+                    f"lora.base: nf4 packs blocks of {BLOCK} weights, and {name} has {num_inputs} inputs"
+                    + (
+                        " in each process; set it to auto, or trainer.parallel.tensor to 1"
+                        if is_split
+                        else "; set it to auto"
+                    )
                 )
             layer = Nf4Linear(linear, self._device)
             self._replace(name, layer)

@@ -2,7 +2,8 @@
 
 64 consecutive weights of a row share a scale, and a row's scales, in 8 bits, share an offset and a step. So each row is
 packed by itself: a base has the same numbers however its rows are divided over processes. bitsandbytes, in which the
-kernels of the paper's authors live, packs and unpacks the weights; its own packing of scales crosses rows.
+kernels of the paper's authors live, packs and unpacks the weights; its own packing of scales crosses rows. Of a layer
+that is split by its inputs, each process packs whole rows and keeps its own blocks.
 
 While it is read, a layer's place is taken by a `Reader`, which packs the weight as soon as it is there.
 
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import linear
 
 from penstock.process.malloc import leave_mapped_file
 from services.trainer.model.adapters.parts import placed
+from services.trainer.model.parameter_views import compute_with, local_part
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -35,18 +37,25 @@ class Nf4Linear(nn.Module):  # type: ignore[misc]  # torch declares no types for
     """A linear layer whose weight is packed: uint8[outputs, inputs / 2 + inputs / BLOCK + ROW_BYTES]; frozen.
 
     Args:
-        layer: With its weight, or without memory for it; its number of inputs is a multiple of BLOCK.
+        layer: With its weight, or without memory for it, perhaps split; each part's number of inputs is a multiple of
+            BLOCK.
         device: On which its weight is packed: a GPU is many times faster.
     """
 
     def __init__(self, layer: nn.Linear, device: torch.device) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        if layer.weight.is_meta:
-            width = self.in_features // 2 + self.in_features // BLOCK + ROW_BYTES
-            packed = torch.empty(self.out_features, width, dtype=torch.uint8, device="meta")
+        weight = layer.weight.detach()
+        num_rows, self._num_own_inputs = local_part(weight).shape
+        if weight.is_meta:
+            width = self._num_own_inputs // 2 + self._num_own_inputs // BLOCK + ROW_BYTES
+            packed = torch.empty(num_rows, width, dtype=torch.uint8, device="meta")
         else:
-            packed = pack(layer.weight.detach().to(device))
+            rows = weight.full_tensor() if _columns_of(weight)[1] > 1 else local_part(weight)
+            packed = own_columns(pack(rows.to(device)), self.in_features, *_columns_of(weight))
+        if isinstance(weight, DTensor):
+            packed = DTensor.from_local(packed, weight.device_mesh, weight.placements, run_check=False)
+            compute_with(self, local_part)
         self.packed = nn.Parameter(packed, requires_grad=False)
         self.register_parameter("bias", layer.bias)
         self.dtype, self.device = layer.weight.dtype, device
@@ -68,7 +77,7 @@ class Nf4Linear(nn.Module):  # type: ignore[misc]  # torch declares no types for
         """As a linear layer's, in the type of autocast."""
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
-        product: Tensor = _Product.apply(inputs.to(dtype), self.packed, self.in_features)
+        product: Tensor = _Product.apply(inputs.to(dtype), self.packed, self._num_own_inputs)
         return product if self.bias is None else product + self.bias.to(dtype)
 
 
@@ -88,7 +97,8 @@ class Reader(nn.Module):  # type: ignore[misc]
         if isinstance(packed, DTensor):
             rows = weight[: len(packed.to_local())]
             mesh, stride = packed.device_mesh, weight.stride()
-            weight = DTensor.from_local(rows, mesh, packed.placements, run_check=False, shape=shape, stride=stride)
+            placements = [Replicate() if each.is_shard(1) else each for each in packed.placements]
+            weight = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", layer.bias)
 
@@ -97,9 +107,9 @@ class Reader(nn.Module):  # type: ignore[misc]
         if name != "weight" or value.is_meta:
             super().__setattr__(name, value)
             return
-        rows = value.detach().to_local() if isinstance(value, DTensor) else value.detach()
+        rows = local_part(value.detach())
         (layer,) = self._layer
-        packed = pack(rows.to(layer.device))
+        packed = own_columns(pack(rows.to(layer.device)), layer.in_features, *_columns_of(layer.packed))
         layer.packed = nn.Parameter(placed(layer.packed, packed), requires_grad=False)
         if rows.device.type == "cpu" and not rows.untyped_storage().resizable():
             # A view of the file.
@@ -145,6 +155,21 @@ def _packed_rows(weight: Tensor) -> Tensor:
     numbers = ((scales - offsets) / steps).round().to(torch.int8)
     parts = (codes.view(num_rows, -1), numbers.view(torch.uint8), torch.cat((offsets, steps), dim=1).view(torch.uint8))
     return torch.cat(parts, dim=1)
+
+
+def own_columns(packed: Tensor, num_inputs: int, part: int, num_parts: int) -> Tensor:
+    """Of packed whole rows one of several equal parts, as its own rows: their scales are still those of whole rows."""
+    codes, numbers, row = packed.split((num_inputs // 2, num_inputs // BLOCK, ROW_BYTES), dim=1)
+    return torch.cat((codes.chunk(num_parts, 1)[part], numbers.chunk(num_parts, 1)[part], row), dim=1)
+
+
+def _columns_of(tensor: Tensor) -> tuple[int, int]:
+    """Which part of the columns this process has, and of how many."""
+    if isinstance(tensor, DTensor):
+        for dim, placement in enumerate(tensor.placements):
+            if placement.is_shard(1):
+                return tensor.device_mesh.get_local_rank(dim), tensor.device_mesh.size(dim)
+    return 0, 1
 
 
 def unpack(packed: Tensor, num_inputs: int, *, dtype: torch.dtype) -> Tensor:

@@ -56,10 +56,12 @@ def test_all_meshes_train_an_adapter_as_one_process(tmp_path, family, parallel):
 
 
 @pytest.mark.parametrize(
-    ("processes", "parallel"), [(4, {"pipeline": 2, "shard": 2}), (3, {"islands": [2, 1]})], ids=str
+    ("processes", "parallel"),
+    [(4, {"pipeline": 2, "shard": 2}), (3, {"islands": [2, 1]}), (2, {"tensor": 2}), (4, {"tensor": 2, "shard": 2})],
+    ids=str,
 )
 def test_over_a_base_of_4_bits_they_train_as_one_process(tmp_path, processes, parallel):
-    folder = made(tmp_path / "model", "qwen2", is_tied=True, hidden_size=64, intermediate_size=64, head_dim=16)
+    folder = made(tmp_path / "model", "qwen2", is_tied=True, hidden_size=64, intermediate_size=128, head_dim=32)
     changes = {"lora": {"base": "nf4"}, "gradient_checkpointing": True}
     one = alone(folder, **changes)
     # The base is another one, if only a little.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from services.trainer.distributed.expert_mesh import ExpertMesh, answered
 from services.trainer.model.backend import UnsupportedModelError
 from tests.helpers.models.model_families import save_tiny
+from tests.helpers.trainers.lone_rank import lone_group
 
 
 @pytest.mark.parametrize(
@@ -24,13 +23,10 @@ from tests.helpers.models.model_families import save_tiny
 )
 def test_experts_that_cannot_be_divided_are_refused(tmp_path, family, size, shards, told):
     model = AutoModelForCausalLM.from_pretrained(save_tiny(family, tmp_path))
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
+    with lone_group(0, size):
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("expert",))
         with pytest.raises(UnsupportedModelError, match=told):
             ExpertMesh(mesh, shards=mesh, num_shards=shards).divide(model)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])

@@ -7,8 +7,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from penstock.model.model_shape import read_shape
@@ -21,7 +19,7 @@ from services.trainer.model.model_loading import ModelSettings
 from services.trainer.run.memory_fit import with_adapter
 from services.trainer.run_sections import LoraSection, OptimizerConfig
 from tests.helpers.tensor_memory import TensorMemory
-from tests.helpers.trainers.lone_rank import LoneStage
+from tests.helpers.trainers.lone_rank import LoneStage, lone_group
 from tests.unit.trainer.builders import build_trajectory
 from tests.unit.trainer.distributed.test_rank_backend import loss_with
 from tests.unit.trainer.model.test_training_memory import WIDE, mode_of
@@ -61,13 +59,10 @@ def measured(backend, *, count):
 
 def trained(path, index, **settings):
     """A stage's backend, and what it takes for a pack of one sample and of eight."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
+    with lone_group(0, 4):
         backend = backend_of(path, LoneStage(2 * index, 4, num_stages=2), **settings)
         train(backend, count=1)
         return backend, *(measured(backend, count=count) for count in (1, 8))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("checkpoints_layers", [False, True])
