@@ -29,6 +29,8 @@ TITLES = {
     "generator": "Generator",
     "reward": "Reward worker",
     "scorer": "Scorer",
+    "critic": "Critic",
+    "environment": "Environment server",
     "trainer": "Trainer",
     "scheduler": "Scheduler",
     "log": "Every process",
