@@ -347,6 +347,7 @@ class Configurations:
             "run_id": config["run"]["id"],
             "site": kind.region,
             "role": self.role(name),
+            "more_roles": list(self.more_roles(name)),
             "host": self.host(name),
             "has_certificates": self.has_certificates,
             "readable": {key: str(path) for key, path in paths.items()},

@@ -36,6 +36,8 @@ class MachineConfig(StrictModel):
     site: str
     role: str
     """The role that its certificate must have."""
+    more_roles: tuple[str, ...] = ()
+    """Others that it must have, for what its plan may start there beside generators."""
     host: str
     """Name or address under which the other machines reach it."""
     has_certificates: bool = True
@@ -94,10 +96,16 @@ def _role_problems(config: MachineConfig, caller: Caller, path: Path) -> Iterato
     grants = [each for each in caller.grants if role_name(each.role) in (config.role, "operator")]
     if not grants:
         yield f"PENSTOCK_TLS_CERT: {path} is of {caller}, not of the role {config.role}; {fix}"
+    elif lacking := [role for role in config.more_roles if not _has(caller, role)]:
+        yield f"PENSTOCK_TLS_CERT: {path} is of {caller}, not of the role {' and '.join(lacking)} as well; {fix}"
     elif not any(each.run_id in (ANY, config.run_id) for each in grants):
         yield f"PENSTOCK_TLS_CERT: {path} is of {caller}, not of run {config.run_id}; {fix}"
     elif not any(each.site in (ANY, config.site) for each in grants):
         yield f"PENSTOCK_TLS_CERT: {path} is of {caller}, not of site {config.site}; {fix}"
+
+
+def _has(caller: Caller, role: str) -> bool:
+    return any(role_name(each.role) in (role, "operator") for each in caller.grants)
 
 
 def _file_problems(config: MachineConfig) -> Iterator[str]:

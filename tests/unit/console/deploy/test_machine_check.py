@@ -85,6 +85,18 @@ def test_a_certificate_of_another_run_or_machine_is_refused(machine: Path, chang
     assert said in problems[0]
 
 
+def test_a_machine_that_scores_needs_that_role_beside_the_generators(machine: Path) -> None:
+    authority = make_authority(machine.parent / "second", name="Penstock", days=10, now=datetime.now(UTC))
+    scores = write(machine.parent, more_roles=["trainer", "reward"])
+    give_certificate(authority, machine.parent / "certificate", **NAMES)
+    assert "not of the role trainer and reward as well; issue the one for l4-0" in check_machine(scores)[0]
+    request = checked_request(["generator", "trainer", "reward"], **NAMES)
+    for old in (machine.parent / "certificate").glob("*.pem"):
+        old.unlink()
+    issue(authority, request, validity=timedelta(hours=1), now=datetime.now(UTC), out=machine.parent / "certificate")
+    assert check_machine(scores) == []
+
+
 def test_each_thing_that_is_missing_is_one_line(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = machine.parent
     (folder / "certificate" / "cert.pem").unlink()
