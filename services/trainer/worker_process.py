@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -81,6 +82,13 @@ def _follow_one(store: Store, *, rank: int, num_ranks: int, local_rank: int) -> 
 
 def _build(config_json: str, group: RankGroup) -> Backend:
     disable_progress_bar()
+    if json.loads(config_json).get("is_critic"):
+        # Imported here: a trainer's processes do not need it.
+        from services.trainer.critic.config import CriticProcesses
+        from services.trainer.critic.trained_critic import part_of
+
+        critic = CriticProcesses.model_validate_json(config_json)
+        return build_part(critic, group, partial(part_of, critic))
     return build_part(TrainingConfig.model_validate_json(config_json), group, local_backend)
 
 

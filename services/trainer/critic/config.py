@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from penstock.config import LocalPath, MeasuredConfig, RunId
 from penstock.storage.addresses import StoredPath
+from services.trainer.config import TrainingConfig
 
 
 class CriticConfig(MeasuredConfig):
@@ -27,8 +29,30 @@ class CriticConfig(MeasuredConfig):
     """Element type of its matrix products; auto is bfloat16 on GPUs for a model of 16 bits, else float32. Its weights
     are float32 in any case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it computes; auto takes CUDA if available. The whole critic, with its optimiser, is on this one device."""
+    """Where it computes; auto takes CUDA if available."""
+    processes: int = Field(default=1, ge=1, le=64)
+    """Processes over which critic and optimiser are sharded (FSDP2), one per GPU, on this machine."""
     num_threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads of PyTorch."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more work."""
+
+
+class CriticProcesses(TrainingConfig):
+    """What the processes of a critic are made from: a trainer's settings, as far as a critic has them."""
+
+    is_critic: Literal[True]
+    """Tells it from that of a trainer."""
+
+
+def processes_of(config: CriticConfig, folder: Path) -> CriticProcesses:
+    """The settings of the processes of a critic whose model is in `folder`."""
+    compute = ("device", "num_threads", "processes", "gradient_checkpointing")
+    return CriticProcesses.model_validate(
+        {
+            "is_critic": True,
+            "model": {"path": str(folder), "dtype": config.dtype},
+            "data": {"train": None},
+            "trainer": {name: getattr(config, name) for name in compute},
+        }
+    )

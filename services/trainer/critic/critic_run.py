@@ -44,6 +44,9 @@ class CriticRun:
         self._kept = KeptSteps(self._folder, make_model=make_model, checkpoint_every_steps=checkpoint_every_steps)
         self._optimizer = critic_pb2.CriticOptimizer()
         self._model: Model | None = None
+        """At the position; None before it was opened, and after a step that failed."""
+        self._newest: Model | None = None
+        """The same, also after that."""
         self._position = Position(0, 0)
         self._gradient_id: int | None = None
         self._packs: list[critic_pb2.CriticPack] = []
@@ -62,9 +65,8 @@ class CriticRun:
         owner = Owner(run_id=request.run_id, instance_id=request.instance_id, epoch=request.place.epoch)
         self._folder.admit(owner, begins=place == (0, 0))
         if self._model is None or place != self._position:
-            # The one before goes first: there may be no memory for two.
-            self._model = None
-            self._model = self._kept.model_at(place)
+            self._end_model()
+            self._model = self._newest = self._kept.model_at(place)
             self._position = place
         self._optimizer = request.optimizer
         self._model.configure(optimizer)
@@ -158,8 +160,15 @@ class CriticRun:
         self._model = model
 
     def finish(self) -> None:
-        """Complete the checkpoint that is being written. Raises OSError."""
+        """Complete the checkpoint that is being written, and end the model; no call follows. Raises OSError."""
         self._kept.finish()
+        self._end_model()
+
+    def _end_model(self) -> None:
+        """There may be no memory, and no device, for two."""
+        if self._newest is not None:
+            self._newest.close()
+        self._model = self._newest = None
 
     def release(self) -> None:
         """Let another process have the folder; no call follows."""

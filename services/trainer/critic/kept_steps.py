@@ -55,6 +55,9 @@ class Model(Saved, Protocol):
     def step(self, *, rate_factor: float, is_last: bool) -> None:
         """Takes the optimiser step."""
 
+    def close(self) -> None:
+        """Ends it; the last call."""
+
 
 class KeptSteps:
     """The past in a folder; used by one thread.

@@ -31,6 +31,7 @@ def lead(
     build: Build,
     torchrun: TorchrunRuns | None,
     on_lost: Callable[[str], None] = end_process,
+    kind: type[ShardedBackend] = ShardedBackend,
 ) -> ShardedBackend:
     """The backend of a run of `config.trainer.processes`; call it, and all of its calls, in one thread.
 
@@ -39,6 +40,7 @@ def lead(
         build: Makes one process' part.
         torchrun: The launch by torchrun if it started the other processes; None starts them here.
         on_lost: See `ShardedBackend`.
+        kind: What is returned.
 
     Raises:
         BackendError: A process cannot hold its part.
@@ -58,7 +60,7 @@ def lead(
     expert_size = config.trainer.parallel.expert
     store.set(EXPERT_KEY, str(expert_size))
     store.set(ISLANDS_KEY, json.dumps(islands))
-    return ShardedBackend(
+    return kind(
         RankGroup(
             store,
             rank=0,

@@ -36,9 +36,11 @@ CALLS = frozenset(
         "save",
         "upload",
         "load",
+        "configure",
+        "take_step",
     )
 )
-"""Methods of a `Backend` that are called in all processes."""
+"""Methods of a `Backend`, or of a critic, that are called in all processes."""
 
 _log = structlog.get_logger()
 

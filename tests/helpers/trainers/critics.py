@@ -51,6 +51,9 @@ class OneNumber:
         self.num_steps += is_last
         self.discard_gradients()
 
+    def close(self) -> None:
+        pass
+
     def save(self, directory: Path) -> Future[None]:
         (directory / "weight").write_text(repr((self.weight, self.num_steps)))
         done: Future[None] = Future()
