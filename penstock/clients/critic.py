@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -115,6 +116,7 @@ class CriticClient(Connection):
     async def _step(self, *, rate_factor: float, is_last: bool) -> None:
         while True:
             await self._catch_up()
+            require(self._is_finite, f"{self.peer}: value_loss", "not finite", "as before the critic was started again")
             request = critic_pb2.StepCriticRequest(
                 run_id=self._opening.run_id,
                 place=self._opening.place,
@@ -154,8 +156,8 @@ class CriticClient(Connection):
             return values
 
     async def _catch_up(self) -> None:
-        """Send the packs that the critic does not have."""
-        while (index := len(self._answers)) < len(self._packs):
+        """Send the packs that the critic does not have, up to one that it does not add: its loss is not finite."""
+        while self._is_finite and (index := len(self._answers)) < len(self._packs):
             request = critic_pb2.AccumulateGradientRequest(
                 run_id=self._opening.run_id,
                 place=self._opening.place,
@@ -169,6 +171,10 @@ class CriticClient(Connection):
                 await self._open()
             except OffsetMismatchError:
                 self._begin_again()
+
+    @property
+    def _is_finite(self) -> bool:
+        return not self._answers or math.isfinite(self._answers[-1].value_loss)
 
     def _begin_again(self) -> None:
         """The critic is to compute the gradient from its first pack."""

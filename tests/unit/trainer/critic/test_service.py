@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
+from penstock.clients.critic import CriticClient
 from penstock.errors import RunConflictError, ServiceUnavailableError, UnknownRunError
+from penstock.network.rpc import service_of
 from penstock.v1 import critic_pb2
 from penstock.wire.codec import float32_array
 from services.trainer.critic.service import CriticService
 from services.trainer.model.backend import UnsupportedModelError
-from tests.helpers.trainers.critics import critic_packs, make_critic, opening
+from tests.helpers.serving import channel_to
+from tests.helpers.trainers.critics import POISON, critic_packs, make_critic, opening
 
 PLACE = critic_pb2.CriticPlace(epoch=1)
 EVALUATE = critic_pb2.EvaluatePackRequest(run_id="r", place=PLACE, pack=critic_packs(1)[0])
@@ -89,3 +93,18 @@ async def test_a_disk_may_be_mended_and_a_model_does_not_change(critic, monkeypa
     monkeypatch.setattr(critic._kept, "model_at", fail)
     with pytest.raises(kind, match=str(error)):
         await CriticService("r", critic).OpenCritic(opening(), None)
+
+
+async def test_a_trainer_of_several_processes_gives_up_a_gradient_at_its_first_bad_pack(critic):
+    good, poisoned = critic_packs(2), critic_packs(1, first_token=POISON)
+    async with (
+        channel_to(service_of(CriticService("r", critic))) as channel,
+        CriticClient(channel, opening(), patience_s=5) as client,
+    ):
+        await client.open()
+        assert await client.accumulate(good) == 30
+        assert math.isnan(await client.accumulate([*poisoned, *good]))
+        await client.discard()
+        assert await client.accumulate(good) == 30
+        await client.step(rate_factor=1.0, is_last=False)
+        assert client.minibatch == 1
