@@ -1,9 +1,11 @@
 import sys
+import time
 
+import math_verify
 import pytest
 
 from penstock.rewards import RewardItem, ScoreStatus
-from services.reward.models import math_reward
+from services.reward.models import math_reward, math_worker
 from services.reward.models.math_reward import MathReward
 
 
@@ -66,6 +68,44 @@ async def test_what_uses_up_its_time_or_memory_exceeded_its_limits_unless_the_re
     monkeypatch.setattr(math_reward, "CPU_SHARE", 0.03)
     (found,) = await model.score_within([item(completion, answer)], timeout_s=20.0 if answer == "1" else 3.0)
     assert (found.status, found.value) == (status, None)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "verdict"),
+    [
+        ("endless to parse", "1", "limit"),
+        ("endless to verify", "1", "limit"),
+        ("1", "endless to parse", "invalid"),
+        ("asleep", "asleep", "value"),
+    ],
+)
+def test_only_the_time_of_a_cpu_is_limited_and_what_used_it_up_is_no_wrong_answer(
+    monkeypatch, completion, answer, verdict
+):
+    def parse(text, *, parsing_timeout):
+        assert parsing_timeout is None
+        spin("endless to parse" in text)
+        time.sleep(0.2 if text == "asleep" else 0)
+        return [text]
+
+    def verify(reference, given, *, timeout_seconds):
+        assert timeout_seconds is None
+        spin("endless to verify" in given[0])
+        return reference == given
+
+    def spin(is_endless):
+        try:
+            while is_endless:
+                pass
+        except Exception:  # as the library does
+            return
+
+    monkeypatch.setattr(math_verify, "parse", parse)
+    monkeypatch.setattr(math_verify, "verify", verify)
+    monkeypatch.setattr(math_worker, "MAX_CPU_S", 0.05)
+    found = math_worker.judge(completion=completion, answer=answer)
+    assert list(found) == [verdict]
+    assert "value" not in found or found["value"] == 1
 
 
 def set_worker(model, monkeypatch, module):
