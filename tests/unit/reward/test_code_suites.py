@@ -20,6 +20,8 @@ from services.reward.code.suites import Assertions, Calls, Streams, same_output,
         ("```\n\n```", None),
         ("a\0b", None),
         ("x" * 300_000, None),
+        ("```a\n```b\n```\n```\nc", "```b\n"),
+        ("```a\n" * 200_000, None),
     ],
 )
 def test_the_last_whole_block_of_code_is_the_program(completion, program):
