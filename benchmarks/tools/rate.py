@@ -94,7 +94,7 @@ def tool(*, delays_s: tuple[float, float], num_turns: int) -> type[Environment]:
 async def measure(workload: Workload, delays_s: tuple[float, float] | None) -> Rate:
     """The rate of one generator with tools of these delays, or of single turns without an environment."""
     async with _broker() as target, Connection(target) as broker:
-        await _submit(broker, num_groups=_num_groups(workload))
+        await _submit(broker, num_groups=_num_groups(workload), has_environment=delays_s is not None)
         if delays_s is None:
             return await _rate(broker, workload, None)
         servicer = EnvironmentServicer(tool(delays_s=delays_s, num_turns=workload.num_turns), max_sessions=4096)
@@ -131,7 +131,7 @@ def _num_groups(workload: Workload) -> int:
     return int(2 * workload.tokens_per_second * seconds / workload.mean_turn_tokens) + workload.num_sessions
 
 
-async def _submit(broker: Connection, *, num_groups: int) -> None:
+async def _submit(broker: Connection, *, num_groups: int, has_environment: bool) -> None:
     stub = broker_pb2_grpc.BrokerServiceStub(broker.channel)
     limits = broker_pb2.RunLimits(
         groups_per_step=1024,
@@ -140,7 +140,8 @@ async def _submit(broker: Connection, *, num_groups: int) -> None:
         max_completion_tokens=MAX_TOKENS,
         max_queued_groups=num_groups,
     )
-    opened = broker_pb2.OpenRunRequest(run_id=RUN, limits=limits)
+    policy = broker_pb2.RunPolicy(has_environment=has_environment)
+    opened = broker_pb2.OpenRunRequest(run_id=RUN, limits=limits, policy=policy)
     await rpc.call(stub.OpenRun, opened, peer=broker.peer, timeout_s=_CALL_TIMEOUT_S)
     for first in range(0, num_groups, 1000):
         prompts = [_prompt(number) for number in range(first, min(first + 1000, num_groups))]
@@ -202,6 +203,7 @@ async def _rate(broker: Connection, workload: Workload, client: EnvironmentClien
         generator_id=GENERATOR,
         engine="emulated",
         max_context_tokens=engine.max_model_len,
+        has_environment=client is not None,
         profile=broker_pb2.GeneratorProfile(max_concurrent_samples=workload.num_sessions),
     )
     await engine.start()

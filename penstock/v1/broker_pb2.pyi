@@ -701,6 +701,7 @@ class GeneratorHello(_message.Message):
     MAY_MOVE_FIELD_NUMBER: _builtins.int
     ACCEPTS_LEASE_BATCHES_FIELD_NUMBER: _builtins.int
     ROUTING_FIELD_NUMBER: _builtins.int
+    HAS_ENVIRONMENT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     generator_id: _builtins.str
@@ -719,6 +720,8 @@ class GeneratorHello(_message.Message):
     """Whether it moves this stream to another broker when asked to (CoreOwner)."""
     accepts_lease_batches: _builtins.bool
     """Whether it takes several leases in one message (LeaseBatch)."""
+    has_environment: _builtins.bool
+    """Whether its samples talk with an environment; refused unless the run has one (RunPolicy.has_environment)."""
     @_builtins.property
     def profile(self) -> Global___GeneratorProfile:
         """How fast it is, where it knows."""
@@ -741,10 +744,11 @@ class GeneratorHello(_message.Message):
         may_move: _builtins.bool = ...,
         accepts_lease_batches: _builtins.bool = ...,
         routing: _types_pb2.RoutingShape | None = ...,
+        has_environment: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_lease_batches", b"accepts_lease_batches", "endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "routing", b"routing", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_lease_batches", b"accepts_lease_batches", "endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "has_environment", b"has_environment", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "routing", b"routing", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

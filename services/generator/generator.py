@@ -257,6 +257,7 @@ class Generator:
             profile=self._profile(),
             listens_in_plain_text=bool(self._security.plain_listeners),
             routing=self._routing,
+            has_environment=self._environment is not None,
         )
         self._session = LeaseSession(self._broker, hello=hello, handler=self._lease_handler, security=self._security)
         self._leasing = asyncio.create_task(self._session.run())

@@ -19,6 +19,7 @@ from penstock.wire.codec import int32_array
 from penstock.wire.routes import RoutingShape
 from penstock.wire.sampling_rules import check_trainable
 from services.broker.rules.limits import MAX_GROUP_SIZE, MAX_ID_BYTES, Limits
+from services.broker.rules.sample_policy import Policy
 
 MAX_PROMPTS = 1_024
 MAX_CHUNKS = 4_096
@@ -219,6 +220,18 @@ def check_routing(hello: broker_pb2.GeneratorHello, limits: Limits) -> None:
         )
     else:
         require(recorded == asked, "hello.routing", recorded, f"that of the trainer's model, {asked}")
+
+
+def check_environment(hello: broker_pb2.GeneratorHello, policy: Policy) -> None:
+    """A generator talks with the run's environment, if that has one: single turns would be scored as whole sessions."""
+    if policy.has_environment and not hello.has_environment:
+        raise InvalidFieldError(
+            "hello.has_environment: unset, but the run has an environment: name it in the generator's configuration as "
+            "environment.target",
+            field="hello.has_environment",
+        )
+    is_good = policy.has_environment or not hello.has_environment
+    require(is_good, "hello.has_environment", True, "unset in a run without an environment")
 
 
 def _check_profile(profile: broker_pb2.GeneratorProfile) -> None:

@@ -20,7 +20,13 @@ from services.broker.assembly.messages import MAX_FRAME_BYTES, prefix_of, sample
 from services.broker.brokers.membership import Membership
 from services.broker.fleet.deal_round import Seat
 from services.broker.fleet.work_stealing import Moves
-from services.broker.ingest.validation import MAX_ACTIVE_LEASES, check_beat, check_hello, check_routing
+from services.broker.ingest.validation import (
+    MAX_ACTIVE_LEASES,
+    check_beat,
+    check_environment,
+    check_hello,
+    check_routing,
+)
 from services.broker.operations import leasing
 from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.operations.renewal import Heard
@@ -126,6 +132,7 @@ class LeaseStream:
         def check(state: RunState) -> None:
             state.check_open()
             check_routing(self._hello, state.limits)
+            check_environment(self._hello, state.policy)
 
         await self._replica.transact(check)
         await self._replica.peers.meet_generator(self._hello)

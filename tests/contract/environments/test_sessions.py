@@ -189,7 +189,8 @@ async def test_samples_that_wait_take_no_slot_of_the_engine(bench):
         await until(lambda: len(Plus.log) == 2 and "g2-0-1:0" in engine.requests)
         # Two wait and one is decoded; the fourth is not even leased.
         assert (engine.most_running, bench.broker.num_out) == (1, 3)
-        assert bench.broker.hellos[0].profile.max_concurrent_samples == 3
+        hello = bench.broker.hellos[0]
+        assert (hello.profile.max_concurrent_samples, hello.has_environment) == (3, True)
         Plus.hold.set()
         await turn(engine, samples[2], 0, 10, STOP_TOKEN)
         await turn(engine, samples[0], 1, 11, STOP_TOKEN)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import InvalidFieldError
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import float32_bytes
+from services.broker.ingest.validation import check_environment
 from services.broker.operations import token_ends
 from services.broker.records.token_tails import TailReport
 from services.broker.records_pb2 import SampleTail
@@ -70,6 +72,14 @@ def test_a_shard_passes_the_score_on_with_the_end() -> None:
         token_ends.take_reports(state, 1, [TailReport(group_id="a", sample_index=0, tail=tail)], 3.0)
     assert state.groups["a"].samples[0].score.value == 2.0
     assert lease_scoring(state, 9) == []
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_generator_has_an_environment_if_the_run_has_one(is_asked: bool) -> None:
+    state, _ = run(policy=broker_pb2.RunPolicy(has_environment=is_asked))
+    check_environment(broker_pb2.GeneratorHello(has_environment=is_asked), state.policy)
+    with pytest.raises(InvalidFieldError, match=r"^hello\.has_environment: "):
+        check_environment(broker_pb2.GeneratorHello(has_environment=not is_asked), state.policy)
 
 
 def test_a_generator_rewards_nothing_in_a_run_without_an_environment() -> None:
