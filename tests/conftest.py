@@ -24,6 +24,7 @@ LONG_FILES = (
     "e2e/faults/test_faults.py",
     "e2e/test_lora.py",
     "e2e/test_scorers.py",
+    "e2e/test_environments.py",
     "e2e/faults/test_full_disk.py",
     "e2e/plans/test_followed_plan.py",
     "e2e/plans/test_moved_trainer.py",

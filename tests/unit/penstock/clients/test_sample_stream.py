@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -39,3 +41,28 @@ def test_rows_of_the_prompt_come_first_and_the_others_with_their_tokens(monkeypa
     assert stream.buffered_bytes == 0
     with pytest.raises(ValueError, match="5 tokens with 4 rows of routes"):
         stream.append(tokens, np.zeros(5, np.float32), policy_version=0, routes=routes[:4])
+
+
+async def test_given_tokens_are_marked_wherever_chunks_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_stream, "MAX_TOKENS_PER_CHUNK", 3)
+    key = types_pb2.SampleKey(group_id="g")
+    stream = SampleStream(key, lease_id="l", offset=2, listener=Listener(), on_change=lambda *_: None)
+    for count, is_sampled in ((2, True), (3, False), (1, True)):
+        tokens = np.arange(count, dtype=np.int32)
+        stream.append(tokens, np.zeros(count, np.float32), policy_version=0, is_sampled=is_sampled)
+    waiting = asyncio.create_task(stream.wait_until_stored())
+    await asyncio.sleep(0)
+    assert stream.is_urgent
+    masks = []
+    while stream.is_dirty:
+        assert not waiting.done()
+        chunk = stream.take_chunk()
+        masks.append(list(chunk.loss_mask))
+        stream.note_stored(chunk.offset + len(chunk.token_ids) // 4)
+    await waiting
+    assert masks == [[1, 1, 0], [0, 0, 1]]
+    assert not stream.is_urgent
+    stream.append(np.arange(3, dtype=np.int32), np.zeros(3, np.float32), policy_version=0)
+    stream.finish(types_pb2.FINISH_REASON_STOP, score=types_pb2.Score(value=2.0))
+    last = stream.take_chunk()
+    assert (last.loss_mask, last.score.value) == (b"", 2.0)
