@@ -22,13 +22,13 @@ class NextLetter(Environment):
     name = "next_letter"
     opens = True
 
-    def reset(self, task: Task) -> Opening:
+    async def reset(self, task: Task) -> Opening:
         """The letters follow from the seed: siblings are shown the same."""
         drawn = random.Random(task.seed)
         self.shown = [drawn.choice(LETTERS) for _ in range(NUM_TURNS)]
         return Opening(messages=[Message(role="user", content=self.shown[0])])
 
-    def step(self, action: Action) -> Outcome:
+    async def step(self, action: Action) -> Outcome:
         """The turn's reward depends on nothing but this turn."""
         wanted = LETTERS[(LETTERS.index(self.shown[action.turn]) + 1) % len(LETTERS)]
         is_done = action.turn + 1 == NUM_TURNS
