@@ -343,3 +343,26 @@ def test_relays_that_the_run_trusts_are_told_to_the_trainer_and_nonsense_is_refu
     trusting = config(weights={"trusted_relay_hosts": ["10.0.0.0/8", ".site.example"]})
     assert trainer_config(trusting, choose_addresses(trusting)).trusted_relay_hosts == ("10.0.0.0/8", ".site.example")
     assert "name a host" in problem(weights={"trusted_relay_hosts": ["http://gpu-1"]})
+
+
+def test_an_environment_reaches_generators_and_trainer(tmp_path: Path) -> None:
+    run = config(run={"id": "r"}, environment={"target": "games:Guess", "max_turns": 3}, generator={"count": 2})
+    addresses = choose_addresses(run)
+    assert addresses.environment is not None
+    assert addresses.environment.is_local
+    made = [generator_config(run, addresses, RunFolder(tmp_path), index).environment for index in range(2)]
+    assert {(one.target, one.max_turns) for one in made if one} == {(f"grpc://{addresses.environment.target}", 3)}
+    document = training_config(run, broker="b:1", source="c.yaml", environment=addresses.environment)
+    assert document.environment == addresses.environment.target
+    elsewhere = choose_addresses(config(environment="grpc://games:7320")).environment
+    assert elsewhere is not None
+    assert (elsewhere.target, elsewhere.is_local) == ("games:7320", False)
+    without = config(run={"id": "r"})
+    assert generator_config(without, choose_addresses(without), RunFolder(tmp_path), 0).environment is None
+
+
+def test_an_environment_out_of_reach_is_refused() -> None:
+    assert "module:Class" in problem(environment="games")
+    assert "host:port" in problem(environment="grpc://games")
+    assert "penstock env serve" in problem(environment="games:Guess", endpoints={"trainer": "t:7304"})
+    assert "generator.count" in problem(environment="games:Guess", run={"id": "r"}, endpoints={"generators": ["g:1"]})
