@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.trainer.distributed.split_layers import split_parameters
 from services.trainer.model.backend import UnsupportedModelError
@@ -53,7 +53,7 @@ class ExpertMesh:
         Raises:
             UnsupportedModelError: It is of another family, or its experts cannot be divided so.
         """
-        self._check(model)
+        check_experts(model.config, self._size)
         for experts in self.experts_of(model):
             split_parameters(experts, self._mesh, dim=0, num_shards=self._num_shards, direction="expert")
             experts.num_experts //= self._size
@@ -63,20 +63,6 @@ class ExpertMesh:
     def experts_of(network: nn.Module) -> Iterator[nn.Module]:
         """The experts of each layer."""
         return (module for path, module in network.named_modules() if path.rpartition(".")[2] == _EXPERTS)
-
-    def _check(self, model: PreTrainedModel) -> None:
-        config = model.config
-        found = config.name_or_path or config.model_type
-        if config.model_type not in FAMILIES:
-            raise UnsupportedModelError(
-                f"trainer.parallel.expert: experts of {config.model_type} cannot be divided, only those of "
-                f"{', '.join(sorted(FAMILIES))}; leave it 1"
-            )
-        if config.num_experts % self._size:
-            raise UnsupportedModelError(
-                f"trainer.parallel.expert: {self._size} does not divide num_experts {config.num_experts} of {found}; "
-                "change it"
-            )
 
     def _routed(
         self,
@@ -108,6 +94,20 @@ class ExpertMesh:
         """Rows for each process in turn, in exchange for what each has for this one."""
         exchanged: Tensor = all_to_all_single_autograd(rows_nh.contiguous(), num_received, num_sent, self._group)
         return exchanged
+
+
+def check_experts(config: PretrainedConfig, size: int) -> None:
+    """Return if so many processes can divide the experts of such a model; raises UnsupportedModelError."""
+    found = config.name_or_path or config.model_type
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"trainer.parallel.expert: experts of {config.model_type} cannot be divided, only those of "
+            f"{', '.join(sorted(FAMILIES))}; leave it 1"
+        )
+    if config.num_experts % size:
+        raise UnsupportedModelError(
+            f"trainer.parallel.expert: {size} does not divide num_experts {config.num_experts} of {found}; change it"
+        )
 
 
 def answered(compute: Callable[[Tensor, Tensor, Tensor], Tensor], rows_rh: Tensor, own_r: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.parameter_views import compute_with, local_part
@@ -110,19 +110,8 @@ class SplitLayers:
                 local /= self._size
 
     def _check(self, model: PreTrainedModel) -> None:
-        config = model.config
-        found = config.name_or_path or config.model_type
-        if config.model_type not in FAMILIES:
-            raise UnsupportedModelError(
-                f"trainer.parallel.tensor: layers of {config.model_type} cannot be split, only those of "
-                f"{', '.join(sorted(FAMILIES))}; leave it 1"
-            )
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_experts"):
-            number = getattr(config, name, None)
-            if number is not None and number % self._size:
-                raise UnsupportedModelError(
-                    f"trainer.parallel.tensor: {self._size} does not divide {name} {number} of {found}; change it"
-                )
+        check_split(model.config, self._size)
+        found = model.config.name_or_path or model.config.model_type
         for layer in model.model.layers:
             for path, module in layer.named_modules():
                 if path.endswith(_BY_COLUMNS) and getattr(module, "bias", None) is not None:
@@ -176,6 +165,22 @@ class SplitLayers:
         if isinstance(output, tuple):
             return _Leaving.apply(output[0], self._group), *output[1:]
         return _Leaving.apply(output, self._group)
+
+
+def check_split(config: PretrainedConfig, size: int) -> None:
+    """Return if so many processes can split the layers of such a model; raises UnsupportedModelError."""
+    found = config.name_or_path or config.model_type
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"trainer.parallel.tensor: layers of {config.model_type} cannot be split, only those of "
+            f"{', '.join(sorted(FAMILIES))}; leave it 1"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_experts"):
+        number = getattr(config, name, None)
+        if number is not None and number % size:
+            raise UnsupportedModelError(
+                f"trainer.parallel.tensor: {size} does not divide {name} {number} of {found}; change it"
+            )
 
 
 def split_parameters(module: nn.Module, mesh: DeviceMesh, *, dim: int, num_shards: int, direction: str) -> None:

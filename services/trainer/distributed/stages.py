@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.trainer.model.backend import UnsupportedModelError
 from services.trainer.model.trained_model import distinct_tensors
@@ -35,6 +35,21 @@ class _Output(Elsewhere):
     def forward(self, hidden: Tensor, **_: object) -> Tensor:
         """A copy of the input."""
         return hidden.clone()
+
+
+def stages_of(config: PretrainedConfig, *, num_stages: int, layers_per_stage: Sequence[int] | None) -> list[range]:
+    """The layers of each stage of a model; raises UnsupportedModelError if it cannot be cut so."""
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"trainer.parallel.pipeline: {config.model_type} cannot be cut into stages, only "
+            f"{', '.join(sorted(FAMILIES))}; leave it 1"
+        )
+    return divided(
+        config.num_hidden_layers,
+        num_stages=num_stages,
+        layers_per_stage=layers_per_stage,
+        model=config.name_or_path or config.model_type,
+    )
 
 
 def divided(num_layers: int, *, num_stages: int, layers_per_stage: Sequence[int] | None, model: object) -> list[range]:
@@ -90,18 +105,7 @@ class Stage:
         Raises:
             UnsupportedModelError: It is of another family, or cannot be divided so.
         """
-        config = model.config
-        if config.model_type not in FAMILIES:
-            raise UnsupportedModelError(
-                f"trainer.parallel.pipeline: {config.model_type} cannot be cut into stages, only "
-                f"{', '.join(sorted(FAMILIES))}; leave it 1"
-            )
-        ranges = divided(
-            len(model.model.layers),
-            num_stages=self.num_stages,
-            layers_per_stage=layers_per_stage,
-            model=config.name_or_path or config.model_type,
-        )
+        ranges = stages_of(model.config, num_stages=self.num_stages, layers_per_stage=layers_per_stage)
         whole = distinct_tensors(model)
         is_tied = has_output and model.lm_head.weight is model.model.embed_tokens.weight
         self._replace(model, ranges[self.index], is_tied=is_tied, has_output=has_output and self.is_last)

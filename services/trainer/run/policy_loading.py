@@ -55,9 +55,11 @@ def load_policy(config: TrainingConfig, torchrun: TorchrunRuns | None = None) ->
 def _backend(config: TrainingConfig, torchrun: TorchrunRuns | None) -> Backend:
     if len(config.trainer.shares) == 1:
         return local_backend(config)
-    # Imported here: a single process does not need it.
+    # Imported here: a single process does not need them.
     from services.trainer.distributed.coordinator import lead
+    from services.trainer.run.mesh_fit import check_mesh
 
+    check_mesh(config)
     return lead(config, build=local_backend, torchrun=torchrun)
 
 

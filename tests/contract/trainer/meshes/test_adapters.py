@@ -56,16 +56,26 @@ def test_all_meshes_train_an_adapter_as_one_process(tmp_path, family, parallel):
 
 
 @pytest.mark.parametrize(
-    ("processes", "parallel"),
-    [(4, {"pipeline": 2, "shard": 2}), (3, {"islands": [2, 1]}), (2, {"tensor": 2}), (4, {"tensor": 2, "shard": 2})],
+    ("family", "processes", "parallel"),
+    [
+        ("qwen2", 4, {"pipeline": 2, "shard": 2}),
+        ("qwen2", 3, {"islands": [2, 1]}),
+        pytest.param("qwen2", 2, {"tensor": 2}, marks=pytest.mark.grid),
+        ("qwen2", 4, {"tensor": 2, "shard": 2}),
+        pytest.param("qwen3_moe", 2, {"expert": 2}, marks=pytest.mark.grid),
+    ],
     ids=str,
 )
-def test_over_a_base_of_4_bits_they_train_as_one_process(tmp_path, processes, parallel):
-    folder = made(tmp_path / "model", "qwen2", is_tied=True, hidden_size=64, intermediate_size=128, head_dim=32)
-    changes = {"lora": {"base": "nf4"}, "gradient_checkpointing": True}
+def test_over_a_base_of_4_bits_they_train_as_one_process(tmp_path, family, processes, parallel):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    folder = made(tmp_path / "model", family, is_tied=True, **sizes)
+    lora = {"target_modules": ["q_proj", "v_proj", "o_proj"]} if family in MIXTURES else {}
+    changes = {"lora": lora | {"base": "nf4"}, "gradient_checkpointing": True}
     one = alone(folder, **changes)
     # The base is another one, if only a little.
-    rounded, exact = (scores(each, random_trajectories(9), "logprobs") for each in (one, alone(folder, lora=True)))
+    rounded, exact = (
+        scores(each, random_trajectories(9), "logprobs") for each in (one, alone(folder, lora=lora or True))
+    )
     assert 1e-3 < np.abs(rounded - exact).mean() < 1
     with two_processes(folder, processes=processes, parallel=parallel, **changes) as many:
         assert_trains_as_one(many, one)

@@ -106,16 +106,17 @@ def test_two_processes_train_auxiliary_models_as_one_and_each_reads_the_other_s_
 
 
 @pytest.mark.parametrize(
-    ("family", "is_tied", "processes", "parallel"),
+    ("family", "lora", "processes", "parallel"),
     [
-        ("qwen2", True, 4, {"pipeline": 2, "layers_per_stage": [1, 3], "shard": 2}),
+        ("qwen2", False, 4, {"pipeline": 2, "layers_per_stage": [1, 3], "shard": 2}),
         pytest.param("qwen3_moe", False, 2, {"tensor": 2}, marks=pytest.mark.grid),
         ("qwen3_moe", False, 2, {"expert": 2}),
+        pytest.param("qwen3_moe", {"target_modules": ["q_proj"]}, 2, {"expert": 2}, marks=pytest.mark.grid),
     ],
 )
-def test_a_critic_is_divided_as_its_policy_is(tmp_path, family, is_tied, processes, parallel):
-    folder = made(tmp_path / "model", family, is_tied=is_tied)
-    changes = CASES["ppo"] | {"processes": processes}
+def test_a_critic_is_divided_as_its_policy_is(tmp_path, family, lora, processes, parallel):
+    folder = made(tmp_path / "model", family, is_tied=family == "qwen2")
+    changes = CASES["ppo"] | {"processes": processes, "lora": lora}
     one = alone(folder, **changes)
     with two_processes(folder, parallel=parallel, **changes) as many:
         for seed in (1, 2):
