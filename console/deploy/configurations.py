@@ -33,6 +33,8 @@ from services.scheduler.problem.plan_document import PlanDocument, node_classes
 PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
 """The default run configuration: paths that the user has to fill."""
 _LOOPBACK = "127.0.0.1"
+FIRST_MOVED_PORT = 7200
+"""First port of trainers that move between machines tried on one host."""
 
 
 class Configurations:
@@ -65,7 +67,7 @@ class Configurations:
         check_names(model.problem)
         check_engine(plan, run)
         if moves_trainer:
-            check_moves(run, address)
+            check_moves(run)
         self.moves_trainer = moves_trainer
         self.model, self.plan, self.layout, self.address, self.folder = model, plan, layout, address, folder
         self.is_emulated = run.get("generator", {}).get("engine") == "emulated"
@@ -85,7 +87,8 @@ class Configurations:
         self.center = {name: f"{self.host(self.head.name)}:{port}" for name, port in PORTS.items()}
         """Addresses of the run's services."""
         if moves_trainer:
-            self.center["trainer"] = ",".join(f"{self.host(each.name)}:{PORTS['trainer']}" for each in self.machines)
+            places = (f"{self.host(each.name)}:{self._trainer_port(each.name)}" for each in self.machines)
+            self.center["trainer"] = ",".join(places)
 
     def files(self) -> dict[str, Document | str]:
         """Every document or text by its path in the folder; all are validated. Raises ConfigError."""
@@ -313,14 +316,24 @@ class Configurations:
             "allowed_storage": [str(source) for source in _sources(self.config) if looks_like_address(source)],
         }
 
+    def _trainer_port(self, machine: str) -> int:
+        """Port of a trainer that moves, before that of its weights; on one host each machine has its own."""
+        if self.address is None:
+            return PORTS["trainer"]
+        return FIRST_MOVED_PORT + 2 * [each.name for each in self.machines].index(machine)
+
     def _moving_trainer(self, machine: str) -> Document:
         """The section of a machine's file for the trainer, which keeps the run in a folder of the machine's own."""
-        common = self._trainer()
+        common, port = self._trainer(), self._trainer_port(machine)
         del common["state_dir"]
+        # Apart from the console's own folder of the run, on the head.
+        runs = self.layout.runs / "moved" if self.address is None else self.folder / "machines" / machine / "runs"
         return {
             **common,
-            "weights_url": f"{self.host(machine)}:{PORTS['weights']}",
-            "run_dir": str(self.layout.runs / "moved" / self.config["run"]["id"]),
+            "listen": f"{self.listen_host}:{port}",
+            "weights_listen": f"{self.listen_host}:{port + 1}",
+            "weights_url": f"{self.host(machine)}:{port + 1}",
+            "run_dir": str(runs / self.config["run"]["id"]),
             "checkpoint_storage": str(self.config["run"]["checkpoint_storage"]),
             "rendezvous_port": RENDEZVOUS_PORT,
         }

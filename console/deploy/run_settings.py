@@ -34,10 +34,8 @@ def check_names(problem: Problem) -> None:
                 )
 
 
-def check_moves(run: Document, address: str | None) -> None:
+def check_moves(run: Document) -> None:
     """Raise ConfigError for a deployment whose trainer cannot move."""
-    if address is not None:
-        raise ConfigError("--address: machines whose trainer moves have the same ports; leave --moves-trainer out")
     if run.get("run", {}).get("checkpoint_storage") is None:
         raise ConfigError(
             "run.checkpoint_storage: --moves-trainer needs it, since machines share no folder; name an address in "

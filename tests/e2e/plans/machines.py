@@ -67,6 +67,13 @@ def machine(
         },
         **settings,
     }
+    with started(name, document, folder) as one:
+        yield one
+
+
+@contextmanager
+def started(name: str, document: Mapping[str, Any], folder: Path) -> Iterator[Machine]:
+    """A machine of this file."""
     one = Machine(name, document, folder)
     try:
         yield one

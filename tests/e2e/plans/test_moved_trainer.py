@@ -4,13 +4,19 @@ import json
 import re
 import signal
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
+from console.deploy.deployment import write_deployment
 from console.launch.ports import free_addresses
 from penstock.model.model_shape import read_numbers
-from tests.e2e.plans.machines import machine
+from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.problem import Problem
+from tests.e2e.plans.machines import started
 from tests.e2e.runs import RUN_ID, running, small_run
 from tests.helpers.console import write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
@@ -74,15 +80,37 @@ def on_policy(task, folder):
     return small_run(task, folder, reward__model="brevity:brevity", **settings)
 
 
-def trains(name, address, weights, meeting, folder):
-    """A machine that can train, in a folder of its own."""
-    trainer = {"listen": address, "weights_listen": weights, "allowed_roots": [str(folder)]}
-    trainer |= {"run_dir": str(folder / f"runs-of-{name}" / RUN_ID), "checkpoint_storage": storage_of(folder)}
-    return {"trainer": {**trainer, "rendezvous_port": int(meeting.rpartition(":")[2])}}
-
-
 def storage_of(folder):
     return f"file://{folder}/storage"
+
+
+def deploy(task, folder):
+    """The run and its machines as `penstock plan --deploy --moves-trainer --address 127.0.0.1` writes them."""
+    run = on_policy(task, folder)
+    run["run"]["checkpoint_storage"] = storage_of(folder)
+    run["trainer"] = {"device": "cpu"}
+    run["scheduler"] = {"heartbeat_interval_s": 1}
+    run["generator"] = {"engine": "emulated", "emulated": {"model": "qwen2.5-1.5b", "time_scale": 3}}
+    problem = Problem.model_validate(problem_of(task.model_dir))
+    plan = PlanDocument.model_validate(PLAN)
+    out = folder / "out"
+    write_deployment(out, CostModel(problem), plan, run=run, address="127.0.0.1", moves_trainer=True)
+    document = yaml.safe_load((out / "run.yaml").read_text())
+    nodes = {Path(path).stem.removeprefix("node-"): Path(path) for path in document["scheduler"].pop("nodes")}
+    return document, {name: yaml.safe_load(path.read_text()) for name, path in nodes.items()}
+
+
+def joining(document, machines):
+    """A machine like an old one but for its GPU, which the run knows as a place of its trainer."""
+    new = json.loads(json.dumps(machines["old-0"]).replace("old-0", "new"))
+    listen, weights = free_addresses(2)
+    new["gpu"] = new["generator"]["emulated"]["gpu"] = "H20"
+    new["generator"]["listen"] = "127.0.0.1:0"
+    new["trainer"] |= {"listen": listen, "weights_listen": weights, "weights_url": weights}
+    document["endpoints"]["trainer"] += f",{listen}"
+    for each in (*machines.values(), new):
+        each["generator"]["weights"] = document["endpoints"]["trainer"]
+    return new
 
 
 def plans(run):
@@ -99,7 +127,7 @@ def published(folder, *names):
     """Digests of each version, by all trainers that published it."""
     found = {}
     for name in names:
-        for log in sorted((folder / name / "logs").glob("trainer*.log")):
+        for log in sorted((folder / "out" / "machines" / name / "logs").glob("trainer*.log")):
             for line in PUBLISHED.findall(log.read_text()):
                 said = dict(re.findall(r"(\w+)=(\S+)", line))
                 found.setdefault(int(said["policy_version"]), []).append(said["digest"])
@@ -117,41 +145,24 @@ def train(run, more):
 
 
 def test_a_trainer_moves_from_two_stages_to_a_faster_machine_and_back_when_that_is_taken_away(tiny_task, tmp_path):
-    broker, scheduler, meeting, *free = free_addresses(9)
-    listens = dict(zip((*OLD, "new"), free[:3], strict=True))
-    weights = dict(zip((*OLD, "new"), free[3:], strict=True))
-    addresses = {"broker": broker, "scheduler": scheduler, "trainer": ",".join(listens.values())}
-    (tmp_path / "problem.json").write_text(json.dumps(problem_of(tiny_task.model_dir)))
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    document = on_policy(tiny_task, tmp_path)
-    document["run"]["checkpoint_storage"] = storage_of(tmp_path)
-    document["trainer"] = {"device": "cpu", "tokens_per_pack": PACK_TOKENS}
-    document["listen"] = {"broker": broker, "scheduler": scheduler}
-    document["endpoints"] = {"trainer": addresses["trainer"]}
-    document["scheduler"] = {
-        "problem": str(tmp_path / "problem.json"),
-        "plan": str(tmp_path / "plan.json"),
-        "heartbeat_interval_s": 1,
-    }
-    del document["generator"]
+    document, machines = deploy(tiny_task, tmp_path)
+    machines["new"] = joining(document, machines)
+
     with ExitStack() as stack:
         run = stack.enter_context(running(document, tmp_path))
-        stack.enter_context(machine("l4", addresses, tiny_task, tmp_path))
-        for name in OLD:
-            place = trains(name, listens[name], weights[name], meeting, tmp_path)
-            stack.enter_context(machine(name, addresses, tiny_task, tmp_path, gpu="H800", **place))
+        for name in ("l4", *OLD):
+            stack.enter_context(started(name, machines[name], tmp_path))
         train(run, 2)
         assert training(plans(run)[0]) == OLD
 
-        place = trains("new", listens["new"], weights["new"], meeting, tmp_path)
-        new = stack.enter_context(machine("new", addresses, tiny_task, tmp_path, gpu="H20", **place))
+        new = stack.enter_context(started("new", machines["new"], tmp_path))
         run.wait_for("a plan that trains on the new machine", lambda: training(plans(run)[-1]) == {"new": 1})
         assert "the change moves the trainer, which stops everything for" in plans(run)[-1]["explanation"]
-        train(run, 3)
+        train(run, 2)
 
         new.process.send_signal(signal.SIGTERM)
         run.wait_for("a plan that trains where it did", lambda: training(plans(run)[-1]) == OLD)
-        train(run, 3)
+        train(run, 2)
         run.process.send_signal(signal.SIGINT)
         assert run.end(timeout_s=90) == 130, run.text
         summary, moved = run.summary(), run.metrics()
