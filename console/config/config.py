@@ -231,7 +231,8 @@ class RunConfig(RunSections, NetworkConfig):
     devices: dict[DevicesOf, Annotated[tuple[int | str, ...], Field(max_length=1024)]] = Field(default_factory=dict)
     """GPUs of processes started here: indices or UUIDs of nvidia-smi, GPU/INSTANCE for MIG. For the trainer one for
     each of trainer.processes, for generators tensor_parallel x pipeline_parallel each, in order; chosen if left out.
-    For scorers one each, for critic one. For reward none if left out. GPUs that are named for both are shared."""
+    For scorers one each; for the critic one, or several over which it is sharded. For reward none if left out. GPUs
+    that are named for both are shared."""
     endpoints: EndpointsSection = EndpointsSection()
     """Services that run elsewhere."""
     listen: ListenSection = ListenSection()
@@ -301,6 +302,11 @@ class RunConfig(RunSections, NetworkConfig):
     def starts_critic(self) -> bool:
         """Whether this run starts a critic of its own."""
         return self.algorithm.has_critic_service and self.endpoints.critic is None
+
+    @property
+    def num_critic_processes(self) -> int:
+        """Processes of a critic that is started here: one for each of its GPUs."""
+        return len(self.devices.get("critic", ())) or 1
 
     @model_validator(mode="after")
     def _the_critic_is_within_reach(self) -> Self:

@@ -130,6 +130,7 @@ def critic_config(config: RunConfig, addresses: Addresses, folder: RunFolder) ->
         checkpoint_every_steps=config.run.checkpoint_every_steps,
         dtype=config.model.dtype,
         device=config.trainer.device,
+        processes=config.num_critic_processes,
         num_threads=config.trainer.num_threads,
         gradient_checkpointing=bool(config.trainer.gradient_checkpointing),
     )

@@ -107,7 +107,7 @@ def _needs(config: RunConfig) -> Iterator[DeviceNeed]:
     if config.starts_critic and _trains_on_gpus(config):
         yield DeviceNeed(
             process="critic",
-            count=1,
+            count=config.num_critic_processes,
             because="algorithm.critic: service",
             fix="set algorithm.critic: trainer, or trainer.device: cpu",
             named=_named(config, "critic"),

@@ -202,6 +202,8 @@ def test_a_critic_is_started_beside_the_trainer_or_named(monkeypatch: pytest.Mon
     found = critic_config(resolved, addresses, RunFolder(tmp_path / "run"))
     assert (found.run_id, found.listen) == (resolved.run.id, addresses.critic.target)
     assert (found.checkpoint_every_steps, found.state_dir) == (7, tmp_path / "run" / "critic")
+    sharded = config(run={"id": "r"}, algorithm=ppo, devices={"critic": [0, 1]})
+    assert [found.processes, critic_config(sharded, addresses, RunFolder(tmp_path)).processes] == [1, 2]
     sent = training_config(resolved, broker="b:1", critic=addresses.critic.target, source="test")
     assert sent.critic == found.listen
 

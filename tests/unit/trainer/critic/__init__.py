@@ -1,0 +1,1 @@
+"""A critic's own process: its calls, its folder and its past."""
