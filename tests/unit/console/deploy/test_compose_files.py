@@ -57,7 +57,8 @@ def test_grace_exceeds_what_a_service_asks_for_its_last_act(kind: str) -> None:
 def test_grace_in_a_deployment_comes_from_the_same_place() -> None:
     services = deployed()
     services = {name: service for name, service in services.items() if not name.startswith("check-")}
-    assert {kind_of(name) for name in services} == {*STOP_GRACE_S} - {"critic", "generator", "scorer"} | {"node"}
+    apart = {"critic", "environment", "generator", "scorer"}
+    assert {kind_of(name) for name in services} == {*STOP_GRACE_S} - apart | {"node"}
     for name, service in services.items():
         assert grace_s(service) == STOP_GRACE_S[kind_of(name)], name
 
