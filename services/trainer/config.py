@@ -132,10 +132,11 @@ class TrainingConfig(RunSections):
                 "algorithm.reference_refresh_steps: with lora the reference is the model itself; leave it 0"
             )
         _check_reference(algorithm)
-        if algorithm.turn_discount is not None and algorithm.definition.step_advantages is not None:
+        definition = algorithm.definition
+        if algorithm.turn_discount is not None and (definition.step_advantages or definition.is_off_policy):
             raise ValueError(
-                f"algorithm.turn_discount: {algorithm.name} compares whole samples of a step; leave it out, or choose "
-                "another algorithm.name"
+                f"algorithm.turn_discount: {algorithm.name} needs whole samples; leave it out, or choose another "
+                "algorithm.name"
             )
         if algorithm.num_minibatches > algorithm.prompts_per_step:
             raise ValueError(

@@ -128,8 +128,9 @@ def test_a_sample_with_values_for_other_turns_is_left_out():
     assert sum(len(pack.segment_lengths) for pack in backend.packs) == 2
 
 
-def test_algorithms_that_compare_the_samples_of_a_step_refuse_it():
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "tba"])
+def test_algorithms_that_need_whole_samples_refuse_it(name):
     document = {"model": {"path": "m"}, "data": {"train": "d"}}
-    document["algorithm"] = {"name": "reinforce_plus_plus", "turn_discount": 1.0}
+    document["algorithm"] = {"name": name, "turn_discount": 1.0, "kl_coefficient": 0.1}
     with pytest.raises(ConfigError, match=r"algorithm\.turn_discount"):
         validate(TrainingConfig, document, source="run.yaml")
