@@ -157,6 +157,8 @@ class CompositeModel:
 
     def _remember(self, found: Iterable[tuple[reward_pb2.ScoreItem, _Scores]]) -> None:
         for item, scores in found:
+            if item.must_be_fresh:
+                continue
             kept = {name: score for name, score in scores.items() if not is_grader_error(score)}
             if kept:
                 self._remembered[_digest(item)] = kept

@@ -137,6 +137,16 @@ async def test_of_several_errors_the_one_that_costs_no_attempts_is_raised():
         await model.score([scoring_item(0)], timeout_s=5)
 
 
+async def test_what_must_be_fresh_is_asked_of_every_part_again():
+    rule, judge = Scripted(lambda _: 1.0), Scripted(lambda _: JUDGE_ERROR)
+    model = composite(rule=(1.0, rule), judge=(1.0, judge))
+    canary = scoring_item(0)
+    canary.must_be_fresh = True
+    for _ in range(2):
+        await model.score([canary], timeout_s=5)
+    assert rule.asked == [0, 0]
+
+
 async def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr("services.reward.models.composite.MAX_REMEMBERED", 3)
     rule, judge = Scripted(lambda _: 1.0), Scripted(lambda _: JUDGE_ERROR)
