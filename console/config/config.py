@@ -36,6 +36,7 @@ from penstock.config import (
     read_document,
     validate,
 )
+from penstock.reasoning_gym.source import reward_of
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses, split_targets
@@ -213,7 +214,8 @@ class RunConfig(RunSections, NetworkConfig):
     generator: AnyGeneratorSection = Field(default_factory=lambda: _read_section({}))
     """The generators."""
     reward: RewardModelConfig = RewardModelConfig()
-    """The reward model; a plain string is its name, a list its parts, whose weighted values add up."""
+    """The reward model; a plain string is its name, a list its parts, whose weighted values add up.
+    reasoning_gym by default where data.train is a task of it."""
     rewards: int = Field(default=1, ge=0, le=1)
     """Reward workers that the run starts; 0 if others do, `penstock node` by the plan or `penstock serve reward`."""
     environment: EnvironmentSection | None = None
@@ -277,6 +279,14 @@ class RunConfig(RunSections, NetworkConfig):
                     "set it in the run's reward"
                 )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_bring_their_scorer(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or not isinstance(data := given.get("data"), Mapping):
+            return given
+        reward = reward_of(data.get("train"), given.get("reward", {}))
+        return {**given, "reward": reward} if reward else given
 
     @field_validator("environment", mode="before")
     @classmethod

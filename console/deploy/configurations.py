@@ -16,7 +16,7 @@ from typing import Any
 
 from console.config.config import parse_run_config
 from console.config.derive import training_config
-from console.deploy.data_section import data_files, source_rewards
+from console.deploy.data_section import data_files, run_reward, source_rewards
 from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
@@ -228,7 +228,7 @@ class Configurations:
             "run_id": self.config["run"]["id"],
             "broker": self.center["broker"],
             "tokenizer_path": str(self.config["model"]["path"]),
-            "reward": self.config.get("reward", {}),
+            "reward": run_reward(self.config),
             **({"sources": own} if (own := source_rewards(self.config.get("data", {}))) else {}),
         }
 

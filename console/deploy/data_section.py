@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.config import Document
+from penstock.reasoning_gym.source import is_source, reward_of
 
 
 def data_files(data: Document) -> Iterator[tuple[str, Document, str]]:
     """Every file of rows: the setting that names it, and the mapping and key that hold its path or address."""
     for name in ("train", "eval"):
         sources = _sources(data, name)
-        if sources is None and data.get(name) is not None:
+        if sources is None and _is_file(data.get(name)):
             yield f"data.{name}", data, name
         for index, source in enumerate(sources or ()):
             for key in ("path", "eval"):
-                if source.get(key) is not None:
+                if _is_file(source.get(key)):
                     yield f"data.{name}.{index}.{key}", source, key
 
 
@@ -25,13 +26,22 @@ def source_rewards(data: Document) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("train", "eval"):
         for source in _sources(data, name) or ():
-            if (reward := source.get("reward")) is not None:
+            if (reward := reward_of(source.get("path"), source.get("reward"))) is not None:
                 found[source["name"]] = {"model": reward} if isinstance(reward, str) else reward
     return found
+
+
+def run_reward(config: Document) -> Any:
+    """The run's reward, which tasks that are its training rows bring with them."""
+    return reward_of(config.get("data", {}).get("train"), config.get("reward", {}))
+
+
+def _is_file(rows: Any) -> bool:
+    return rows is not None and not is_source(rows)
 
 
 def _sources(data: Document, name: str) -> list[Document] | None:
     """The sources of a list; None if it is no list."""
     stated = data.get(name)
-    stated = [stated] if isinstance(stated, dict) else stated
+    stated = [stated] if isinstance(stated, dict) and not is_source(stated) else stated
     return list(stated) if isinstance(stated, list | tuple) else None

@@ -23,6 +23,7 @@ from console.probe.probe_file import Probe, read_inventory
 from penstock.config import ConfigError, Document, validate
 from penstock.model.model_shape import read_numbers
 from penstock.names import is_run_id
+from penstock.reasoning_gym.source import ReasoningGymSource
 from penstock.storage.fetched import fetched
 from services.generator.engines.registry import ENGINES
 from services.scheduler.problem.problem import SCHEMA, Problem
@@ -132,11 +133,12 @@ def _workload(
 
 
 def _rows(run: RunConfig | None, missing: list[str]) -> Path | None:
-    """The training rows of a run of one source, on this machine; None, with what is missing, of any other."""
+    """The training rows of a run of one file, on this machine; None, with what is missing, of any other."""
     found = () if run is None else run.data.train_sources
-    if len(found) == 1:
+    if len(found) == 1 and not isinstance(found[0].path, ReasoningGymSource):
         return fetched("data.train", found[0].path)
-    why = f"data.train has {len(found)} sources; give --data a recording of such a run"
+    what = f"has {len(found)} sources" if len(found) > 1 else "names a task"
+    why = f"data.train {what}; give --data a recording of such a run"
     nothing = "no data; give --data a recording or rows of prompts, or a run with --run"
     missing.append(f"workload.prompt_len: {why if found else nothing}")
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from console.config.config import RunConfig
 from penstock.config import ConfigError
 from penstock.model.model_folder import TOKENIZER_FILE
 from penstock.model.routers import NoRoutersError, read_routers
+from penstock.reasoning_gym.rows import RowDrawer
+from penstock.reasoning_gym.source import ReasoningGymSource
 from penstock.storage.addresses import Address
 from penstock.storage.fetched import fetched
 from penstock.storage.storage import StorageError
@@ -115,10 +118,10 @@ def routing_problem(config: RunConfig) -> str | None:
 
 
 def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Problems of the data files, and notes on them for the user."""
-    problems: list[str] = []
+    """Problems of the data, and notes on it for the user."""
+    problems = [problem for key, task in config.data.tasks.items() for problem in _task_problems(key, task)]
     warnings: list[str] = []
-    sources, rewards = config.data.sources_of_files, config.source_rewards
+    sources, rewards = config.data.sources_of_rows, config.source_rewards
     for key, source in config.data.files.items():
         reward = rewards.get(sources[key], config.reward)
         needs_answer = "" if config.endpoints.reward is not None else reward.needs_answer
@@ -143,6 +146,16 @@ def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
                 f"{config.data.max_prompt_tokens} and are skipped"
             )
     return problems, warnings
+
+
+def _task_problems(field: str, task: ReasoningGymSource) -> list[str]:
+    """Whether the task can be drawn from, by its first row."""
+    try:
+        with closing(RowDrawer(field, task)) as drawer:
+            drawer.draw([0])
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _num_long_prompts(rows: list[Row], config: RunConfig) -> int:

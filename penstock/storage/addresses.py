@@ -89,7 +89,8 @@ def stored_path(text: str) -> Path | Address:
     return checked_address(text) if looks_like_address(text) else Path(text)
 
 
-def _stored(value: Any) -> Path | Address:
+def read_stored(value: Any) -> Path | Address:
+    """The same of a value of any type."""
     if isinstance(value, Path):
         return value
     if not isinstance(value, str):
@@ -97,7 +98,7 @@ def _stored(value: Any) -> Path | Address:
     return stored_path(value)
 
 
-StoredPath = Annotated[Path | Address, PlainValidator(_stored, json_schema_input_type=str)]
+StoredPath = Annotated[Path | Address, PlainValidator(read_stored, json_schema_input_type=str)]
 """A path of the machine that reads it, or an address in object storage."""
 
 StoredAddress = Annotated[Address, AfterValidator(checked_address)]

@@ -1,4 +1,4 @@
-"""What a run's configuration says of its data: files, or several sources with weights, limits and rewards of their own.
+"""What a run's configuration says of its data: rows, or several sources with weights, limits and rewards of their own.
 
 The trainer reads everything but `reward`, which belongs to the reward worker.
 """
@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter, WrapValidator, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter, WrapValidator, model_validator
 
 from penstock.config import StrictModel
-from penstock.storage.addresses import Address, StoredPath
+from penstock.reasoning_gym.source import ReasoningGymSource, is_source, read_source, reward_of
+from penstock.storage.addresses import Address, read_stored
 from penstock.wire.source_tag import MAX_NAME_CHARACTERS
 
 MAX_SOURCES = 64
@@ -22,17 +23,36 @@ Weight = Annotated[float, Field(ge=0)]
 PassRate = Annotated[float, Field(gt=0, le=1)]
 
 
+def _read_rows(value: Any) -> Path | Address | ReasoningGymSource:
+    return read_source(value) or read_stored(value)
+
+
+Rows = Annotated[
+    Path | Address | ReasoningGymSource,
+    PlainValidator(_read_rows, json_schema_input_type=str),
+    PlainSerializer(lambda rows: rows, return_type=Any),
+]
+"""A file, its address, or a task of reasoning_gym, whose rows are drawn when they are needed (docs/imports.md)."""
+
+
 class EvalSource(StrictModel):
     """Held-out rows that are measured by themselves."""
 
     name: SourceName
     """Its name in metrics and reports; that of a source of `data.train` takes its reward and limits."""
-    path: StoredPath
-    """Rows: a file or its address."""
+    path: Rows
+    """A file, its address, or reasoning_gym:NAME."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of completion tokens, at most sampling.max_new_tokens, which it is when unset."""
     reward: str | dict[str, Any] | list[Any] | None = None
-    """What scores it, written as the run's `reward`, which it is when unset."""
+    """What scores it, written as the run's `reward`, which it is when unset; of a task, its own scorer."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_bring_their_scorer(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {**given, "reward": reward_of(given.get("path"), given.get("reward"))}
 
 
 class TrainSource(EvalSource):
@@ -42,7 +62,7 @@ class TrainSource(EvalSource):
     """Its part of the groups, relative to the others'."""
     group_size: int | None = Field(default=None, ge=1)
     """Samples of each prompt, at most algorithm.group_size, which it is when unset."""
-    eval: StoredPath | None = None
+    eval: Rows | None = None
     """Held-out rows of this source."""
 
 
@@ -73,12 +93,12 @@ class Stage(StrictModel):
 def _one_or_list(value: Any, one: TypeAdapter[Any], several: TypeAdapter[Any]) -> Any:
     if value is None:
         return None
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not is_source(value):
         value = [value]
     return (several if isinstance(value, list | tuple) else one).validate_python(value)
 
 
-_PATH: TypeAdapter[Any] = TypeAdapter(StoredPath)
+_ROWS: TypeAdapter[Any] = TypeAdapter(Rows)
 _TRAIN: TypeAdapter[Any] = TypeAdapter(tuple[TrainSource, ...])
 _EVAL: TypeAdapter[Any] = TypeAdapter(tuple[EvalSource, ...])
 
@@ -87,12 +107,12 @@ class DataConfig(StrictModel):
     """Prompts: JSONL or parquet with `prompt` (question, problem) and `answer` (label, ground_truth, solution)."""
 
     train: Annotated[
-        StoredPath | tuple[TrainSource, ...] | None, WrapValidator(lambda value, _: _one_or_list(value, _PATH, _TRAIN))
+        tuple[TrainSource, ...] | Rows | None, WrapValidator(lambda value, _: _one_or_list(value, _ROWS, _TRAIN))
     ]
-    """Training rows: a file or its address, or a list of sources (docs/data.md); null for a run whose groups come from
-    others: agents, a replay."""
+    """Training rows: a file, its address or reasoning_gym:NAME, or a list of sources (docs/data.md); null for a run
+    whose groups come from others: agents, a replay."""
     eval: Annotated[
-        StoredPath | tuple[EvalSource, ...] | None, WrapValidator(lambda value, _: _one_or_list(value, _PATH, _EVAL))
+        tuple[EvalSource, ...] | Rows | None, WrapValidator(lambda value, _: _one_or_list(value, _ROWS, _EVAL))
     ] = None
     """Held-out rows, likewise; when unset, nothing is measured."""
     shuffle: bool = True
@@ -108,7 +128,7 @@ class DataConfig(StrictModel):
 
     @property
     def train_sources(self) -> tuple[TrainSource, ...]:
-        """Sources of training rows; a file is one without a name."""
+        """Sources of training rows; a file or task by itself is one without a name."""
         if isinstance(self.train, tuple):
             return self.train
         return () if self.train is None else (TrainSource.model_construct(name="", path=self.train),)
@@ -142,14 +162,19 @@ class DataConfig(StrictModel):
     @property
     def files(self) -> dict[str, Path | Address]:
         """Every file of rows, by the setting that names it."""
-        return {key: path for key, _, path in self._files()}
+        return {key: rows for key, _, rows in self._rows() if not isinstance(rows, ReasoningGymSource)}
 
     @property
-    def sources_of_files(self) -> dict[str, str]:
-        """The source of each of these settings; empty for rows without a source."""
-        return {key: name for key, name, _ in self._files()}
+    def tasks(self) -> dict[str, ReasoningGymSource]:
+        """Every task of reasoning_gym, likewise."""
+        return {key: rows for key, _, rows in self._rows() if isinstance(rows, ReasoningGymSource)}
 
-    def _files(self) -> Iterator[tuple[str, str, Path | Address]]:
+    @property
+    def sources_of_rows(self) -> dict[str, str]:
+        """The source of each of these settings; empty for rows without a source."""
+        return {key: name for key, name, _ in self._rows()}
+
+    def _rows(self) -> Iterator[tuple[str, str, Path | Address | ReasoningGymSource]]:
         for key, value in (("data.train", self.train), ("data.eval", self.eval)):
             if not isinstance(value, tuple):
                 yield from () if value is None else ((key, "", value),)
@@ -197,6 +222,12 @@ class DataConfig(StrictModel):
             raise ValueError("curriculum: has no effect without several sources; give data.train as a list of them")
         if self.difficulty is not None and not sources:
             raise ValueError("difficulty: has no effect without data.train; name rows, or leave it out")
+        for source in self.train_sources if self.difficulty is not None else ():
+            if isinstance(source.path, ReasoningGymSource) and source.path.size is None:
+                raise ValueError(
+                    f"difficulty: no row of {source.path} is repeated, so that none can rest; give it a size, or leave "
+                    "difficulty out"
+                )
         for index, stage in enumerate(self.curriculum):
             _check_stage(f"curriculum.{index}", stage, sources, is_last=index == len(self.curriculum) - 1)
         return self

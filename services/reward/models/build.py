@@ -27,6 +27,7 @@ from services.reward.models.math_reward import MathReward
 from services.reward.models.ngram_repetition import ngram_repetition
 from services.reward.models.numeric import numeric
 from services.reward.models.remote import RemoteModel
+from services.reward.reasoning_gym.reward import ReasoningGymReward
 
 
 class InlineReward(BatchReward):
@@ -114,6 +115,7 @@ BUILT_IN: dict[str, Callable[[BuiltInSettings], BatchReward]] = {
     "length": _length,
     "ngram_repetition": _ngram_repetition,
     "judge": _judge,
+    "reasoning_gym": lambda settings: ReasoningGymReward(settings.config.code),
 }
 """The built-in rules by name; a new one is a file beside this one and a line here."""
 _ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")

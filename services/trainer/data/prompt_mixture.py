@@ -24,6 +24,7 @@ import structlog
 from penstock.wire.source_tag import SourceTag
 from services.trainer.data.curriculum import Curriculum
 from services.trainer.data.difficulty import MAX_ROWS, DifficultyPool
+from services.trainer.data.drawn_prompts import DrawnPrompts
 from services.trainer.data.interleaving import Interleaver
 from services.trainer.data.prompt_order import EncodedPrompt, PromptRows
 from services.trainer.data.prompt_rows import DataError
@@ -46,6 +47,11 @@ class PromptSource:
     max_new_tokens: int
     """Maximum number of completion tokens."""
     weight: float = 1.0
+
+    @property
+    def drawn(self) -> DrawnPrompts | None:
+        """Its rows, if they are drawn when they are needed."""
+        return self.prompts if isinstance(self.prompts, DrawnPrompts) else None
 
 
 class Choice(NamedTuple):
@@ -99,11 +105,26 @@ class PromptMixture:
 
     def at(self, position: int) -> tuple[PromptSource, EncodedPrompt, SourceTag | None]:
         """The prompt chosen at a position whose group is out, with its source, and the tag that it is to carry."""
-        choice = self._chosen.get(position) or self._derived(position)
+        choice = self._choice(position)
         source = self.sources[choice.source]
         prompt = source.prompts[choice.place]
         tag = SourceTag(source=source.name, epoch=choice.epoch, row=prompt.row_number) if self._is_tagged else None
         return source, prompt, tag
+
+    def to_draw(self, positions: Iterable[int]) -> list[tuple[DrawnPrompts, list[int]]]:
+        """What has to be drawn before prompts are taken by `at`, which would else block: the rows of each source."""
+        rows: dict[int, list[int]] = {}
+        for position in positions:
+            choice = self._choice(position)
+            rows.setdefault(choice.source, []).append(choice.place)
+        drawn = [(self.sources[source].drawn, places) for source, places in rows.items()]
+        return [(prompts, places) for prompts, places in drawn if prompts is not None]
+
+    def close(self) -> None:
+        """End what draws rows."""
+        for source in self.sources:
+            if source.drawn is not None:
+                source.drawn.close()
 
     def note_step(self, groups: Iterable[PassedGroup]) -> None:
         """Count the groups of a step; those of no source here are ignored."""
@@ -186,16 +207,19 @@ class PromptMixture:
         if order.pool is not None and saved["pool"] is not None:
             order.pool.load(saved["pool"])
 
+    def _choice(self, position: int) -> Choice:
+        return self._chosen.get(position) or self._derived(position)
+
     def _derived(self, position: int) -> Choice:
         """What was chosen before there were sources: one file, whose rows never rest."""
         epoch, offset = divmod(position, len(self.sources[0].prompts))
         return Choice(0, epoch, self._orders[0].row(epoch, offset))
 
     def _note_visit(self, number: int, row: int, pass_rate: float) -> None:
-        order, prompts = self._orders[number], self.sources[number].prompts
+        order = self._orders[number]
         if order.pool is None:
             return
-        index = _index_of(prompts, row)
+        index = _index_of(self.sources[number], row)
         if index is not None:
             order.pool.note(index, pass_rate, epoch=order.epoch)
 
@@ -213,10 +237,15 @@ def _row_order(source: PromptSource, config: DataConfig, seed: int) -> RowOrder:
             _log.warning("all rows of a source rest and come back early", source=source.name, num_rows=num_rows)
 
     said: list[str] = []
-    return RowOrder(num_rows, seed=own_seed, shuffle=config.shuffle, pool=pool, on_all_resting=say)
+    # Rows without end are in no order that another one could replace.
+    shuffle = config.shuffle and (source.drawn is None or source.drawn.source.size is not None)
+    return RowOrder(num_rows, seed=own_seed, shuffle=shuffle, pool=pool, on_all_resting=say)
 
 
-def _index_of(prompts: PromptRows, row: int) -> int | None:
-    """The usable row with that number in its file; None if there is none."""
+def _index_of(source: PromptSource, row: int) -> int | None:
+    """The usable row with that number; None if there is none."""
+    prompts = source.prompts
+    if source.drawn is not None:
+        return row if row < len(prompts) else None
     index = bisect_left(prompts, row, key=lambda prompt: prompt.row_number)
     return index if index < len(prompts) and prompts[index].row_number == row else None

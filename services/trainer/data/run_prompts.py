@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from penstock.config import ConfigError
+from penstock.reasoning_gym.source import EVALUATION_SEED, ReasoningGymSource
+from penstock.storage.addresses import Address
 from penstock.storage.fetched import fetched
 from services.trainer.config import TrainingConfig
+from services.trainer.data.drawn_prompts import DrawnPrompts
 from services.trainer.data.prompt_mixture import PromptMixture, PromptSource
-from services.trainer.data.prompt_order import PromptSet, Tokenizer, load_prompts
+from services.trainer.data.prompt_order import EncodedPrompt, PromptRows, Tokenizer, load_prompts
 from services.trainer.data_config import EvalSource
 
 
@@ -32,7 +37,7 @@ def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_
     """Read and tokenise a run's prompts, for a model with that context.
 
     Raises:
-        ConfigError: A file cannot be used, or completions leave no space for a prompt.
+        ConfigError: A file or a task cannot be used, or completions leave no space for a prompt.
     """
     longest = max_sequence_length - config.sampling.max_new_tokens
     if longest < 1:
@@ -40,27 +45,64 @@ def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_
             f"sampling.max_new_tokens: {config.sampling.max_new_tokens} leaves no room for a prompt in the model's "
             f"context of {max_sequence_length} tokens; lower it"
         )
-    limit = min(config.data.max_prompt_tokens, longest)
-    files: dict[str, PromptSet] = {}
+    loader = _Loader(tokenizer, limit=min(config.data.max_prompt_tokens, longest))
 
-    def load(field: str, source: EvalSource, *, most: int | None = None) -> PromptSource:
-        key = f"{field} ({source.name})" if source.name else field
-        files[key] = found = load_prompts(fetched(key, source.path), tokenizer, max_prompt_tokens=limit)
+    def loaded(source: EvalSource, prompts: PromptRows) -> PromptSource:
         return PromptSource(
             name=source.name,
-            prompts=found.prompts[:most],
+            prompts=prompts,
             group_size=config.algorithm.group_size,
             max_new_tokens=source.max_new_tokens or config.sampling.max_new_tokens,
         )
 
     train = tuple(
         replace(
-            load("data.train", source),
+            loaded(source, loader.train(source)),
             weight=source.weight,
             group_size=source.group_size or config.algorithm.group_size,
         )
         for source in config.data.train_sources
     )
     most = config.run.num_eval_prompts
-    held_out = tuple(load("data.eval", source, most=most) for source in config.data.eval_sources if most)
-    return RunPrompts(train=train, held_out=held_out, num_skipped=sum(each.num_skipped for each in files.values()))
+    held_out = tuple(loaded(source, loader.held_out(source, most)) for source in config.data.eval_sources if most)
+    return RunPrompts(train=train, held_out=held_out, num_skipped=loader.num_skipped)
+
+
+class _Loader:
+    """Loads the rows of sources, from files or tasks."""
+
+    def __init__(self, tokenizer: Tokenizer, *, limit: int) -> None:
+        self.num_skipped = 0
+        self._tokenizer = tokenizer
+        self._limit = limit
+
+    def train(self, source: EvalSource) -> PromptRows:
+        """Training rows."""
+        field = _field("data.train", source)
+        if not isinstance(source.path, ReasoningGymSource):
+            return self._file(field, source.path)
+        drawn = DrawnPrompts(field, source.path, self._tokenizer, max_prompt_tokens=self._limit)
+        drawn.load([0])
+        return drawn
+
+    def held_out(self, source: EvalSource, most: int) -> PromptRows:
+        """The first `most` held-out rows."""
+        field = _field("data.eval", source)
+        if not isinstance(source.path, ReasoningGymSource):
+            return self._file(field, source.path)[:most]
+        drawn = DrawnPrompts(
+            field, source.path, self._tokenizer, max_prompt_tokens=self._limit, default_seed=EVALUATION_SEED
+        )
+        with closing(drawn):
+            indices = range(min(most, len(drawn)))
+            drawn.load(indices)
+            return tuple(drawn[index] for index in indices)
+
+    def _file(self, field: str, rows: Path | Address) -> tuple[EncodedPrompt, ...]:
+        found = load_prompts(fetched(field, rows), self._tokenizer, max_prompt_tokens=self._limit)
+        self.num_skipped += found.num_skipped
+        return found.prompts
+
+
+def _field(section: str, source: EvalSource) -> str:
+    return f"{section} ({source.name})" if source.name else section

@@ -105,6 +105,12 @@ class PromptFeeder:
 
     async def run(self) -> None:
         """Submit until cancelled by the run."""
+        try:
+            await self._submit_all()
+        finally:
+            self._mixture.close()
+
+    async def _submit_all(self) -> None:
         self._waiting.extend(training_position(group_id) for group_id in self._progress.outstanding)
         while True:
             await self._submit_wanted()
@@ -137,6 +143,8 @@ class PromptFeeder:
             if not self._waiting:
                 return
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), SUBMIT_BATCH_GROUPS))]
+            for prompts, rows in self._mixture.to_draw(batch):
+                await asyncio.to_thread(prompts.load, rows)
             await self._submitter.submit([self._prompt(position) for position in batch])
 
     async def _count_dropped_groups(self) -> None:
