@@ -9,12 +9,14 @@ Promises:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import structlog
 
 from penstock.v1 import types_pb2
 from penstock.wire.codec import int32_bytes
@@ -24,6 +26,8 @@ from services.trainer.data.prompt_rows import DataError, Row, read_rows
 ENCODE_BATCH_ROWS = 4096
 MAX_SAMPLING_SEED = 2**48
 """Group seeds stay below this, so that seed + sample index fits every engine's integer and a JSON number."""
+
+_log = structlog.get_logger()
 
 
 class Tokenizer(Protocol):
@@ -35,11 +39,11 @@ class Tokenizer(Protocol):
     def note_environment(self, *, tools: Sequence[dict[str, Any]] | None, opens: bool) -> None:
         """Render chats from now on with these tools, and without opening an answer if the environment `opens`."""
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[tuple[str, str]], tools: Sequence[Any] = ()) -> list[int]:
         """Token ids of (role, content) turns by the model's chat template, with the assistant's turn opened.
 
         Raises:
-            DataError: The tokenizer has no chat template, or the template refuses the turns.
+            DataError: The tokenizer has no chat template, or the template refuses the turns or shows no tools.
         """
 
 
@@ -69,6 +73,8 @@ def load_prompts(path: Path, tokenizer: Tokenizer, *, max_prompt_tokens: int) ->
         DataError: The file or a row cannot be used, or every prompt is longer than `max_prompt_tokens`.
     """
     rows = read_rows(path)
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    _log.info("rows are read", path=str(path), num_rows=len(rows), columns="; ".join(shapes[:4]))
     prompts: list[EncodedPrompt] = []
     shortest: int | None = None
     for number, (row, token_ids) in enumerate(zip(rows, encoded(rows, tokenizer), strict=True)):
@@ -92,7 +98,8 @@ def encoded(rows: Sequence[Row], tokenizer: Tokenizer) -> Iterator[Sequence[int]
             if isinstance(row.prompt, str):
                 yield next(texts)
             else:
-                yield tokenizer.encode_chat([(message.role, message.content) for message in row.prompt])
+                turns = [(message.role, message.content) for message in row.prompt]
+                yield tokenizer.encode_chat(turns, *([json.loads(row.tools_json)] if row.tools_json else []))
 
 
 class PromptRows(Protocol):

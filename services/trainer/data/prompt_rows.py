@@ -1,27 +1,27 @@
 """Data rows as users write them: JSONL or parquet, checked line by line. Light: no tokenizer, no torch.
 
-A row has a prompt (`prompt`, `question` or `problem`; text, or chat messages) and, if its reward compares with one, an
-answer (`answer`, `label`, `ground_truth` or `solution`). Every other column is metadata and passed on unread to the
-reward model. An unusable row raises a DataError that names the file and the row; nothing is skipped silently.
+A row has a prompt (text, or chat messages) and, if its reward compares with one, an answer, in the columns that
+`row_shapes` knows. Every other column is metadata and passed on unread to the reward model. An unusable row raises a
+DataError that names the file and the row; nothing is skipped silently.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.config import ConfigError
 from penstock.wire.source_tag import MAX_TAG_BYTES
+from services.trainer.data.row_shapes import ANSWER_KEYS, RowError, read_columns
 
-PROMPT_KEYS = ("prompt", "question", "problem")
-ANSWER_KEYS = ("answer", "label", "ground_truth", "solution")
 ROLES = ("system", "user", "assistant", "tool")
 MAX_METADATA_BYTES = 64 * 1024 - MAX_TAG_BYTES
 MAX_ANSWER_CHARACTERS = 64 * 1024
 MAX_ROW_BYTES = 1024 * 1024
+_NESTED = ("tools", "messages", "prompt")
 
 
 class DataError(ConfigError):
@@ -46,6 +46,10 @@ class Row:
     """Reference answer; empty if there is none."""
     metadata_json: str
     """The other columns as one JSON object."""
+    tools_json: str = ""
+    """The tools that the chat template shows, a JSON list; empty if there are none."""
+    shape: str = field(default="", compare=False)
+    """Which columns it was read from, in words."""
 
 
 def read_rows(path: Path, *, needs_answer: str = "") -> list[Row]:
@@ -90,33 +94,39 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
             for batch in file.iter_batches(batch_size=1024):
                 for record in batch.to_pylist():
                     number += 1
+                    # A column of objects has every key of any row: those of others are null.
+                    record |= {key: _without_nulls(record[key]) for key in _NESTED if record.get(key)}
                     yield f"{path}, row {number}", record
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{path}: not a readable parquet file: {error}") from error
 
 
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def _row(where: str, record: Any, needs_answer: str) -> Row:
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: must be an object with prompt and answer, found {type(record).__name__}")
-    prompt_key = _first(record, PROMPT_KEYS)
-    answer_key = _first(record, ANSWER_KEYS)
-    if prompt_key is None:
-        raise DataError(f"{where}: no prompt; give one of the columns {', '.join(PROMPT_KEYS)}")
-    answer = "" if answer_key is None else _answer(f"{where}: {answer_key}", record[answer_key])
+    try:
+        columns = read_columns(record)
+    except RowError as error:
+        raise DataError(f"{where}: {error}") from error
+    answer = _answer(f"{where}: {columns.answer_key}", columns.answer) if columns.answer_key else ""
     if needs_answer and not answer:
-        columns = ", ".join(ANSWER_KEYS)
-        raise DataError(f"{where}: no answer, which the reward {needs_answer} needs; give one of the columns {columns}")
-    metadata = {key: value for key, value in record.items() if key not in (prompt_key, answer_key)}
+        raise DataError(
+            f"{where}: no answer, which the reward {needs_answer} needs; give one of the columns "
+            f"{', '.join(ANSWER_KEYS)}, reward_model.ground_truth"
+        )
     return Row(
-        prompt=_prompt(f"{where}: {prompt_key}", record[prompt_key]),
+        prompt=_prompt(f"{where}: {columns.prompt_key}", columns.prompt),
         answer=answer,
-        metadata_json=_metadata(where, metadata),
+        metadata_json=_metadata(where, columns.metadata),
+        tools_json=columns.tools_json,
+        shape=columns.shape,
     )
-
-
-def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """The first of these columns that the row has: a row may have both a short answer and a long solution."""
-    return next((name for name in names if record.get(name) not in (None, "")), None)
 
 
 def _prompt(where: str, value: Any) -> str | tuple[Message, ...]:
@@ -135,12 +145,24 @@ def _prompt(where: str, value: Any) -> str | tuple[Message, ...]:
 def _message(where: str, value: Any) -> Message:
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: must be an object with role and content, found {type(value).__name__}")
-    role, content = value.get("role"), value.get("content")
+    role, content = value.get("role"), _content(where, value.get("content"))
     if role not in ROLES:
         raise DataError(f"{where}: role must be one of {', '.join(ROLES)}, found {role!r:.40}")
-    if not isinstance(content, str):
-        raise DataError(f"{where}: content must be text, found {type(content).__name__}")
+    if value.get("tool_calls"):
+        raise DataError(f"{where}: tool_calls: turns of text alone can be part of a prompt; write the call as content")
     return Message(role=str(role), content=content)
+
+
+def _content(where: str, value: Any) -> str:
+    """Text, or parts that are all text."""
+    if isinstance(value, list) and value:
+        parts = [part.get("text") if isinstance(part, Mapping) else None for part in value]
+        if not all(isinstance(part, str) for part in parts):
+            raise DataError(f"{where}: content has a part that is not text; prompts of text alone are trained on")
+        return "".join(map(str, parts))
+    if not isinstance(value, str):
+        raise DataError(f"{where}: content must be text, found {type(value).__name__}")
+    return value
 
 
 def _answer(where: str, value: Any) -> str:

@@ -24,6 +24,7 @@ class HuggingFaceTokenizer:
             raise ConfigError(f"model.path: {model_path}: no usable tokenizer: {error}") from error
         self._tools: list[dict[str, Any]] | None = None
         self._opens_answer = True
+        self._shows_tools = False
 
     def note_environment(self, *, tools: Sequence[dict[str, Any]] | None, opens: bool) -> None:
         """Render chats from now on with these tools, and without opening an answer if the environment `opens`."""
@@ -37,14 +38,26 @@ class HuggingFaceTokenizer:
         encoded = self._tokenizer(list(texts), return_attention_mask=False)
         return [list(ids) for ids in encoded["input_ids"]]
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of the turns by the chat template; raises DataError."""
+    def encode_chat(self, messages: Sequence[tuple[str, str]], tools: Sequence[Any] = ()) -> list[int]:
+        """Token ids of the turns by the chat template, with these tools beside an environment's; raises DataError."""
         turns = [{"role": role, "content": content} for role, content in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                turns, tools=self._tools, tokenize=False, add_generation_prompt=self._opens_answer
-            )
-        except (ValueError, TemplateError) as error:
-            raise DataError(f"chat messages need a chat template that takes them: {error}") from error
+        text = self._rendered(turns, tools)
+        if tools and not self._shows_tools:
+            if text == self._rendered(turns, ()):
+                raise DataError("tools: the model's chat template does not show them; leave the column out")
+            self._shows_tools = True
         # The template writes every special token itself.
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _rendered(self, turns: Sequence[dict[str, str]], tools: Sequence[Any]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    turns,
+                    tools=[*(self._tools or ()), *tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=self._opens_answer,
+                )
+            )
+        except (ValueError, TypeError, TemplateError) as error:
+            raise DataError(f"chat messages need a chat template that takes them: {error}") from error

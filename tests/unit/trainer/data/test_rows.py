@@ -7,6 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from services.trainer.data.prompt_rows import DataError, Message, read_rows
+from services.trainer.data.tokenizer import HuggingFaceTokenizer
+from tests.helpers.models.tiny_model import make_tokenizer
 
 
 def write(path, *records):
@@ -96,3 +98,82 @@ def test_missing_empty_and_wrong_files_are_named(tmp_path):
     (tmp_path / "d.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match="not a readable parquet file"):
         read_rows(tmp_path / "d.parquet")
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "index": 0},
+}
+SLIME = {"prompt": [{"role": "user", "content": "2+2?"}], "label": "4", "metadata": {"rm_type": "math"}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TURNS = [{"role": "system", "content": "brief"}, {"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
+MESSAGES = {"messages": [*TURNS, {"role": "assistant", "content": "4"}], "tools": TOOLS}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_data_sets_of_trl_verl_and_slime_are_read_as_they_are(tmp_path, suffix):
+    found = {}
+    for name, record in {"verl": VERL, "slime": SLIME, "TRL": MESSAGES}.items():
+        path = tmp_path / f"{name}{suffix}"
+        if suffix == ".jsonl":
+            write(path, record)
+        else:
+            # A column has one type.
+            parts = [turn["content"] for turn in record.get("messages", [])]
+            texts = [part if isinstance(part, str) else part[0]["text"] for part in parts]
+            turns = [{**turn, "content": text} for turn, text in zip(record.get("messages", []), texts, strict=True)]
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**record, "messages": turns or None}]), path)
+        (found[name],) = read_rows(path)
+
+    assert all(row.answer == "4" and row.prompt[-1] == Message(role="user", content="2+2?") for row in found.values())
+    verl, slime = (json.loads(found[name].metadata_json) for name in ("verl", "slime"))
+    assert verl["data_source"] == "openai/gsm8k"
+    assert verl["reward_model"] == {"style": "rule", "ground_truth": "4"}
+    assert verl["extra_info"] == {"split": "train", "index": 0}
+    assert slime["metadata"] == {"rm_type": "math"}
+    assert json.loads(found["TRL"].tools_json) == TOOLS
+    assert {name: row.shape.split(" ")[0] for name, row in found.items()} == {name: name for name in found}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({**MESSAGES, "prompt": "2+2?"}, "messages and prompt: two prompts that differ"),
+        ({**MESSAGES, "answer": "4"}, "messages: ends with the assistant's turn, and answer"),
+        ({**VERL, "answer": "5"}, "answer and reward_model.ground_truth: two answers that differ"),
+        ({**VERL, "reward_model": {"style": "model"}}, "no answer, .* reward_model.ground_truth"),
+        ({**VERL, "images": [{"bytes": "..."}]}, "images: prompts of text alone"),
+        ({**SLIME, "prompt": "2+2?", "tools": TOOLS}, "tools: are shown by the chat template"),
+        ({**SLIME, "tools": "[{"}, "tools: not valid JSON"),
+        ({**SLIME, "tools": {"name": "add"}}, "tools: must be a list of objects"),
+        ({**SLIME, "tools": [{"name": "x" * 300_000}]}, "tools: 1 tools of"),
+        ({**SLIME, "prompt": [{"role": "assistant", "content": "", "tool_calls": [{}]}, *TURNS]}, "tool_calls"),
+        ({**SLIME, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "part that is not text"),
+    ],
+)
+def test_a_row_of_theirs_that_is_ambiguous_names_the_column(tmp_path, changed, message):
+    with pytest.raises(DataError, match=rf"line 1: .*{message}"):
+        read_rows(write(tmp_path / "d.jsonl", changed), needs_answer="exact_match")
+
+
+def test_what_a_verl_grader_needs_beyond_a_text_is_json(tmp_path):
+    truth = {"target": 24, "numbers": [1, 2, 3, 4]}
+    (row,) = read_rows(write(tmp_path / "d.jsonl", {**VERL, "reward_model": {"ground_truth": truth}}))
+    assert json.loads(row.answer) == truth
+
+
+def test_tools_go_to_the_chat_template_or_are_an_error(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    turns = [("user", "2+2?")]
+    tokenizer._tokenizer.chat_template = "{{ messages[0]['content'] }}{% for tool in tools or [] %}!{% endfor %}"
+    plain, shown = tokenizer.encode_chat(turns), tokenizer.encode_chat(turns, TOOLS)
+    assert shown[: len(plain)] == plain
+    assert len(shown) == len(plain) + 1
+    blind = HuggingFaceTokenizer(tmp_path)
+    blind._tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises(DataError, match="tools: the model's chat template does not show them"):
+        blind.encode_chat(turns, TOOLS)
