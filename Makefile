@@ -23,7 +23,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # Tests start hundreds of Python processes: what one has compiled is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart soak plans mutants test test-fast test-parts test-runs test-grids test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check metrics lock sbom results images gpu-check clean
+.PHONY: help setup setup-imports quickstart soak plans mutants test test-fast test-parts test-runs test-grids test-unit test-contract test-integration test-vllm test-e2e lint fmt type proto proto-check metrics lock sbom results images gpu-check clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -41,6 +41,12 @@ $(STAMP): requirements/all.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . 2>&1 | { grep -v '^WARNING: Location' || true; }
 	$(BIN)/python -c "import torch, grpc, redis, vllm, transformers, ortools"
 	touch $@
+
+setup-imports: setup  ## Environments of the packages whose tasks and clients are tried, each in its own (some minutes)
+	$(BIN)/uv venv --quiet --clear .penstock/venvs/verifiers --python $(BIN)/python
+	$(BIN)/uv pip install --quiet --python .penstock/venvs/verifiers/bin/python verifiers==0.4.0
+	$(BIN)/uv venv --quiet --clear .penstock/venvs/openenv --python $(BIN)/python
+	$(BIN)/uv pip install --quiet --python .penstock/venvs/openenv/bin/python openenv-core==0.3.0 textarena==0.7.4
 
 quickstart: setup  ## Train a tiny model with all five services on this machine; ends with a report
 	$(BIN)/penstock quickstart $(ARGS)

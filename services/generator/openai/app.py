@@ -1,6 +1,7 @@
 """Serves the OpenAI-compatible endpoint over HTTP.
 
     POST   /v1/chat/completions, /v1/completions      as OpenAI's, with streams
+    POST   /inference/v1/generate                     token ids in, token ids and log-probs out, as vLLM's
     GET    /v1/models, /v1/models/{name}
     POST   /v1/sessions/{id}/reward                   ends a session
     GET    /v1/sessions/{id}                          its state
@@ -40,9 +41,10 @@ from services.generator.openai.formats.openai_requests import (
     SessionKeyRequest,
     read,
 )
+from services.generator.openai.formats.token_requests import TokenForm, TokenRequest
 from services.generator.openai.idempotency import KEY_HEADER, RETRY_HEADER, KeptAnswers, repeat_key
 from services.generator.openai.responses import Form
-from services.generator.openai.route_access import Doors, checked_session, labels_of
+from services.generator.openai.route_access import PEERS_SESSION_HEADER, Doors, checked_session, labels_of
 from services.generator.openai.session_reward import SessionRewards
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 
@@ -94,6 +96,7 @@ class OpenAIRoutes:
         add = functools.partial(self._doors.add, app)
         add("POST", "/v1/chat/completions", self._chat, roles=of, key=Opens.COMPLETE)
         add("POST", "/v1/completions", self._complete, roles=of, key=Opens.COMPLETE)
+        add("POST", "/inference/v1/generate", self._generate, roles=of, key=Opens.COMPLETE)
         add("GET", "/v1/models", self._models, roles=of, key=Opens.COMPLETE)
         add("GET", "/v1/models/{name:.+}", self._model, roles=of, key=Opens.COMPLETE)
         add("POST", "/v1/sessions/{id}/reward", self._reward, roles=of, key=Opens.REWARD)
@@ -127,32 +130,44 @@ class OpenAIRoutes:
         self._check_model(body)
         return await self._answered_once(request, labels, lambda: self._agents.prepare_text(body, labels))
 
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        asked = read(TokenRequest, await _body(request))
+        body, labels = asked.completion(), labels_of(request, session_header=PEERS_SESSION_HEADER)
+        self._check_model(body)
+        form = functools.partial(self._form, kind=TokenForm, response_id=asked.request_id)
+        return await self._answered_once(request, labels, lambda: self._agents.prepare_text(body, labels), form)
+
     async def _answered_once(
-        self, request: web.Request, labels: Labels | None, prepare: Callable[[], Awaitable[Prepared]]
+        self,
+        request: web.Request,
+        labels: Labels | None,
+        prepare: Callable[[], Awaitable[Prepared]],
+        form_of: Callable[[Prepared], Form] | None = None,
     ) -> web.StreamResponse:
         """A new answer, or the kept answer to the same request."""
         header = request.headers.get
         session_id = None if labels is None else labels.session_id
         key = repeat_key(session_id, header(KEY_HEADER), header(RETRY_HEADER), await _body(request))
+        form_of = form_of or self._form
         if key is None:
             prepared = await prepare()
-            return await self._respond(request, prepared, self._form(prepared))
+            return await self._respond(request, prepared, form_of(prepared))
         async with asyncio.timeout(self._request_timeout_s) as waiting, self._kept.slot(key) as slot:
             waiting.reschedule(None)
             if slot.made is not None and await self._agents.touch(key.session_id):
                 self._metrics.repeats.inc()
                 return await self._respond(request, *slot.made)
             prepared = await prepare()
-            form = self._form(prepared)
+            form = form_of(prepared)
             try:
                 return await self._respond(request, prepared, form)
             finally:
                 slot.made = (prepared, form) if prepared.outcomes else None
 
-    def _form(self, prepared: Prepared) -> Form:
+    def _form(self, prepared: Prepared, *, kind: type[Form] = Form, response_id: str | None = None) -> Form:
         is_chat = isinstance(prepared.body, ChatRequest)
-        return Form(
-            response_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+        return kind(
+            response_id=response_id or f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             created_s=int(self._agents.clock.now_s()),
             model=self._model_name,
             body=prepared.body,
@@ -281,7 +296,13 @@ class OpenAIRoutes:
         )
 
     def _model_card(self) -> dict[str, Any]:
-        return {"id": self._model_name, "object": "model", "created": self._start_s, "owned_by": "penstock"}
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._start_s,
+            "owned_by": "penstock",
+            "max_model_len": self._agents.max_model_len,
+        }
 
 
 async def _body(request: web.Request) -> bytes:

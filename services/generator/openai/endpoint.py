@@ -115,6 +115,11 @@ class Agents:
             monotonic_s=clock.monotonic_s,
         )
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together that the engine holds."""
+        return self._unleased.parts.engine.max_model_len
+
     async def groups(self) -> SessionGroups:
         """The sessions; raises ApiError while the run is unknown."""
         if self._groups is None:
@@ -212,14 +217,14 @@ class Agents:
         prompt = (*token_ids_of(parent), *given)
         if not prompt:
             raise invalid("prompt", "has no tokens")
-        num_left = self._unleased.parts.engine.max_model_len - len(prompt)
+        num_left = self.max_model_len - len(prompt)
         if labels is not None:
             num_left = min(num_left, await self._num_left_in_run(parent, given))
         if num_left < 1:
             raise ApiError(
                 400,
                 f"{len(prompt)} prompt tokens leave no room for an answer: the context holds "
-                f"{self._unleased.parts.engine.max_model_len} tokens, and a session has at most the run's "
+                f"{self.max_model_len} tokens, and a session has at most the run's "
                 "sampling.max_new_tokens beyond its first prompt",
                 code="context_length_exceeded",
                 param="messages",
@@ -267,7 +272,7 @@ class Agents:
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             seed=body.seed,
-            stop_token_ids=self._unleased.parts.end_token_ids,
+            stop_token_ids=tuple(dict.fromkeys((*self._unleased.parts.end_token_ids, *(body.stop_token_ids or ())))),
         )
 
     async def _enter(self, prepared: Prepared) -> Session | None:

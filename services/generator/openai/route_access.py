@@ -15,6 +15,8 @@ from services.generator.openai.formats.api_errors import invalid
 
 SESSION_HEADER = "X-Penstock-Session"
 GROUP_HEADER = "X-Penstock-Group"
+PEERS_SESSION_HEADER = "X-Session-ID"
+"""What clients of /inference/v1/generate name a session by."""
 _KEY = web.RequestKey("session_key", SessionKey)
 _BEARER = "Bearer "
 
@@ -70,10 +72,16 @@ class Doors:
         request[_KEY] = key
 
 
-def labels_of(request: web.Request) -> Labels | None:
-    """The session that a request names; with an agent's key there always is one. Raises ApiError, ForbiddenError."""
+def labels_of(request: web.Request, *, session_header: str = SESSION_HEADER) -> Labels | None:
+    """The session that a request names; with an agent's key there always is one. Raises ApiError, ForbiddenError.
+
+    `session_header` names it where SESSION_HEADER does not.
+    """
     key = request.get(_KEY)
-    session_id, task = request.headers.get(SESSION_HEADER), request.headers.get(GROUP_HEADER, "")
+    named = {request.headers[name] for name in (SESSION_HEADER, session_header) if name in request.headers}
+    if len(named) > 1:
+        raise invalid(session_header, f"names another session than {SESSION_HEADER}; leave one out")
+    session_id, task = next(iter(named), None), request.headers.get(GROUP_HEADER, "")
     if task and TASK.fullmatch(task) is None:
         raise invalid(GROUP_HEADER, f"{task!r:.80}; 1 to 64 of A-Z a-z 0-9 . _ : @ / + -")
     if key is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,6 +21,7 @@ MAX_MESSAGES = 4096
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKENS = 64
 MAX_TOKENS = 2**31 - 1
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (None, 0),
@@ -72,6 +73,8 @@ class SamplingRequest(_Lenient):
     top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = Field(default=None, ge=0, lt=2**62)
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
+    """Tokens that end an answer beside the model's own, as in vLLM."""
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     return_token_ids: bool = False
     """Beyond OpenAI's fields, as in vLLM: the answer contains `prompt_token_ids` and each choice's `token_ids`."""
@@ -233,8 +236,17 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 def read(model: type[_Model], body: bytes) -> _Model:
     """The body parsed as that model; raises ApiError naming the field, the value and the fix."""
+    return _valid(lambda: model.model_validate_json(body))
+
+
+def checked(model: type[_Model], document: Mapping[str, Any]) -> _Model:
+    """The same of a parsed body."""
+    return _valid(lambda: model.model_validate(document))
+
+
+def _valid(make: Callable[[], _Model]) -> _Model:
     try:
-        return model.model_validate_json(body)
+        return make()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
