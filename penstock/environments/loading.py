@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.environments.environment import Environment, EnvironmentFactory
+from penstock.environments.imports.names import ImportNameError, imported
 from penstock.rewards.loading import RewardLoadError, find_object
 
 
@@ -13,7 +14,15 @@ class EnvironmentLoadError(Exception):
 
 
 def load_environment(name: str) -> EnvironmentFactory:
-    """The class or factory of that name, looked up in the current directory too. Raises EnvironmentLoadError."""
+    """The class or factory of that name, looked up in the current directory too, or of another package.
+
+    Those are named `openenv:URL` and `textarena:GAME` (docs/imports.md). Raises EnvironmentLoadError.
+    """
+    try:
+        if (found_elsewhere := imported(name)) is not None:
+            return found_elsewhere
+    except ImportNameError as error:
+        raise EnvironmentLoadError(str(error)) from error
     try:
         found: Any = find_object(name, kind="environment", example="my_environments:Countdown")
     except RewardLoadError as error:

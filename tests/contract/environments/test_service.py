@@ -74,9 +74,9 @@ async def served(factory, **options):
         await servicer.close()
 
 
-def reset(stub, name="s", *, answer="2", **fields):
+def reset(stub, name="s", *, answer="2", timeout_s=10.0, **fields):
     request = environment_pb2.ResetRequest(session_id=name, answer=answer, **fields)
-    return call(stub.Reset, request, peer="environment")
+    return call(stub.Reset, request, peer="environment", timeout_s=timeout_s)
 
 
 def step(stub, turn, text, name="s", *, timeout_s=10.0):
