@@ -204,8 +204,13 @@ def _openai_config(config: RunConfig, index: int) -> OpenAIConfig:
     # A composite is no server that endpoints could call.
     first, reward = config.generator.openai_listen, "" if config.reward.parts else config.reward.model
     host, _, port = (first or "").rpartition(":")
+    listens = [] if first is None else [f"{host}:{int(port) + each}" for each in range(config.generator.count)]
+    # They run on this machine, where they reach each other on loopback if they listen on all addresses.
+    peers = [local_endpoint(listen).target for listen in listens]
     return OpenAIConfig(
-        listen=None if first is None else f"{host}:{int(port) + index}",
+        listen=None if first is None else listens[index],
+        peers=tuple(peers) if len(peers) > 1 else (),
+        address=peers[index] if len(peers) > 1 else None,
         reward=reward if reward.startswith(THIRD_PARTY) else None,
         temperature=config.sampling.temperature,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import PUBLIC_ADDRESS, LocalPath, MeasuredConfig, RunId, StrictModel, Targets
+from penstock.targets import checked_address
 from penstock.wire.sampling_rules import MIN_TEMPERATURE
 from services.generator.emulation.config import EmulatedConfig
 from services.generator.engines.base_config import ServedModel
@@ -38,6 +39,11 @@ class OpenAISection(StrictModel):
 
     listen: str | None = None
     """Its address, host:port; off when unset."""
+    peers: tuple[Annotated[str, AfterValidator(checked_address)], ...] = Field(default=(), max_length=1024)
+    """Addresses of the endpoints of all generators of the run, the same list for each and this one's among them: then
+    agents may call any of them, and the sessions of a task reach one. Nothing is passed on when empty."""
+    address: str | None = None
+    """This endpoint's address among them; `listen` when unset."""
     model_name: str = Field(default="", max_length=256)
     """The model's name in requests; the name of its folder when empty."""
     group_size: int | None = Field(default=None, ge=1, le=1024)
@@ -53,6 +59,16 @@ class OpenAISection(StrictModel):
     """How long a finished session waits for its siblings; then its group is put without them."""
     request_timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     """Longest time of one request, the wait for a slot included."""
+
+    @model_validator(mode="after")
+    def _is_one_of_its_peers(self) -> Self:
+        own = self.address or self.listen
+        if self.peers and own not in self.peers:
+            raise ValueError(
+                f"peers: {', '.join(self.peers)} do not hold this endpoint, {own}; add it, or say by `address` which "
+                "one it is"
+            )
+        return self
 
 
 class OpenAIConfig(OpenAISection):

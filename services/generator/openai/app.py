@@ -43,14 +43,27 @@ from services.generator.openai.formats.openai_requests import (
 )
 from services.generator.openai.formats.token_requests import TokenForm, TokenRequest
 from services.generator.openai.idempotency import KEY_HEADER, RETRY_HEADER, KeptAnswers, repeat_key
+from services.generator.openai.placement import Placement
 from services.generator.openai.responses import Form
-from services.generator.openai.route_access import PEERS_SESSION_HEADER, Doors, checked_session, labels_of
+from services.generator.openai.route_access import (
+    PEERS_SESSION_HEADER,
+    SESSION_HEADER,
+    Doors,
+    checked_session,
+    labels_of,
+)
 from services.generator.openai.session_reward import SessionRewards
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 BODY_TIMEOUT_S = 30.0
 BUSY_RETRY_S = 2.0
+_SAMPLING_ROUTES = {
+    "/v1/chat/completions": SESSION_HEADER,
+    "/v1/completions": SESSION_HEADER,
+    "/inference/v1/generate": PEERS_SESSION_HEADER,
+}
+"""Routes that make turns of sessions, and what may name the session beside SESSION_HEADER."""
 
 _log = structlog.get_logger()
 
@@ -66,6 +79,7 @@ class OpenAIRoutes:
         security: Credentials of this process.
         keys: Issues and reads agents' keys.
         request_timeout_s: Time limit of a request.
+        placement: Says where sessions are.
     """
 
     def __init__(
@@ -78,7 +92,9 @@ class OpenAIRoutes:
         security: Security,
         keys: SessionKeys,
         request_timeout_s: float,
+        placement: Placement,
     ) -> None:
+        self._placement = placement
         self._agents = agents
         self._rewards = rewards
         self._metrics = metrics
@@ -110,7 +126,7 @@ class OpenAIRoutes:
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._doors.admit(request)
-            response = await handler(request)
+            response = await self._placed(request, handler)
         except web.HTTPException as error:
             response = _error(ApiError(error.status, error.reason))
         except Exception as error:
@@ -119,6 +135,18 @@ class OpenAIRoutes:
         path = resource.canonical if resource is not None else "other"
         self._metrics.requests.labels(path, str(response.status)).inc()
         return response
+
+    async def _placed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The answer here, or of the generator that has the request's session."""
+        session_id, task = request.match_info.get("id"), None
+        if request.method == "POST" and session_id is None and request.path in _SAMPLING_ROUTES:
+            labels = labels_of(request, session_header=_SAMPLING_ROUTES[request.path])
+            session_id, task = (labels.session_id, labels.task or labels.session_id) if labels else (None, None)
+        if session_id is None:
+            return await handler(request)
+        return await self._placement.answer(
+            request, session_id=session_id, task=task, body=await _body(request), serve=lambda: handler(request)
+        )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body, labels = read(ChatRequest, await _body(request)), labels_of(request)

@@ -22,6 +22,7 @@ from services.generator.openai.app import OpenAIRoutes
 from services.generator.openai.endpoint import Agents
 from services.generator.openai.formats.api_errors import ApiError
 from services.generator.openai.formats.chat_template import ConversationTokenizer
+from services.generator.openai.placement import Placement
 from services.generator.openai.session_reward import SessionRewards
 from services.generator.openai.sessions.group_sender import RETRY_S, GroupPutter
 from services.generator.openai.sessions.metrics import OpenAIMetrics
@@ -86,6 +87,12 @@ class OpenAIEndpoint:
         self._rewards = SessionRewards(
             self._agents, run_id=config.run_id, target=config.openai.reward, security=security, judges=judges
         )
+        self._placement = Placement(
+            config.openai.address or self._listen,
+            config.openai.peers,
+            security=security,
+            timeout_s=config.openai.request_timeout_s,
+        )
         self._routes = OpenAIRoutes(
             self._agents,
             rewards=self._rewards,
@@ -94,6 +101,7 @@ class OpenAIEndpoint:
             security=security,
             keys=self._keys,
             request_timeout_s=config.openai.request_timeout_s,
+            placement=self._placement,
         )
 
     @asynccontextmanager
@@ -108,6 +116,7 @@ class OpenAIEndpoint:
             stack.callback(self._tokenizer.close)
             stack.push_async_callback(self._putter.close)
             stack.push_async_callback(self._rewards.close)
+            stack.push_async_callback(self._placement.close)
             # A client that disconnects must not occupy an engine slot, nor leave a turn that it never saw.
             runner = web.AppRunner(
                 self._routes.application(), access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S, handler_cancellation=True

@@ -1,0 +1,106 @@
+"""Several endpoints of one run: an agent may call any of them, and the sessions of a task reach one."""
+
+import asyncio
+import socket
+from collections import Counter
+from contextlib import AsyncExitStack, ExitStack, closing
+
+import pytest
+from pydantic import ValidationError
+
+from services.generator.config import OpenAIConfig
+from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_model
+from tests.helpers.waiting import until
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+def free_ports(count):
+    with ExitStack() as stack:
+        probes = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+async def fleet(stack, model, count):
+    peers = [f"127.0.0.1:{port}" for port in free_ports(count)]
+    settings = [{"listen": peer, "peers": peers, "limits": {"groups_per_step": 64}} for peer in peers]
+    benches = []
+    for each in settings:
+        inner = AsyncExitStack()
+        benches.append((await inner.enter_async_context(endpoint_bench(model, lambda _p: "ok", **each)), inner))
+        stack.push_async_callback(inner.aclose)
+    return benches
+
+
+async def turn(bench, session, task, messages=HELLO, **more):
+    client = bench.client(session, task)
+    return await client.chat.completions.create(model="tiny", messages=messages, **more)
+
+
+@pytest.mark.timeout(120)
+async def test_sessions_of_a_task_reach_one_generator_whichever_is_called_and_move_on_when_it_is_gone(model):
+    async with AsyncExitStack() as stack:
+        benches = await fleet(stack, model, 3)
+        fronts = [bench for bench, _ in benches]
+        places = {}
+        for number in range(12):
+            task = f"task{number}"
+            for index, front in enumerate(fronts):
+                await turn(front, f"{task}-{index}", task)
+                # Its second turn, by another one, continues the first.
+                again = [*HELLO, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "more"}]
+                stream = await turn(fronts[index - 1], f"{task}-{index}", task, again, stream=True)
+                chunks = [part async for part in stream]
+                assert chunks[-1].choices[0].finish_reason == "stop"
+            counts = [len(bench.engine.requests) for bench in fronts]
+            places[task] = counts
+        pairs = [(places[f"task{number - 1}"], places[f"task{number}"]) for number in range(1, 12)]
+        steps = [[now - before for before, now in zip(*pair, strict=True)] for pair in pairs]
+        assert all(sorted(step) == [0, 0, 6] for step in steps), steps
+        assert len({step.index(6) for step in steps}) > 1
+
+        # The reward names no task; the session is found wherever it is.
+        states = [await each.client().get("/sessions/task3-0", cast_to=object) for each in fronts]
+        assert [state["turns"] for state in states] == [2, 2, 2]
+        await fronts[0].reward("task3-0", 1.0)
+        with pytest.raises(Exception, match="no session"):
+            await fronts[1].client().get("/sessions/never", cast_to=object)
+
+        owner = steps[4].index(6)
+        gone, inner = benches[owner]
+        await inner.aclose()
+        left = [bench for bench in fronts if bench is not gone]
+        before = [len(bench.engine.requests) for bench in left]
+        for front in left:
+            await turn(front, "task5-9", "task5")
+        after = [len(bench.engine.requests) for bench in left]
+        assert sorted(b - a for a, b in zip(before, after, strict=True)) == [0, 2]
+
+
+@pytest.mark.timeout(120)
+async def test_new_tasks_go_elsewhere_while_a_generator_has_more_than_its_share(model):
+    async with AsyncExitStack() as stack:
+        benches = await fleet(stack, model, 2)
+        fronts = [bench for bench, _ in benches]
+        for bench in fronts:
+            bench.engine.may_answer.clear()
+        waiting = [asyncio.create_task(turn(fronts[0], f"s{number}", f"t{number}")) for number in range(12)]
+        await until(lambda: sum(bench.engine.num_running for bench in fronts) == 12)
+        held = Counter({index: bench.engine.num_running for index, bench in enumerate(fronts)})
+        for bench in fronts:
+            bench.engine.may_answer.set()
+        await asyncio.gather(*waiting)
+    # 1.25 times the mean of 6, rounded up.
+    assert max(held.values()) <= 8
+
+
+def test_a_list_of_peers_without_the_endpoint_itself_is_refused():
+    with pytest.raises(ValidationError, match=r"do not hold this endpoint, 127\.0\.0\.1:9"):
+        OpenAIConfig(listen="127.0.0.1:9", peers=("127.0.0.1:1", "127.0.0.1:2"))
