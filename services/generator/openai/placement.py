@@ -23,6 +23,7 @@ from aiohttp import web
 
 from penstock.security import Security
 from penstock.security.tls import ClientContexts
+from services.generator.openai.formats.api_errors import ApiError
 
 PLACED_HEADER = "X-Penstock-Placed"
 """Marks a request that a generator passed on: it is answered where it arrives."""
@@ -100,8 +101,9 @@ class Placement:
             except GoneError as error:
                 self._down_until_s[peer] = self._monotonic_s() + DOWN_S
                 _log.warning("sessions go elsewhere", peer=peer, error=str(error))
-            except web.HTTPNotFound:
-                continue
+            except (web.HTTPNotFound, ApiError) as error:
+                if error.status != 404 or key is not None:
+                    raise
             finally:
                 self._under_way[peer] -= 1
         return await serve()

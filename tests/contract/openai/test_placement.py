@@ -67,8 +67,9 @@ async def test_sessions_of_a_task_reach_one_generator_whichever_is_called_and_mo
         assert len({step.index(6) for step in steps}) > 1
 
         # The reward names no task; the session is found wherever it is.
-        states = [await each.client().get("/sessions/task3-0", cast_to=object) for each in fronts]
-        assert [state["turns"] for state in states] == [2, 2, 2]
+        for number in range(12):
+            states = [await each.client().get(f"/sessions/task{number}-0", cast_to=object) for each in fronts]
+            assert [state["turns"] for state in states] == [2, 2, 2]
         await fronts[0].reward("task3-0", 1.0)
         with pytest.raises(Exception, match="no session"):
             await fronts[1].client().get("/sessions/never", cast_to=object)
