@@ -124,7 +124,9 @@ def data_problems(config: RunConfig) -> tuple[list[str], list[str]]:
     sources, rewards = config.data.sources_of_rows, config.source_rewards
     for key, source in config.data.files.items():
         reward = rewards.get(sources[key], config.reward)
-        needs_answer = "" if config.endpoints.reward is not None else reward.needs_answer
+        # An environment may give the rewards, and know the answers.
+        is_asked = config.endpoints.reward is None and config.environment is None
+        needs_answer = reward.needs_answer if is_asked else ""
         try:
             path = fetched(key, source)
             rows = read_rows(path, needs_answer=needs_answer)

@@ -1,4 +1,4 @@
-"""Finds the environment behind `openenv:URL` and `textarena:GAME`."""
+"""Finds the environment behind `openenv:URL`, `nemo_gym:URL` and `textarena:GAME`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from penstock.environments.environment import Environment
+from penstock.environments.imports.nemo_gym import NeMoGymSession, nemo_gym_options
 from penstock.environments.imports.openenv_sessions import OpenEnvSession, openenv_options
 from penstock.environments.imports.textarena_games import Games, TextArenaSession
 
@@ -55,6 +56,11 @@ def _openenv(address: str, options: dict[str, Any]) -> Imported:
     return Imported(name=f"openenv {address}"[:64], make=lambda: OpenEnvSession(found))
 
 
+def _nemo_gym(address: str, options: dict[str, Any]) -> Imported:
+    found = nemo_gym_options(address, options)
+    return Imported(name=f"nemo_gym {address}"[:64], make=lambda: NeMoGymSession(found), opens=False)
+
+
 def _textarena(game: str, options: dict[str, Any]) -> Imported:
     games = Games(game, python=options.pop("python", None), options=options)
     return Imported(name=f"textarena {game}"[:64], make=lambda: TextArenaSession(games))
@@ -70,5 +76,6 @@ def _value(text: str) -> Any:
 
 _KINDS: Mapping[str, tuple[Callable[[str, dict[str, Any]], Imported], str]] = {
     "openenv": (_openenv, "openenv:http://HOST:PORT"),
+    "nemo_gym": (_nemo_gym, "nemo_gym:http://HOST:PORT"),
     "textarena": (_textarena, "textarena:GAME, for example textarena:GuessTheNumber-v0"),
 }

@@ -19,9 +19,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from penstock.environments.environment import Environment
+from penstock.environments.imports.addresses import checked_timeout, http_address
 from penstock.environments.types import Action, Message, Opening, Outcome, ScoreStatus, Task, UnplayableError
 
 if TYPE_CHECKING:
@@ -54,18 +54,11 @@ class OpenEnvOptions:
 
 def openenv_options(address: str, options: Mapping[str, Any]) -> OpenEnvOptions:
     """Check an address and its options. Raises ValueError."""
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname or parts.username:
-        raise ValueError("the address must be http://HOST:PORT or ws://HOST:PORT, without a password")
     for name in options:
         if name not in _OPTIONS:
             raise ValueError(f"{name}: unknown; options are {', '.join(_OPTIONS)}")
-    timeout_s = options.get("timeout_s", 60.0)
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= 3600:
-        raise ValueError(f"timeout_s: {timeout_s!r}; must be above 0 and at most 3600")
-    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
     names = {name: str(options[name]) for name in ("action", "observation") if name in options}
-    return OpenEnvOptions(url=f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}", timeout_s=timeout_s, **names)
+    return OpenEnvOptions(url=http_address(address), timeout_s=checked_timeout(options), **names)
 
 
 class OpenEnvSession(Environment):

@@ -5,6 +5,7 @@
 | TRL messages | `messages` up to the last turn | the assistant's last turn, or an answer column |
 | verl | `prompt` | `reward_model.ground_truth` |
 | slime | `prompt` | `label`, with `metadata` |
+| NeMo Gym | `responses_create_params.input` | none: the environment's server knows it |
 | plain | `prompt`, `question` or `problem` | `answer`, `label`, `ground_truth` or `solution` |
 
 All shapes may have `tools`. Columns that are neither prompt nor answer are metadata, under their own names.
@@ -20,6 +21,7 @@ from typing import Any
 PROMPT_KEYS = ("prompt", "question", "problem")
 ANSWER_KEYS = ("answer", "label", "ground_truth", "solution")
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+NEMO_GYM_KEY = "responses_create_params"
 MAX_TOOLS = 256
 MAX_TOOLS_CHARACTERS = 48 * 1024
 
@@ -50,6 +52,8 @@ def read_columns(record: Mapping[str, Any]) -> Columns:
     for key in MEDIA_KEYS:
         if record.get(key):
             raise RowError(f"{key}: prompts of text alone are trained on; leave it out")
+    if isinstance(params := record.get(NEMO_GYM_KEY), Mapping):
+        return _nemo_gym(record, params)
     prompt_key = _prompt_key(record)
     prompt = record[prompt_key]
     answer_key, answer = _answer(record)
@@ -77,6 +81,36 @@ def read_columns(record: Mapping[str, Any]) -> Columns:
 
 def _has(record: Mapping[str, Any], key: str) -> bool:
     return record.get(key) not in (None, "")
+
+
+def _nemo_gym(record: Mapping[str, Any], params: Mapping[str, Any]) -> Columns:
+    """A row of NeMo Gym, all of which goes back to its server: in the form of OpenAI's Responses."""
+    given = params.get("input")
+    if given is None:
+        raise RowError(f"{NEMO_GYM_KEY}.input: missing; it is the prompt")
+    turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if isinstance(turns, list):
+        turns = [{**turn, "role": "system"} if _role(turn) == "developer" else turn for turn in turns]
+        if params.get("instructions"):
+            turns = [{"role": "system", "content": params["instructions"]}, *turns]
+    tools = [
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        for tool in params.get("tools") or ()
+        if isinstance(tool, Mapping)
+    ]
+    return Columns(
+        shape="NeMo Gym (responses_create_params)",
+        prompt_key=f"{NEMO_GYM_KEY}.input",
+        prompt=turns,
+        answer_key="",
+        answer=None,
+        tools_json=_tools(tools),
+        metadata=record,
+    )
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, Mapping) else None
 
 
 def _prompt_key(record: Mapping[str, Any]) -> str:

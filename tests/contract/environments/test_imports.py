@@ -1,16 +1,18 @@
 """Environments of other packages over the SDK's service: a real OpenEnv server, real games of TextArena."""
 
 import asyncio
+import json
 import os
 import random
 import signal
 import socket
 import subprocess
-from contextlib import closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from penstock.environments import EnvironmentLoadError, load_environment
 from penstock.errors import InvalidFieldError
@@ -97,6 +99,7 @@ def test_names_that_lead_nowhere_say_what_to_write():
         ("openenv:http://user:secret@host", "without a password"),
         ("openenv:http://host?actoin=x", "actoin: unknown"),
         ("openenv:http://host?timeout_s=0", "timeout_s"),
+        ("nemo_gym:http://host?action=x", "action: unknown"),
         ("textarena:", "textarena:GAME"),
         ("textarena:Set-v0?python=/no/such/python", "no such file"),
     ):
@@ -135,3 +138,67 @@ async def test_games_of_textarena_are_played_and_played_again_after_their_proces
     async with served(load_environment(f"textarena:Chopsticks-v0?python={python}")) as (_, stub):
         with pytest.raises(InvalidFieldError, match="Chopsticks-v0"):
             await reset(stub, "two-player", timeout_s=120)
+
+
+@asynccontextmanager
+async def nemo_gym_server(exchanges):
+    """Answers as resource servers of NeMo Gym do; the package itself is not needed for its wire format."""
+
+    async def answer(request):
+        body, name = await request.json(), request.match_info["name"]
+        exchanges.append((name, request.cookies.get("session"), body))
+        if name == "seed_session":
+            response = web.json_response({})
+            response.set_cookie("session", f"s{len(exchanges)}")
+            return response
+        if name == "add":
+            return web.json_response({"sum": body["a"] + body["b"]})
+        said = body["response"]["output"][-1]
+        if body["expected"] == "broken":
+            return web.json_response({"reward": "high"})
+        reward = float(said["type"] == "message" and said["content"][0]["text"] == str(body["expected"]))
+        return web.json_response({**body, "reward": reward, "num_items": len(body["response"]["output"])})
+
+    app = web.Application()
+    app.router.add_post("/{name}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def nemo_row(expected):
+    tools = [{"type": "function", "name": "add"}, {"type": "function", "name": "verify"}]
+    return json.dumps({"responses_create_params": {"input": "2+2?", "tools": tools}, "expected": expected})
+
+
+async def test_a_server_of_nemo_gym_gets_its_row_back_with_all_that_the_model_did():
+    exchanges = []
+    add = environment_pb2.ToolCall(name="add", arguments_json='{"a": 2, "b": 2}')
+    cheat = environment_pb2.ToolCall(name="verify", arguments_json="{}")
+    async with nemo_gym_server(exchanges) as url, served(load_environment(f"nemo_gym:{url}")) as (_, stub):
+        opening = await reset(stub, metadata_json=nemo_row(4))
+        assert not opening.messages
+        request = environment_pb2.StepRequest(session_id="s", turn=0, text="I add.", tool_calls=[add, cheat])
+        called = await call(stub.Step, request, peer="environment")
+        assert [(each.role, each.content) for each in called.messages] == [
+            ("tool", '{"sum": 4}'),
+            ("tool", "there is no tool 'verify'; there are add"),
+        ]
+        done = await step(stub, 1, "4")
+        assert (done.done, done.reward, done.components["num_items"]) == (True, 1.0, 6.0)
+        assert [name for name, _, _ in exchanges] == ["seed_session", "add", "verify"]
+        assert [cookie for _, cookie, _ in exchanges] == [None, "s1", "s1"]
+        kinds = [item["type"] for item in exchanges[-1][2]["response"]["output"]]
+        assert kinds == ["message", "function_call", "function_call", *["function_call_output"] * 2, "message"]
+
+        await reset(stub, "bad", metadata_json=nemo_row("broken"))
+        broken = await step(stub, 0, "4", "bad")
+        assert broken.status == types_pb2.SCORE_STATUS_SANDBOX_ERROR
+        assert "reward: 'high'" in broken.message
+        with pytest.raises(InvalidFieldError, match="responses_create_params"):
+            await reset(stub, "none", metadata_json="{}")

@@ -159,6 +159,21 @@ def test_a_row_of_theirs_that_is_ambiguous_names_the_column(tmp_path, changed, m
         read_rows(write(tmp_path / "d.jsonl", changed), needs_answer="exact_match")
 
 
+def test_a_row_of_nemo_gym_is_its_servers_own(tmp_path):
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+    params = {
+        "input": [{"role": "developer", "content": "brief"}, {"role": "user", "content": "2+2?"}],
+        "tools": [tool],
+    }
+    record = {"responses_create_params": params, "expected": 4}
+    (row,) = read_rows(write(tmp_path / "d.jsonl", record))
+    assert row.prompt == (Message(role="system", content="brief"), Message(role="user", content="2+2?"))
+    assert json.loads(row.tools_json)[0]["function"] == {key: tool[key] for key in ("name", "parameters", "strict")}
+    assert (row.answer, json.loads(row.metadata_json)) == ("", record)
+    with pytest.raises(DataError, match=r"responses_create_params\.input: missing"):
+        read_rows(write(tmp_path / "d.jsonl", {"responses_create_params": {}}))
+
+
 def test_what_a_verl_grader_needs_beyond_a_text_is_json(tmp_path):
     truth = {"target": 24, "numbers": [1, 2, 3, 4]}
     (row,) = read_rows(write(tmp_path / "d.jsonl", {**VERL, "reward_model": {"ground_truth": truth}}))
