@@ -155,8 +155,11 @@ async def test_sessions_are_bounded_and_idle_ones_closed():
         async with asyncio.timeout(10):
             while not await takes_another():  # noqa: ASYNC110 -- the condition is no event
                 await asyncio.sleep(0.02)
-        await until(lambda: Echo.closed - closed >= 2)
         assert servicer.num_sessions <= 2
+        closing = asyncio.create_task(servicer.close_idle())
+        await until(lambda: Echo.closed - closed == 3)
+        closing.cancel()
+        assert servicer.num_sessions == 0
 
 
 async def test_it_describes_itself():
