@@ -32,6 +32,7 @@ TITLES = {
     "critic": "Critic",
     "environment": "Environment server",
     "trainer": "Trainer",
+    "critic": "Critic",
     "scheduler": "Scheduler",
     "log": "Every process",
 }
