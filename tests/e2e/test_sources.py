@@ -1,4 +1,4 @@
-"""A whole run of two sources with unlike group sizes, limits and rewards, whose trainer is killed on the way."""
+"""Whole runs of two sources, with unlike group sizes, limits and rewards, whose trainer is killed on the way."""
 
 from __future__ import annotations
 
@@ -55,3 +55,34 @@ def test_two_sources_train_side_by_side_and_through_a_kill(task, tmp_path):
     evaluations = (run.folder.path / "evaluations.jsonl").read_text().splitlines()
     assert {f"source/{name}/greedy_accuracy" for name in SIZES} <= json.loads(evaluations[-1]).keys()
     assert "Pass rate by source" in run.folder.report.read_text()
+
+
+def test_a_task_of_reasoning_gym_trains_beside_a_file_with_its_own_scorer_and_through_a_kill(task, tmp_path):
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+    easy = {"reasoning_gym": "chain_sum", "config": {"max_terms": 2, "max_digits": 1, "min_digits": 1}}
+    settings = {"run__num_steps": 4, "run__checkpoint_every_steps": 2, "run__num_eval_prompts": 3}
+    document = small_run(task, tmp_path, sampling__max_new_tokens=16, **settings)
+    document["data"]["train"] = [
+        {"name": "file", "path": str(task.train_path)},
+        {"name": "sums", "path": easy, "eval": {**easy, "size": 2}},
+    ]
+    with running(document | {"record": True}, tmp_path) as run:
+        run.wait_for_step(3)
+        run.kill("trainer")
+        assert run.end() == 0, run.text
+    samples = [json.loads(line) for line in (run.folder.path / "trajectories.jsonl").read_text().splitlines()]
+    newest = max(sample["history"] for sample in samples if sample["policy_version"] == 4)
+    tags = {}
+    for sample in samples:
+        tag = read_tag(sample["metadata_json"])
+        assert sample["score"]["model"] == {"file": "exact_match", "sums": "reasoning_gym"}[tag.source]
+        assert tags.setdefault((sample["history"], sample["group_id"]), tag) == tag
+        if tag.source == "sums":
+            assert json.loads(sample["metadata_json"])["reasoning_gym"]["index"] == tag.row
+    assert newest == 1
+    # Groups keep their rows when the trainer begins again, and no row of the task comes twice.
+    by_group = {group: {tag for (_, each), tag in tags.items() if each == group} for _, group in tags}
+    assert all(len(found) == 1 for found in by_group.values())
+    rows = [tag.row for (tag,) in by_group.values() if tag.source == "sums"]
+    assert len(rows) == len(set(rows)) >= 12
+    assert run.summary()["audit"]["balanced"] is True
