@@ -32,7 +32,6 @@ TITLES = {
     "critic": "Critic",
     "environment": "Environment server",
     "trainer": "Trainer",
-    "critic": "Critic",
     "scheduler": "Scheduler",
     "log": "Every process",
 }

@@ -23,7 +23,7 @@ from tests.helpers.console import ROOT, document, penstock, penstock_in_process,
 def _each_reward_model_is_imported_once() -> Iterator[None]:
     """In a real process, which takes a second; nearly every case has the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "_local_reward_problems", functools.cache(preflight._local_reward_problems))
+        patch.setattr(preflight, "_import_problems", functools.cache(preflight._import_problems))
         yield
 
 

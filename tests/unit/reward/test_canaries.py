@@ -33,6 +33,10 @@ KNOWN = [
 ]
 
 
+def is_drifted() -> float | None:
+    return REGISTRY.get_sample_value("penstock_reward_is_drifted", {"model": "grader"})
+
+
 class Grader(BatchReward):
     """Gives 1, and canaries what they are known to get, plus `drift`."""
 
@@ -135,9 +139,9 @@ async def test_samples_wait_out_a_drift_and_what_was_under_way_is_scored_again(t
                 assert source.num_answers == num_answered <= 8
                 assert len(source.held) + num_answered == 40
                 assert "line 1 got 1.25, known is 1" in pool.holding_reason
-                assert REGISTRY.get_sample_value("penstock_reward_is_drifted") == 1
+                assert is_drifted() == 1
                 grader.drift = 0.0
-            assert (pool.holding_reason, REGISTRY.get_sample_value("penstock_reward_is_drifted")) == ("", 0)
+            assert (pool.holding_reason, is_drifted()) == ("", 0)
         await model.close()
     assert sorted(source.scores) == list(range(40))
     assert source.num_answers == 40
