@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.scorer_placement import with_scorers
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
 from services.scheduler.solvers.interface import Solution, Solver, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver
-from services.scheduler.solvers.scorer_placement import with_scorers
 from services.scheduler.solvers.streamrl_allocation import StreamRlSolver
 
 _MAX_PURCHASES = 12

@@ -11,13 +11,13 @@ from typing import Protocol
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
+from services.scheduler.planning.relayout import relaid
+from services.scheduler.planning.scorer_placement import around, with_scorers
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import SOLVERS, make_solver
-from services.scheduler.solvers.relayout import relaid
-from services.scheduler.solvers.scorer_placement import around, with_scorers
 
 _SOLVE_SHARE = 0.8
 _SIMULATED_SHARE = 0.9

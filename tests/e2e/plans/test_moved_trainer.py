@@ -21,7 +21,7 @@ from tests.e2e.runs import RUN_ID, running, small_run
 from tests.helpers.console import write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.grid, pytest.mark.timeout(600)]
 
 PACK_TOKENS = 128
 OLD = {"old-0": 1, "old-1": 1}

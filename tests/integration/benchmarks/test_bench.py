@@ -82,6 +82,7 @@ def test_a_quick_run_over_a_fleet_prints_ratios_and_times_as_json() -> None:
     assert 0 <= result["ranker"]["recall_of_longest_20%"] <= 1
 
 
+@pytest.mark.grid
 def test_a_quick_run_of_the_weights_measures_every_way_they_travel() -> None:
     command = [sys.executable, "-m", "console", "bench", "weights", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.trainer import traffic
 
 
+@pytest.mark.grid
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not traffic.has_own_network(), reason="needs unshare, ip and the right to a network namespace")
 def test_what_is_counted_is_what_the_formula_says(capsys: pytest.CaptureFixture[str]) -> None:
