@@ -9,6 +9,7 @@ import pytest
 
 from penstock.wire.source_tag import read_tag
 from tests.e2e.runs import running, small_run
+from tests.helpers.reasoning_gym import skip_without_reasoning_gym
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NUM_STEPS, GROUPS_PER_STEP = 6, 6
@@ -58,7 +59,7 @@ def test_two_sources_train_side_by_side_and_through_a_kill(task, tmp_path):
 
 
 def test_a_task_of_reasoning_gym_trains_beside_a_file_with_its_own_scorer_and_through_a_kill(task, tmp_path):
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+    skip_without_reasoning_gym()
     easy = {"reasoning_gym": "chain_sum", "config": {"max_terms": 2, "max_digits": 1, "min_digits": 1}}
     settings = {"run__num_steps": 4, "run__checkpoint_every_steps": 2, "run__num_eval_prompts": 3}
     document = small_run(task, tmp_path, sampling__max_new_tokens=16, **settings)

@@ -42,6 +42,7 @@ PROBE = {
 OPENAI = {
     ("POST", "/v1/chat/completions"): {"environment"},
     ("POST", "/v1/completions"): {"environment"},
+    ("POST", "/inference/v1/generate"): {"environment"},
     ("GET", "/v1/models"): {"environment"},
     ("GET", "/v1/models/{name}"): {"environment"},
     ("POST", "/v1/sessions/{id}/reward"): {"environment"},

@@ -14,6 +14,7 @@ from services.trainer.data.prompt_mixture import PassedGroup, PromptMixture, Pro
 from services.trainer.data.prompt_order import EncodedPrompt
 from services.trainer.data.prompt_rows import Row
 from services.trainer.data_config import DataConfig
+from tests.helpers.reasoning_gym import skip_without_reasoning_gym
 
 
 class Bytes:
@@ -190,7 +191,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 
 @pytest.mark.timeout(120)
 def test_rows_are_drawn_alike_after_a_restart_and_long_ones_are_replaced(monkeypatch):
-    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+    skip_without_reasoning_gym()
     first = drawn(size=40, chat=True, system="Sum.", level=1)
     first.load(range(40))
     assert len({first[index].token_ids for index in range(40)}) > 30
