@@ -190,13 +190,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
             picture.write_text(plan_picture(report), encoding="utf-8")
         if deploy is not None:
             write(
-                deploy,
-                report,
-                engine=engine,
-                run=run,
-                address=address,
-                head_address=head,
-                moves_trainer=moves_trainer,
+                deploy, report, engine=engine, run=run, address=address, head_address=head, moves_trainer=moves_trainer
             )
     return show(report, is_json=json_output, is_explained=explain)
 

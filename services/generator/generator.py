@@ -127,26 +127,9 @@ class Generator:
             flush_interval_s=config.flush_interval_s,
             security=security,
         )
-        self._environment: Connection | None = None
-        if config.environment is not None:
-            target = config.environment.target.removeprefix(THIRD_PARTY)
-            self._environment = Connection(target, security=judges, service="environment")
-        self._routing: types_pb2.RoutingShape | None = None
-        if config.records_routes:
-            self._routing = read_routers(config.model_folder, field="records_routes").shape.to_proto()
-        self._parts = RolloutParts(
-            engine=engine,
-            records_routes=config.records_routes,
-            tokens=self._tokens,
-            held=self._held,
-            text=text,
-            end_token_ids=end_token_ids(config.model_folder),
-            busy=self._busy,
-            metrics=metrics,
-            on_change=self._notify,
-            on_engine_failure=self.fail,
-            sessions=self._sessions(config, text, tokenizer),
-        )
+        self._environment = _environment_connection(config, judges)
+        self._routing = _routing_shape(config)
+        self._parts = self._rollout_parts(text, tokenizer)
         self._rollouts = Rollouts(self._parts, max_concurrent_samples=config.engine.max_concurrent_samples)
         rate = TokenRate()
         self._puller, self._connections = build_puller(
@@ -171,6 +154,22 @@ class Generator:
         self._leasing: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._is_paused = False
+
+    def _rollout_parts(self, text: TextDecoder, tokenizer: ChatTokenizer | None) -> RolloutParts:
+        config = self._config
+        return RolloutParts(
+            engine=self._engine,
+            records_routes=config.records_routes,
+            tokens=self._tokens,
+            held=self._held,
+            text=text,
+            end_token_ids=end_token_ids(config.model_folder),
+            busy=self._busy,
+            metrics=self._metrics,
+            on_change=self._notify,
+            on_engine_failure=self.fail,
+            sessions=self._sessions(config, text, tokenizer),
+        )
 
     async def __aenter__(self) -> Generator:
         """Open the connections."""
@@ -441,3 +440,15 @@ def _to_message(profile: EngineProfile, *, max_leases: int, num_waiting: int) ->
         step_per_kv_token_s=profile.step_per_kv_token_s or 0.0,
         prefill_tokens_per_second=profile.prefill_tokens_per_second or 0.0,
     )
+
+
+def _environment_connection(config: GeneratorConfig, judges: Security) -> Connection | None:
+    if config.environment is None:
+        return None
+    return Connection(config.environment.target.removeprefix(THIRD_PARTY), security=judges, service="environment")
+
+
+def _routing_shape(config: GeneratorConfig) -> types_pb2.RoutingShape | None:
+    if not config.records_routes:
+        return None
+    return read_routers(config.model_folder, field="records_routes").shape.to_proto()

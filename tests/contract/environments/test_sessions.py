@@ -172,7 +172,9 @@ async def test_an_environment_sees_a_turn_only_once_the_broker_has_its_tokens(be
         sample = submit(bench)
         bench.broker.is_acknowledging = False
         await turn(engine, sample, 0, 10, STOP_TOKEN)
+        await until(lambda: bench.broker.is_withholding)
         await until(lambda: engine.num_running == 0)
+        # What must not come is no condition to wait for.
         await asyncio.sleep(0.1)
         assert Plus.log == []
         bench.broker.is_acknowledging = True

@@ -67,6 +67,8 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         """Until it is set, lease streams are read, but nothing is sent."""
         self.is_served.set()
         self.is_acknowledging = True
+        self.is_withholding = False
+        """Whether the last request came while that was false."""
         self.num_stream_breaks = 0
         """So many token requests are stored without an answer, and the stream is broken after each."""
         self.refusals: deque[tuple[str, int]] = deque()
@@ -175,6 +177,7 @@ class ScriptedGenerationBroker(broker_pb2_grpc.BrokerServiceServicer):
         async for request in request_iterator:
             assert request.sequence == expected
             expected += 1
+            self.is_withholding = not self.is_acknowledging
             while not self.is_acknowledging:  # noqa: ASYNC110 -- the test flips it
                 await asyncio.sleep(0.005)
             self.requests.append(request)
