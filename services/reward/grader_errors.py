@@ -1,4 +1,4 @@
-"""Tells when a grader is broken: its share of errors among the last samples, whatever they are."""
+"""Tells when a grader is broken: by its share of errors among the last samples, or since it can use no row at all."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ class GraderErrors:
         """Above `max_share` the grader is broken."""
         self._max_share = max_share
         self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._num_invalid = 0
+        self._has_used_row = False
+
+    def holds(self, score: types_pb2.Score) -> bool:
+        """Whether the sample waits until the grader is mended, since nothing is given up while it is broken."""
+        if is_grader_error(score):
+            return self.is_broken
+        return score.status == types_pb2.SCORE_STATUS_INVALID and self.finds_no_row
+
+    @property
+    def finds_no_row(self) -> bool:
+        """Whether all samples ever seen were invalid, and enough of them: data and reward do not fit each other."""
+        return not self._has_used_row and self._num_invalid >= WINDOW
 
     @property
     def is_broken(self) -> bool:
@@ -40,6 +53,11 @@ class GraderErrors:
 
         A batch without an error ends that, and begins a new count. Samples count once: unless `are_new`, these do not.
         """
+        num_invalid = sum(score.status == types_pb2.SCORE_STATUS_INVALID for score in scores)
+        self._has_used_row = self._has_used_row or num_invalid < len(scores)
+        self._num_invalid += num_invalid if are_new else 0
+        if self.finds_no_row:
+            return f"INVALID for each of the {self._num_invalid} samples so far: {scores[-1].message}"
         errors = [score for score in scores if is_grader_error(score)]
         if not errors and self.is_broken:
             self._recent.clear()

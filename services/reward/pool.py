@@ -204,7 +204,7 @@ class ScoringPool:
 
         def is_repeated(score: types_pb2.Score) -> bool:
             # While the grader is broken nothing is given up; a sample that breaks it each time is, later.
-            return is_grader_error(score) and (self._errors.is_broken or (may_repeat and may_pass(score)))
+            return self._errors.holds(score) or (is_grader_error(score) and may_repeat and may_pass(score))
 
         judged = list(zip(leases, scores, strict=True))
         complete([_result(lease, score) for lease, score in judged if not is_repeated(score)])

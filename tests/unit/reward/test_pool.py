@@ -346,6 +346,23 @@ async def test_a_grader_that_fails_too_often_is_waited_for_however_it_fails(kind
     assert sum(score.status == OK for score in source.scores.values()) >= 64 - 20
 
 
+async def test_a_reward_that_can_use_no_row_is_waited_for_and_one_that_has_used_some_is_not():
+    source, model = FakeSource(200), failing(types_pb2.SCORE_STATUS_INVALID)
+    pool = ScoringPool(model=model, config=RewardModelConfig(max_batch_size=8), source=source)
+    task = asyncio.create_task(pool.run())
+    try:
+        await until(lambda: "cannot judge: INVALID for each of the " in pool.holding_reason)
+        num_calls = model.num_calls
+        await until(lambda: model.num_calls > num_calls)
+        assert len(source.scores) < 100
+        model.breaks = lambda item: item.key.sample_index % 2 == 0
+        await until(lambda: not source.held)
+    finally:
+        task.cancel()
+    assert pool.holding_reason == ""
+    assert source.scores[199].status == OK
+
+
 async def test_a_function_that_raises_is_called_again_and_one_that_took_too_long_is_not():
     for status, num_calls in ((FAILED, 3), (TIMEOUT, 1)):
         source, model = FakeSource(1), failing(status)
