@@ -10,6 +10,7 @@ from services.scheduler.cost_model.calibrated import CALIBRATED
 from services.scheduler.cost_model.reference import RM1, Limit
 from services.scheduler.planning.market import Alternative, Purchase
 from services.scheduler.planning.plan_report import FeasiblePlan, bottleneck
+from services.scheduler.planning.service_places import weight_routes
 from services.scheduler.problem.plan_document import PlanDocument, Replicas
 
 _LIMITS = {
@@ -81,6 +82,7 @@ def _lines(report: FeasiblePlan) -> list[str]:
         f"a step in {report.step_s:.4g} s (training {score.training.step_s:.4g} s)",
         _simulated(report),
         *_mesh(report.plan),
+        _center(report.plan),
         f"${report.usd_per_hour:.2f} an hour, ${report.usd_per_million_tokens:.3g} per million tokens",
         f"{_LIMITS[score.limit]}; idle: generation {report.generation_idle:.0%}, training {report.training_idle:.0%}",
         f"bottleneck: {bottleneck(score)}",
@@ -103,6 +105,25 @@ def _mesh(plan: PlanDocument) -> list[str]:
     counts = Counter(sizes)
     islands = " and ".join(f"{count} of {size}" for size, count in counts.items())
     return [f"training: islands of GPUs that each hold a copy, {islands}"]
+
+
+def _center(plan: PlanDocument) -> str:
+    """Where the run's own services stand."""
+    found = plan.center
+    if found["broker"] == found["scheduler"]:
+        return f"Redis, broker and scheduler: on {found['broker']}"
+    return f"Redis and broker: on {found['broker']}; scheduler: on {found['scheduler']}"
+
+
+def _weights(report: FeasiblePlan) -> Iterator[str]:
+    """Which link carries new weights where."""
+    for route in weight_routes(report.model, report.plan):
+        is_far = route.to_site != route.from_site
+        way = f"{route.from_site} to {route.to_site}" if is_far else f"inside {route.to_site}"
+        seconds = f"{route.seconds:10.3f} s" if route.seconds is not None else f"{'no link':>12}"
+        relay = f" by {route.relay}" if route.relay is not None else ""
+        copies = f"{route.copies} {'copy' if route.copies == 1 else 'copies'}"
+        yield f"  {seconds}  {way}{relay}: {copies} of {route.bytes_per_version / 1e9:.3g} GB"
 
 
 def _simulated(report: FeasiblePlan) -> str:
@@ -163,6 +184,8 @@ def _explained(report: FeasiblePlan) -> Iterator[str]:
                 f"  {state.step_s * 1000:10.2f} ms {name}, {_layout(each.replicas)}: {state.batch} sequences, "
                 f"{report.model.demand.weight_bytes / gpus / 1e9:.1f} GB of weights a GPU"
             )
+    yield "new weights of a step, whole (deltas are smaller):"
+    yield from _weights(report)
     yield "one more machine would bring:" if report.next_purchases else "no offer makes it faster"
     for purchase in report.next_purchases:
         yield f"  {_purchase(purchase)}"

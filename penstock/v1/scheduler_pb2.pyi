@@ -39,6 +39,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Training."""
     ROLE_SCORER: _Role.ValueType  # 5
     """Log-probs of a frozen model, one process for each accelerator."""
+    ROLE_SCHEDULER: _Role.ValueType  # 7
+    """The scheduler."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """A part a machine can play."""
@@ -55,6 +57,8 @@ ROLE_TRAINER: Role.ValueType  # 4
 """Training."""
 ROLE_SCORER: Role.ValueType  # 5
 """Log-probs of a frozen model, one process for each accelerator."""
+ROLE_SCHEDULER: Role.ValueType  # 7
+"""The scheduler."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _LengthTest:
@@ -365,6 +369,7 @@ class Plan(_message.Message):
     EXPLANATION_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     TRAINER_ISLANDS_FIELD_NUMBER: _builtins.int
+    WEIGHT_RELAYS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run it was made for."""
     revision: _builtins.int
@@ -394,6 +399,10 @@ class Plan(_message.Message):
         pipeline_parallel, which all trainers have in common.
         """
 
+    @_builtins.property
+    def weight_relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightRelay]:
+        """Who brings new weights to the sites other than the trainers'; at a site without one the first generator that asks."""
+
     def __init__(
         self,
         *,
@@ -407,10 +416,11 @@ class Plan(_message.Message):
         explanation: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
         trainer_islands: _abc.Iterable[_builtins.int] | None = ...,
+        weight_relays: _abc.Iterable[Global___WeightRelay] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bound_tokens_per_second", b"_bound_tokens_per_second", "_cost_per_million_tokens", b"_cost_per_million_tokens", "_expected_tokens_per_second", b"_expected_tokens_per_second", "bound_tokens_per_second", b"bound_tokens_per_second", "cost_per_million_tokens", b"cost_per_million_tokens", "create_time", b"create_time", "expected_tokens_per_second", b"expected_tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound_tokens_per_second", b"_bound_tokens_per_second", "_cost_per_million_tokens", b"_cost_per_million_tokens", "_expected_tokens_per_second", b"_expected_tokens_per_second", "assignments", b"assignments", "bound_tokens_per_second", b"bound_tokens_per_second", "cost_per_million_tokens", b"cost_per_million_tokens", "create_time", b"create_time", "expected_tokens_per_second", b"expected_tokens_per_second", "explanation", b"explanation", "revision", b"revision", "run_id", b"run_id", "solver", b"solver", "trainer_islands", b"trainer_islands"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound_tokens_per_second", b"_bound_tokens_per_second", "_cost_per_million_tokens", b"_cost_per_million_tokens", "_expected_tokens_per_second", b"_expected_tokens_per_second", "assignments", b"assignments", "bound_tokens_per_second", b"bound_tokens_per_second", "cost_per_million_tokens", b"cost_per_million_tokens", "create_time", b"create_time", "expected_tokens_per_second", b"expected_tokens_per_second", "explanation", b"explanation", "revision", b"revision", "run_id", b"run_id", "solver", b"solver", "trainer_islands", b"trainer_islands", "weight_relays", b"weight_relays"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bound_tokens_per_second: _TypeAlias = _typing.Literal["bound_tokens_per_second"]  # noqa: Y015
     _WhichOneofArgType__bound_tokens_per_second: _TypeAlias = _typing.Literal["_bound_tokens_per_second", b"_bound_tokens_per_second"]  # noqa: Y015
@@ -426,6 +436,32 @@ class Plan(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_tokens_per_second) -> _WhichOneofReturnType__expected_tokens_per_second | None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class WeightRelay(_message.Message):
+    """The machine of a site whose generators fetch each version over the link, and pass it on inside the site."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SITE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    site: _builtins.str
+    """The site."""
+    node_id: _builtins.str
+    """The machine."""
+    def __init__(
+        self,
+        *,
+        site: _builtins.str = ...,
+        node_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "site", b"site"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightRelay: _TypeAlias = WeightRelay  # noqa: Y015
 
 @_typing.final
 class RegisterNodeRequest(_message.Message):

@@ -21,7 +21,7 @@ from services.scheduler.cost_model.reference import RM1
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.planning.first_fit import SOLVER, first_fit
 from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
-from services.scheduler.planning.plan_message import document_of
+from services.scheduler.planning.plan_message import document_of, keep_center
 from services.scheduler.planning.plan_wire import PlanTask, checked_task, plan_task
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came
@@ -169,15 +169,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         budget_s = request.budget.ToNanoseconds() / 1e9 if request.HasField("budget") else DEFAULT_BUDGET_S
         time_left = self._budget(budget_s)
         live = Live(task.problem, {})
-        start = None
+        before = start = None
         if running is not None:
             # The machines of its plan count as present, and those that have registered.
             views = self._views()
             missing = never_came(task.problem, running, views) - machines_of(running)
             live = live_problem(task.problem, views, left=frozenset(self._left), missing=missing)
-            start = live.from_real(running)
+            before, start = request.running_plan, live.from_real(running)
         elif (in_force := self._plans.get(request.run_id)) is not None and in_force.solver != SOLVER:
-            start = document_of(in_force)
+            before, start = in_force, document_of(in_force)
         self._num_solving += 1
         solving = asyncio.create_task(
             asyncio.to_thread(
@@ -192,6 +192,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         solving.add_done_callback(self._solving_ended)
         plan = await asyncio.shield(solving)
         live.to_real(plan)
+        if before is not None:
+            keep_center(plan, before)
         return plan
 
     def _solving_ended(self, solving: asyncio.Task[pb.Plan]) -> None:

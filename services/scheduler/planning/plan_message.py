@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.v1 import scheduler_pb2 as pb
-from services.scheduler.problem.plan_document import SHARE_DIGITS, Mesh, PlanDocument, Replicas, Scorers, TrainShare
+from services.scheduler.problem.plan_document import (
+    SHARE_DIGITS,
+    Broker,
+    Mesh,
+    PlanDocument,
+    Relay,
+    Replicas,
+    Scorers,
+    TrainShare,
+)
+
+CENTER = (pb.ROLE_BROKER, pb.ROLE_SCHEDULER)
+"""What a run has one of, and revisions leave where it is."""
 
 
 def put_trainers(message: pb.Plan, plan: PlanDocument, shares: Sequence[float] = ()) -> None:
@@ -39,7 +51,10 @@ def put_trainers(message: pb.Plan, plan: PlanDocument, shares: Sequence[float] =
 
 
 def put_services(message: pb.Plan, plan: PlanDocument, first: Mapping[str, int]) -> None:
-    """Add an assignment for each machine with scorers, on its GPUs from `first` on, and each with a reward worker."""
+    """Add everything that is not trained or generated.
+
+    Scorers of a machine are on its GPUs from `first` on.
+    """
     for each in plan.score:
         begin = first.get(each.node, 0)
         indices = range(begin, begin + each.gpus)
@@ -48,6 +63,12 @@ def put_services(message: pb.Plan, plan: PlanDocument, first: Mapping[str, int])
         )
     for name in plan.reward:
         message.assignments.add(node_id=name, role=pb.ROLE_REWARD, num_replicas=1)
+    for relay in plan.relay:
+        message.weight_relays.add(site=relay.site, node_id=relay.node)
+    if plan.broker is not None:
+        message.assignments.add(node_id=plan.broker.node, role=pb.ROLE_BROKER, num_replicas=1)
+    if plan.scheduler is not None:
+        message.assignments.add(node_id=plan.scheduler, role=pb.ROLE_SCHEDULER, num_replicas=1)
 
 
 def document_of(plan: pb.Plan) -> PlanDocument:
@@ -70,7 +91,25 @@ def document_of(plan: pb.Plan) -> PlanDocument:
     ]
     reward = [each.node_id for each in plan.assignments if each.role == pb.ROLE_REWARD]
     train, mesh = trainers_of(plan)
-    return PlanDocument(gen=tuple(gen), train=train, mesh=mesh, score=tuple(score), reward=tuple(reward))
+    center = {each.role: each.node_id for each in plan.assignments if each.role in CENTER}
+    return PlanDocument(
+        gen=tuple(gen),
+        train=train,
+        mesh=mesh,
+        score=tuple(score),
+        reward=tuple(reward),
+        broker=Broker(node=center[pb.ROLE_BROKER]) if pb.ROLE_BROKER in center else None,
+        scheduler=center.get(pb.ROLE_SCHEDULER),
+        relay=tuple(Relay(site=each.site, node=each.node_id) for each in plan.weight_relays),
+    )
+
+
+def keep_center(plan: pb.Plan, before: pb.Plan) -> None:
+    """Give a plan the broker and the scheduler of the one before: revisions do not move them."""
+    others = [each for each in plan.assignments if each.role not in CENTER]
+    kept = [each for each in before.assignments if each.role in CENTER]
+    del plan.assignments[:]
+    plan.assignments.extend([*others, *kept])
 
 
 def trainers_of(message: pb.Plan) -> tuple[tuple[TrainShare, ...], Mesh | None]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit, Score
 from services.scheduler.planning.market import Alternative, Purchase, usd_per_hour
+from services.scheduler.planning.service_places import weight_routes
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.interface import Solution
 
@@ -151,6 +152,7 @@ def _feasible(report: FeasiblePlan) -> dict[str, object]:
         "generation_idle": report.generation_idle,
         "training_idle": report.training_idle,
         "training": {"step_s": step.step_s, **asdict(step)},
+        "weights": [asdict(each) for each in weight_routes(report.model, report.plan)],
         "generation": [
             {
                 **each.replicas.model_dump(exclude={"batch"}),

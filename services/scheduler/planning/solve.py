@@ -13,6 +13,7 @@ from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
 from services.scheduler.planning.relayout import relaid
 from services.scheduler.planning.scorer_placement import around, with_scorers
+from services.scheduler.planning.service_places import with_center, with_relays, without_places
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility, part_of
@@ -56,11 +57,15 @@ def make_plan(
     """
     budget_s = time_left()
     if running is None:
-        solution = solve(model, solver, time_left=time_left, seed=seed, starts=starts)
+        begins = tuple(map(without_places, starts))
+        solution = solve(model, solver, time_left=time_left, seed=seed, starts=begins)
     else:
-        solution = _checked(model, _regenerated(model, running, time_left=time_left))
+        solution = _checked(model, _regenerated(model, without_places(running), time_left=time_left))
     before = starts[0] if running is None and starts else running
-    return report_of(model, _with_rewards(model, solution, before), solve_s=budget_s - time_left())
+    solution = _with_rewards(model, solution, before)
+    if solution.plan is not None:
+        solution = replace(solution, plan=with_relays(model.problem, solution.plan))
+    return report_of(model, solution, solve_s=budget_s - time_left())
 
 
 def _with_rewards(model: CostModel, solution: Solution, before: PlanDocument | None) -> Solution:
@@ -94,7 +99,7 @@ def make_advised_plan(
     seed: int = 0,
     starts: Plans = (),
 ) -> PlanReport:
-    """A plan, its simulated rate, and what to buy or give up next; arguments as in make_plan."""
+    """A plan with all its services, its simulated rate, and what to buy or give up next; arguments as in make_plan."""
     solving, simulating = (part_of(time_left, share) for share in (_SOLVE_SHARE, _SIMULATED_SHARE))
     report = make_plan(model, solver, time_left=solving, seed=seed, starts=starts)
     if not isinstance(report, FeasiblePlan):
@@ -102,6 +107,7 @@ def make_advised_plan(
     simulated = simulate(model, report.plan, time_left=simulating, seed=seed)
     return replace(
         report,
+        plan=with_center(model.problem, report.plan, next(iter(starts), None)),
         simulated_samples_per_second=simulated,
         next_purchases=purchases(model, report.solution, time_left=part_of(time_left, 0.5), seed=seed),
         alternatives=alternatives(model, report.solution, time_left=time_left, seed=seed),

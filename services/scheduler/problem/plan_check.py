@@ -44,6 +44,7 @@ def violations(problem: Problem, plan: PlanDocument) -> list[str]:
         *_training_memory(problem, machines, plan),
         *_scoring(problem, machines, plan),
         *_regions(problem, machines, plan),
+        *_relays(machines, plan),
     ]
 
 
@@ -51,7 +52,9 @@ def _named(plan: PlanDocument) -> list[tuple[str, str]]:
     generates = [(f"gen.{index}.node", each.node) for index, each in enumerate(plan.gen)]
     scores = [(f"score.{index}.node", each.node) for index, each in enumerate(plan.score)]
     rewards = [(f"reward.{index}", name) for index, name in enumerate(plan.reward)]
-    return generates + [(f"train.{index}.node", each.node) for index, each in enumerate(plan.train)] + scores + rewards
+    relays = [(f"relay.{index}.node", each.node) for index, each in enumerate(plan.relay)]
+    trains = [(f"train.{index}.node", each.node) for index, each in enumerate(plan.train)]
+    return generates + trains + scores + rewards + relays
 
 
 def _capacity(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
@@ -170,6 +173,26 @@ def _regions(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocumen
         and not any(frozenset((home, region)) in linked for home in homes)
     ]
     return [f"train: the pool spans {one!r} and {other!r}, which no link joins" for one, other in apart] + unreached
+
+
+def _relays(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
+    """One at most for a site, which generates there and gets its weights over a link."""
+    generating, home = {each.node for each in plan.gen}, machines[plan.train[0].node].region
+    sites = Counter(each.site for each in plan.relay)
+    return [
+        *(f"relay: site {site!r} has {count}; state one" for site, count in sites.items() if count > 1),
+        *(
+            f"relay.{index}.node: {each.node} of region {machines[each.node].region!r} is no machine of site "
+            f"{each.site!r} that generates"
+            for index, each in enumerate(plan.relay)
+            if each.node not in generating or machines[each.node].region != each.site
+        ),
+        *(
+            f"relay.{index}.site: the head is in {home!r} as well, and sends weights to each generator there itself"
+            for index, each in enumerate(plan.relay)
+            if each.site == home
+        ),
+    ]
 
 
 def _usable_GB(problem: Problem, node: NodeClass) -> float:

@@ -4,14 +4,17 @@
      "train": [{"node": "h800-0", "gpus": 8, "share": 1.0}, {"node": "h20-1", "gpus": 4, "share": 0.3}],
      "mesh":  {"islands": [8, 4]},
      "score": [{"node": "h20-1", "gpus": 1}],
-     "reward": ["h20-0"]}
+     "reward": ["h20-0"],
+     "broker": {"node": "cpu-0"}, "scheduler": "cpu-0",
+     "relay": [{"site": "oslo", "node": "h20-0"}]}
 
 `count` replicas on a machine, of `pp` stages of `tp` GPUs each, which decode `batch` samples at once; `gpus` of a
 machine in the training pool, one process of the trainer each, whose ranks follow the list. The first machine of the
-pool is the head, where Redis, broker, scheduler, reward worker and the trainer's first process are; it sends weights to
-generators over its region's links. Without a mesh all processes shard one copy of the model, and tokens follow the
-GPUs' speed. Each GPU of `score` has a scorer, and each machine of `reward` a reward worker; without it the head has
-one.
+pool is the head, where the trainer's first process is; it sends weights to generators over its region's links. Without
+a mesh all processes shard one copy of the model, and tokens follow the GPUs' speed. Each GPU of `score` has a scorer,
+and each machine of `reward` a reward worker; without it the head has one. Redis is where the broker is; broker and
+scheduler are on the head if the plan does not name their machines. The generators of a `relay` fetch each version over
+the link of their site and pass it on there.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from penstock.config import StrictModel, read_document, validate
-from services.scheduler.problem.problem import MAX_NODES, NodeClass, Problem
+from services.scheduler.problem.problem import MAX_NODES, HostClass, NodeClass, Problem
 
 SHARE_DIGITS = 4
 """Of a share of tokens, where the largest is 1."""
@@ -86,6 +89,22 @@ class Scorers(StrictModel):
     """A process each, with a whole copy of the frozen model."""
 
 
+class Broker(StrictModel):
+    """The broker and its Redis."""
+
+    node: str
+    """Machine of both, which may be one without GPUs."""
+
+
+class Relay(StrictModel):
+    """Who brings new weights to a site other than the head's."""
+
+    site: str
+    """Region in the problem."""
+    node: str
+    """Machine of it whose generators fetch a version first; the others of the site take it from them."""
+
+
 class Mesh(StrictModel):
     """The directions in which the processes of the pool divide a step, in the order of their ranks."""
 
@@ -145,6 +164,19 @@ class PlanDocument(StrictModel):
     mesh: Mesh | None = None
     score: tuple[Scorers, ...] = Field(default=(), max_length=MAX_NODES)
     reward: tuple[str, ...] = Field(default=(), max_length=MAX_NODES)
+    broker: Broker | None = None
+    """Unset: on the head."""
+    scheduler: str | None = None
+    """Its machine; unset: the head."""
+    relay: tuple[Relay, ...] = Field(default=(), max_length=MAX_NODES)
+    """At most one a site; at others the first generator that asks for a version fetches it."""
+
+    @property
+    def center(self) -> dict[str, str]:
+        """Machines of `broker` (with Redis) and `scheduler`; of a plan that trains nowhere, those that it states."""
+        head = self.train[0].node if self.train else None
+        found = {"broker": self.broker.node if self.broker is not None else head, "scheduler": self.scheduler or head}
+        return {service: name for service, name in found.items() if name is not None}
 
     @property
     def num_processes(self) -> int:
@@ -152,7 +184,10 @@ class PlanDocument(StrictModel):
         return sum(share.gpus for share in self.train)
 
     def places(self) -> Iterator[tuple[str, str, int]]:
-        """The field, machine and number of GPUs of everything that it places."""
+        """The field, machine and number of GPUs of everything that it places, but broker and scheduler.
+
+        Those do not move, so that a plan goes on where its problem has lost their machine.
+        """
         for index, replicas in enumerate(self.gen):
             yield f"gen.{index}.node", replicas.node, replicas.gpus
         for index, share in enumerate(self.train):
@@ -161,11 +196,13 @@ class PlanDocument(StrictModel):
             yield f"score.{index}.node", scorers.node, scorers.gpus
         for index, name in enumerate(self.reward):
             yield f"reward.{index}", name, 0
+        for index, relay in enumerate(self.relay):
+            yield f"relay.{index}.node", relay.node, 0
 
     def stated(self) -> dict[str, Any]:
         """What it states, for JSON and YAML."""
         found = self.model_dump(mode="json", exclude_none=True)
-        for key in ("score", "reward"):
+        for key in ("score", "reward", "relay"):
             if not found[key]:
                 del found[key]
         for each in found["gen"]:
@@ -183,6 +220,11 @@ def read_plan(path: Path) -> PlanDocument:
 def node_classes(problem: Problem) -> dict[str, NodeClass]:
     """Each machine's entry in the problem, by the machine's id; in the problem's order."""
     return {node.machine(index): node for node in problem.nodes for index in range(node.count)}
+
+
+def host_classes(problem: Problem) -> dict[str, HostClass]:
+    """The same of machines without GPUs."""
+    return {host.machine(index): host for host in problem.hosts for index in range(host.count)}
 
 
 def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | None:

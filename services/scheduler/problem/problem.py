@@ -70,6 +70,20 @@ class NodeClass(StrictModel):
         return self.machines[index] if self.machines else f"{self.name}-{index}"
 
 
+class HostClass(StrictModel):
+    """`count` machines without GPUs that are there for broker, Redis and scheduler."""
+
+    name: Name
+    count: int = Field(default=1, ge=1, le=MAX_NODES)
+    region: Name = "default"
+    machines: tuple[Name, ...] = Field(default=(), max_length=MAX_NODES)
+    """Names of the machines, as of those with GPUs."""
+
+    def machine(self, index: int) -> str:
+        """The name of one of them."""
+        return self.machines[index] if self.machines else f"{self.name}-{index}"
+
+
 _GATED_MATRICES = 3
 """Of a feed-forward network with a gate."""
 
@@ -330,6 +344,7 @@ class Problem(StrictModel):
     notes: Any = None
     gpu_types: dict[Name, GpuType] = Field(min_length=1, max_length=256)
     nodes: tuple[NodeClass, ...] = Field(min_length=1, max_length=MAX_NODES)
+    hosts: tuple[HostClass, ...] = Field(default=(), max_length=MAX_NODES)
     links: tuple[Link, ...] = Field(default=(), max_length=MAX_NODES)
     model: Model
     workload: Workload
@@ -372,14 +387,26 @@ class Problem(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _hosts_are_beside_nodes(self) -> Self:
+        regions = {node.region for node in self.nodes}
+        for index, host in enumerate(self.hosts):
+            if host.region not in regions:
+                raise ValueError(f"hosts.{index}.region: no node is in {host.region!r}; there are {sorted(regions)}")
+        return self
+
+    @model_validator(mode="after")
     def _machines_have_names_of_their_own(self) -> Self:
-        for index, node in enumerate(self.nodes):
-            if node.machines and len(node.machines) != node.count:
+        entries: list[tuple[str, NodeClass | HostClass]] = [
+            *((f"nodes.{index}", node) for index, node in enumerate(self.nodes)),
+            *((f"hosts.{index}", host) for index, host in enumerate(self.hosts)),
+        ]
+        for field, entry in entries:
+            if entry.machines and len(entry.machines) != entry.count:
                 raise ValueError(
-                    f"nodes.{index}.machines: names {len(node.machines)} machines, and count is {node.count}; "
+                    f"{field}.machines: names {len(entry.machines)} machines, and count is {entry.count}; "
                     "name as many, or leave them out"
                 )
-        names = Counter(node.machine(index) for node in self.nodes for index in range(node.count))
+        names = Counter(entry.machine(index) for _, entry in entries for index in range(entry.count))
         if (twice := names.most_common(1)[0])[1] > 1:
             raise ValueError(f"nodes: {twice[0]!r} is the name of {twice[1]} machines; name each differently")
         return self

@@ -41,9 +41,14 @@ class Live:
         """Rename machines of a plan over this problem to their real names."""
         for assignment in plan.assignments:
             assignment.node_id = self.node_ids.get(assignment.node_id, assignment.node_id)
+        for relay in plan.weight_relays:
+            relay.node_id = self.node_ids.get(relay.node_id, relay.node_id)
 
     def from_real(self, plan: PlanDocument) -> PlanDocument:
-        """A plan over real machines in the problem's names, without the machines that are gone."""
+        """A plan over real machines in the problem's names, without the machines that are gone.
+
+        Nor has it what is not planned again: relays follow from the rest, broker and scheduler stay.
+        """
         back = {real: name for name, real in self.node_ids.items()}
         gen = [each.model_copy(update={"node": back[each.node]}) for each in plan.gen if each.node in back]
         train = [each.model_copy(update={"node": back[each.node]}) for each in plan.train if each.node in back]

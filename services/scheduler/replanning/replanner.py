@@ -16,7 +16,7 @@ from penstock.errors import InvalidFieldError, PenstockError
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.plan_message import document_of
+from services.scheduler.planning.plan_message import document_of, keep_center
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
@@ -172,6 +172,7 @@ class Replanner:
         if best is None or self._runs.get(run_id) is not run:
             return None
         _, found, verdict = best
+        keep_center(found, run.plan)
         found.explanation = f"revised: {verdict.reason}. {_news(run, live, found)}{found.explanation}"
         run.plan, run.revised_s = found, now_s
         return found

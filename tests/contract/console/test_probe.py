@@ -52,6 +52,8 @@ def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
     assert plan["rm1_plan"] == {
         "gen": [{"node": "this", "tp": 1, "count": 1}],
         "train": [{"node": "this", "gpus": 1}],
+        "broker": {"node": "this"},
+        "scheduler": "this",
     }
 
 

@@ -298,13 +298,18 @@ async def test_a_scheduler_that_forgot_plans_better_generators_and_leaves_the_tr
 
 
 async def test_trainers_that_are_kept_stay_while_generators_are_replaced(fleet):
-    await fleet.ask("CreatePlan", going_on())
+    request = going_on()
+    request.running_plan.assignments.add(node_id="desk", role=pb.ROLE_BROKER)
+    request.running_plan.assignments.add(node_id="h20-0", role=pb.ROLE_SCHEDULER)
+    await fleet.ask("CreatePlan", request)
     await fleet.join("h20-new", "H20")
     del fleet.alive["h20-0"]
     after = await fleet.pass_time(20.0)
 
     assert trainers(after) == {"h800-0": 8}
-    assert machines(after) == {"h800-0", "h20-new"}
+    # Nothing moves a broker or a scheduler, and they are no reason to revise.
+    assert document_of(after).center == {"broker": "desk", "scheduler": "h20-0"}
+    assert {each.node for each in document_of(after).gen} == {"h20-new"}
     assert "h20-0 of the plan in force: not there any more" in after.explanation
     assert "h20-new now used" in after.explanation
 

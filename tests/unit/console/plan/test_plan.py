@@ -39,6 +39,7 @@ FEASIBLE_KEYS = [
     "generation_idle",
     "training_idle",
     "training",
+    "weights",
     "generation",
     "simulated_samples_per_second",
 ]

@@ -49,7 +49,8 @@ def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
         app, ["plan", str(INSTANCES / "tiny_02.json"), "--solver", "toy", "--budget-s", "1", "--json"]
     )
     answer = json.loads(result.output)
-    assert (answer["rm1_plan"], answer["solver"]) == (HALVES.stated(), "toy")
+    center = {"broker": {"node": HALVES.train[0].node}, "scheduler": HALVES.train[0].node}
+    assert (answer["rm1_plan"], answer["solver"]) == ({**HALVES.stated(), **center}, "toy")
     refused = CliRunner().invoke(app, ["plan", "nowhere.json", "--solver", "oracle"])
     assert "there is: auto, partition, streamrl, exhaustive, multilevel, milp, toy" in refused.output
     asked = pb.CreatePlanRequest(problem_json=json.dumps(document("tiny_02")), solver="toy")

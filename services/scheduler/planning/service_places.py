@@ -1,0 +1,103 @@
+"""Places what no solver does: broker, Redis and scheduler, and the relay of each site; and says what its link carries.
+
+The rules, which use no rates of the cost model:
+
+- Broker, Redis and scheduler stand on the first machine without GPUs in the head's region, where they take nothing
+  from a trainer and stay when the trainer moves; without one on the head.
+- At every other site that generates, weights come to the machine with the fastest network card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.problem.plan_document import Broker, PlanDocument, Relay, host_classes, node_classes
+from services.scheduler.problem.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRoute:
+    """What brings each new version to the generators of one site."""
+
+    from_site: str
+    """The head's."""
+    to_site: str
+    relay: str | None
+    """Machine that fetches for its site; None at the head's, and where the plan names none: the first that asks."""
+    copies: int
+    """Copies of a version that travel: one to another site, one for each replica of the head's."""
+    bytes_per_version: float
+    """Of one copy of a whole version; deltas are smaller."""
+    seconds: float | None
+    """Until all copies are there, by the slowest of the link and the machines' network cards; None where the problem
+    has no link."""
+
+
+def without_places(plan: PlanDocument) -> PlanDocument:
+    """What solvers see of a plan."""
+    return plan.model_copy(update={"broker": None, "scheduler": None, "relay": ()})
+
+
+def with_center(problem: Problem, plan: PlanDocument, before: PlanDocument | None) -> PlanDocument:
+    """The plan with machines for broker and scheduler: those of the plan `before`, where it states some."""
+    head = plan.train[0].node
+    region = node_classes(problem)[head].region
+    place = next((name for name, host in host_classes(problem).items() if host.region == region), head)
+    broker, scheduler = (None, None) if before is None else (before.broker, before.scheduler)
+    return plan.model_copy(update={"broker": broker or Broker(node=place), "scheduler": scheduler or place})
+
+
+def with_relays(problem: Problem, plan: PlanDocument) -> PlanDocument:
+    """The plan with a relay at each site that generates and is not the head's."""
+    machines = node_classes(problem)
+    home = machines[plan.train[0].node].region
+    best: dict[str, str] = {}
+    for each in plan.gen:
+        site = machines[each.node].region
+        if site != home and (site not in best or machines[each.node].nic_Gbps > machines[best[site]].nic_Gbps):
+            best[site] = each.node
+    return plan.model_copy(update={"relay": tuple(Relay(site=site, node=name) for site, name in best.items())})
+
+
+def center_error(problem: Problem, plan: PlanDocument) -> str | None:
+    """Why broker or scheduler cannot stand where the plan has them, naming the field; None if they can."""
+    known = node_classes(problem).keys() | host_classes(problem).keys()
+    stated = {"broker.node": plan.broker.node if plan.broker is not None else None, "scheduler": plan.scheduler}
+    for field, name in stated.items():
+        if name is not None and name not in known:
+            return f"{field}: there is no machine {name!r}; name one of the problem's nodes or hosts"
+    return None
+
+
+def weight_routes(model: CostModel, plan: PlanDocument) -> list[WeightRoute]:
+    """How weights reach every site that generates, the head's first."""
+    machines = model.nodes
+    head = machines[plan.train[0].node]
+    relays = {each.site: each.node for each in plan.relay}
+    replicas: dict[str, int] = {}
+    for each in plan.gen:
+        site = machines[each.node].region
+        replicas[site] = replicas.get(site, 0) + each.count
+    routes = []
+    for site in sorted(replicas, key=lambda site: site != head.region):
+        relay, is_far = relays.get(site), site != head.region
+        copies = 1 if is_far else replicas[site]
+        rates = [head.nic_Gbps * 1e9 / 8]
+        if relay is not None:
+            rates.append(machines[relay].nic_Gbps * 1e9 / 8)
+        if is_far:
+            rates.append(model.network.bytes_per_second(head.region, site))
+        latency_s = model.network.latency_s(head.region, site) if is_far else 0.0
+        num_bytes = model.demand.weight_bytes
+        routes.append(
+            WeightRoute(
+                from_site=head.region,
+                to_site=site,
+                relay=relay,
+                copies=copies,
+                bytes_per_version=num_bytes,
+                seconds=copies * num_bytes / min(rates) + latency_s if min(rates) > 0 else None,
+            )
+        )
+    return routes
