@@ -11,6 +11,8 @@ from services.generator.config import GeneratorConfig, InstanceConfig
 from services.scheduler.replanning.migration import is_like
 
 MOST_SAMPLES = 8192
+RELAY_PATIENCE_S = 5.0
+"""Generators of a site hear of a version at once, and the relay's begin with it once the one before is installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +129,22 @@ def change(running: Mapping[str, Placement], wanted: Mapping[str, Placement]) ->
     )
 
 
-def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> GeneratorConfig:
-    """The configuration of a process; `port` is its own, and the following ones are free for it."""
+def relay_of(plan: pb.Plan, config: NodeConfig) -> str | None:
+    """The machine that brings weights to this one's site; None if the plan names none."""
+    return next((each.node_id for each in plan.weight_relays if each.site == config.site), None)
+
+
+def generator_config(
+    config: NodeConfig, placement: Placement, *, port: int, relay: str | None = None
+) -> GeneratorConfig:
+    """The configuration of a process.
+
+    Args:
+        config: The machine's.
+        placement: The process.
+        port: Its own, and the following ones are free for it.
+        relay: The machine of its site whose generators fetch a version first.
+    """
     base = config.generator
     host = base.listen.rpartition(":")[0]
     num_samples = min(placement.num_samples or base.engine.max_concurrent_samples, MOST_SAMPLES)
@@ -144,6 +160,8 @@ def generator_config(config: NodeConfig, placement: Placement, *, port: int) -> 
         "engine": base.engine.model_copy(update=engine),
         "cache_dir": base.cache_dir / placement.name,
     }
+    if base.site and relay not in (None, config.node_id):
+        update["relay_patience_s"] = RELAY_PATIENCE_S
     if base.engine.is_emulated:
         update["instances"] = (InstanceConfig(count=placement.num_replicas),)
     elif base.site:

@@ -27,7 +27,7 @@ from console.launch.disk_watch import FolderRefusedError
 from console.launch.ports import free_block
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ServiceFailedError, watch_launcher
-from console.node.assignment import Placement, change, generator_config, misfits, placements
+from console.node.assignment import Placement, change, generator_config, misfits, placements, relay_of
 from console.node.config import NodeConfig, read_node
 from console.node.gpus import own_gpus, visible
 from console.node.rates import Meter, Replica, keep_measuring
@@ -100,6 +100,8 @@ class NodeAgent:
             is_training=partial(is_training, security=security),
             time_scale=time_scale,
         )
+        self._relay: str | None = None
+        """The machine that brings weights to this site by the newest plan; what started before keeps its own."""
         self._told = ""
         """Why this machine is not planned to train, as logged last."""
         self._say_at_s = 0.0
@@ -174,6 +176,7 @@ class NodeAgent:
         unfit = (*misfits(plan, self._config), *scoring_misfits(plan, self._config), obstacle(plan, self._config))
         for misfit in filter(None, unfit):
             _log.warning("the plan does not fit this machine", revision=plan.revision, wanted=misfit)
+        self._relay = relay_of(plan, self._config)
         todo = change(self._running, wanted)
         if todo.stops or todo.starts:
             started = [f"{one.name} (GPUs {', '.join(map(str, one.gpus))})" for one in todo.starts]
@@ -201,7 +204,7 @@ class NodeAgent:
         config = self._config
         first = int(config.generator.listen.rpartition(":")[2])
         port = first + 2 * placement.gpus[0] if first else free_block(max(2, placement.num_replicas))
-        settings = generator_config(config, placement, port=port)
+        settings = generator_config(config, placement, port=port, relay=self._relay)
         target = local_endpoint(settings.listen).target
         self._services.launch_service(
             "generator",

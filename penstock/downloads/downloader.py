@@ -25,6 +25,7 @@ from typing import Self
 from penstock.clients.weights import content_id
 from penstock.downloads.broadcast_receiver import BroadcastReceiver
 from penstock.downloads.file_check import is_laid_out_alike, verify_content
+from penstock.downloads.relay_wait import RelayWait
 from penstock.errors import DigestMismatchError, InvalidFieldError, PenstockError
 from penstock.process.logger import get_logger
 from penstock.security import NO_SECURITY, Security
@@ -92,6 +93,8 @@ class Downloader:
         self._broadcasts = broadcasts
         self._relay = relay
         self._find_relays = find_relays
+        self.relay_wait: RelayWait | None = None
+        """Lets another receiver of the site be the first to fetch; None: whoever asks first is."""
         self.faults = SourceFaults(security.tls_files)
         """Explains failures of sources that an operator has to fix."""
         self._num_connections = num_connections
@@ -142,6 +145,8 @@ class Downloader:
         try:
             if self._broadcasts is not None and not content.is_complete:
                 broadcast_bytes = await self._broadcasts.receive(manifest, content, on_refused)
+            if self.relay_wait is not None and not content.is_complete:
+                await self.relay_wait.for_content(content_id(manifest))
             fetching = await self._fetch_missing(manifest, content, on_refused)
             await asyncio.to_thread(os.replace, partial_path, target)
         except BaseException as error:

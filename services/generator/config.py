@@ -108,6 +108,9 @@ class GeneratorConfig(MeasuredConfig, ServedModel):
     relay_url: str | None = Field(default=None, pattern=PUBLIC_ADDRESS)
     """Address under which its site reaches that server: host:port (https if this process has a certificate), or the
     https:// address of a proxy; derived from the address it listens on when unset."""
+    relay_patience_s: float = Field(default=0.0, ge=0, le=60)
+    """How long another generator of the site may take to begin with a version before this one fetches it over the link
+    itself; 0 for the generators of the machine that a plan has relay to its site."""
     weights_transport: Transport = Transport.HTTP
     """Whether it takes part in the trainer's broadcasts, over gloo or nccl as the trainer is configured; only on the
     trainer's own fast network. Anything missed is fetched over HTTP."""

@@ -129,6 +129,8 @@ def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Secu
         tensor_parallel=config.engine.tensor_parallel,
         pipeline_parallel=config.engine.pipeline_parallel,
         max_concurrent_samples=config.engine.max_concurrent_samples,
+        site=config.site,
+        relay_patience_s=config.relay_patience_s,
     )
     generator = Generator(
         config,

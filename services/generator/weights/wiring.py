@@ -9,6 +9,7 @@ from penstock.clients.weights import WeightsClient
 from penstock.collective.broadcast_backend import Transport
 from penstock.downloads.broadcast_receiver import BroadcastReceiver
 from penstock.downloads.downloader import Downloader
+from penstock.downloads.relay_wait import RelayWait
 from penstock.network.http_server import public_url
 from penstock.security import Security
 from penstock.transfer.relay import Relay
@@ -57,6 +58,8 @@ def build_puller(
         on_fetched=lambda kind, num_bytes: metrics.fetched_bytes.labels(kind).inc(num_bytes),
     )
     downloader.faults.report = store.report_failure
+    if config.site and config.relay_patience_s > 0:
+        downloader.relay_wait = RelayWait(store.find_relays, patience_s=config.relay_patience_s)
     puller = WeightPuller(
         client=store,
         downloader=downloader,

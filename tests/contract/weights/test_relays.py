@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections import Counter
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 
 from penstock.clients.weights import content_id
 from penstock.downloads.downloader import Downloader
+from penstock.downloads.relay_wait import RelayWait
 from penstock.errors import ServiceUnavailableError
 from penstock.security import NO_SECURITY, Security
 from penstock.transfer import content_server as serving_module
@@ -327,3 +329,43 @@ async def test_a_relay_on_any_address_is_named_by_the_one_that_the_store_sees_or
     ):
         async with Relay(listen="0.0.0.0:0", peer=peer, security=security) as relay:
             assert urlsplit(relay.url("r", "c")).hostname == host.lower()
+
+
+async def test_the_relay_of_a_plan_is_the_one_that_fetches_over_the_link(tmp_path):
+    async with site(tmp_path, bytes_per_second=20 * MB) as made:
+        num_asked = Counter()
+
+        async def waiting(name):
+            receiver = await made.receiver(name)
+
+            async def find(*arguments):
+                num_asked[name] += 1
+                return await receiver.client.find_relays(*arguments)
+
+            receiver.downloader.relay_wait = RelayWait(find, patience_s=1.0)
+            return receiver
+
+        relay = await made.receiver("relay")
+        first, second = await waiting("first"), await waiting("second")
+        for version in (1, 2):
+            before_bytes = made.link.delivered_bytes
+            num_asked.clear()
+            manifest = made.publish(version, size_bytes=2 * MB)
+            # They hear of it first, and leave it to the relay.
+            others = [asyncio.create_task(each.fetch(manifest)) for each in (first, second)]
+            await until(lambda: min(num_asked["first"], num_asked["second"]) >= 2)
+            assert made.link.delivered_bytes == before_bytes
+            brought = await relay.fetch(manifest)
+            downloads = await asyncio.gather(*others)
+            assert brought.origin_bytes == manifest.size_bytes
+            assert [each.origin_bytes for each in downloads] == [0, 0]
+
+        # Without it they wait once, and then no more; one of them fetches for both.
+        for version, least_s in ((3, 0.9), (4, 0.0)):
+            manifest = made.publish(version, size_bytes=2 * MB)
+            begun_s = time.monotonic()
+            downloads = await asyncio.gather(first.fetch(manifest), second.fetch(manifest))
+            assert sum(each.origin_bytes for each in downloads) == manifest.size_bytes
+            took_s = time.monotonic() - begun_s
+            assert took_s >= least_s
+        assert took_s < 0.9

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from console.node.assignment import Placement, change, generator_config, misfits, placements
+from console.node.assignment import RELAY_PATIENCE_S, Placement, change, generator_config, misfits, placements, relay_of
 from console.node.config import NodeConfig
 from penstock.v1 import scheduler_pb2 as pb
 
@@ -87,3 +87,16 @@ def test_generators_of_a_site_apart_relay_to_each_other():
     assert (far.relay_listen, far.relay_url) == ("0.0.0.0:7407", "a:7407")
     assert far.cache_dir == Path("/c/gen-3")
     assert far.engine.max_concurrent_samples == 128
+
+
+@pytest.mark.parametrize(("relay", "patience_s"), [("a", 0.0), ("b", RELAY_PATIENCE_S), (None, 0.0)])
+def test_generators_leave_the_link_to_the_relay_of_their_site(relay, patience_s):
+    machine = config(site="oslo").model_copy(update={"site": "oslo"})
+    stated = plan(generators())
+    if relay is not None:
+        stated.weight_relays.add(site="oslo", node_id=relay)
+        stated.weight_relays.add(site="rome", node_id="c")
+    assert relay_of(stated, machine) == relay
+    (one, *_) = placements(stated, machine).values()
+    document = generator_config(machine, one, port=7400, relay=relay_of(stated, machine))
+    assert document.relay_patience_s == patience_s
