@@ -7,10 +7,13 @@ import subprocess
 import time
 from contextlib import ExitStack, contextmanager, suppress
 
+import grpc
 import pytest
 import yaml
 
 from console.launch.ports import free_addresses
+from penstock.network.rpc import open_channel
+from penstock.v1 import broker_pb2_grpc, critic_pb2, critic_pb2_grpc
 from tests.e2e.runs import RUN_ID, assert_balanced, running, small_run
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.console import COMMAND, environment
@@ -19,7 +22,9 @@ from tests.helpers.tls_proxy import TLS_HANDSHAKE, recording
 TOKEN = "open-sesame-and-nothing-else"
 SECRETS = (TOKEN.encode(), b"authorization", b"bearer")
 NUM_STEPS = 2
-ROLES = ("broker", "scheduler", "reward", "trainer", "generator")
+SERVICES = ("broker", "scheduler", "reward", "scorer", "critic", "trainer", "generator")
+ROLES = {"scheduler": "broker", "scorer": "reward", "critic": "observer"}
+"""Of a service's certificate, where it is not its own name. A critic calls nobody: the least role will do."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -51,9 +56,9 @@ def certificate(tmp_path):
     authority = make_authority(tmp_path / "authority")
 
     def make(role, name):
-        roles = {"scheduler": "broker"}.get(role, role)
-        run = "*" if roles in ("operator", "broker") else RUN_ID
-        return issue(authority, roles=[roles], run=run, name=name)
+        role = ROLES.get(role, role)
+        run = "*" if role in ("operator", "broker") else RUN_ID
+        return issue(authority, roles=[role], run=run, name=name, token=TOKEN)
 
     return make
 
@@ -102,11 +107,40 @@ def service(kind, settings, folder, env):
         process.wait(timeout=60)
 
 
-def test_services_train_by_certificates_of_their_roles_and_no_credential_passes_in_the_clear(
+async def refused(answer, kind):
+    """The call is refused by the role of that service's certificate."""
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await answer
+    assert refusal.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert f"is not open to {kind}, {ROLES.get(kind, kind)} of run {RUN_ID}; it is to" in refusal.value.details()
+
+
+async def assert_roles_are_kept_apart(certificate, *, broker, critic):
+    """Only trainers call a critic, and only scorers and reward workers score."""
+    opening = critic_pb2.OpenCriticRequest(run_id=RUN_ID, instance_id="another")
+    for kind in ("generator", "reward", "scorer"):
+        async with open_channel(critic, certificate(kind, kind)) as channel:
+            await refused(critic_pb2_grpc.CriticServiceStub(channel).OpenCritic(opening), kind)
+    for kind in ("generator", "critic", "trainer"):
+        async with open_channel(broker, certificate(kind, kind)) as channel:
+            await refused(broker_pb2_grpc.BrokerServiceStub(channel).StreamScoring().read(), kind)
+
+
+async def test_services_train_by_certificates_of_their_roles_and_no_credential_passes_in_the_clear(
     task, tmp_path, certificate, monkeypatch
 ):
-    own = dict(zip((*ROLES, "weights"), free_addresses(len(ROLES) + 1), strict=True))
-    document = quick_run(task, tmp_path)
+    own = dict(zip((*SERVICES, "weights"), free_addresses(len(SERVICES) + 1), strict=True))
+    # Nobody calls a scorer.
+    scorer_listens = own.pop("scorer")
+    document = quick_run(
+        task,
+        tmp_path,
+        algorithm__name="ppo",
+        algorithm__kl_coefficient=0.05,
+        algorithm__reference="service",
+        algorithm__critic="service",
+    )
+    document["scorers"] = 0
     with ExitStack() as stack:
         at = stack.enter_context(recording(own, SECRETS))
         told = {name: recorder.address for name, recorder in at.items()}
@@ -119,6 +153,19 @@ def test_services_train_by_certificates_of_their_roles_and_no_credential_passes_
                 "broker": told["broker"],
                 "tokenizer_path": str(task.model_dir),
                 "reward": {"model": "exact_match"},
+            },
+            "scorer": {
+                "run_id": RUN_ID,
+                "worker_id": "scorer-0",
+                "broker": told["broker"],
+                "model_path": str(task.model_dir),
+                "device": "cpu",
+            },
+            "critic": {
+                "run_id": RUN_ID,
+                "model_path": str(task.model_dir),
+                "state_dir": str(tmp_path / "critic"),
+                "device": "cpu",
             },
             "trainer": {
                 "weights_listen": own["weights"],
@@ -138,20 +185,23 @@ def test_services_train_by_certificates_of_their_roles_and_no_credential_passes_
                 "engine": {"engine": "transformers", "max_concurrent_samples": 32, "num_threads": 1},
             },
         }
-        names = {"reward": "reward", "generator": "gen"}
-        for kind in ROLES:
-            env = credentials(certificate(kind, names.get(kind, kind)))
-            stack.enter_context(service(kind, {"listen": own[kind], **settings[kind]}, tmp_path, env))
+        listen = {**own, "scorer": scorer_listens}
+        for kind in SERVICES:
+            env = credentials(certificate(kind, {"generator": "gen"}.get(kind, kind)))
+            stack.enter_context(service(kind, {"listen": listen[kind], **settings[kind]}, tmp_path, env))
         for name, value in credentials(certificate("operator", "anna")).items():
             monkeypatch.setenv(name, value)
         wait_for_listeners(own.values())
-        document["endpoints"] = {name: told[name] for name in ("broker", "scheduler", "reward", "trainer")}
+        document["endpoints"] = {name: told[name] for name in ("broker", "scheduler", "reward", "trainer", "critic")}
         document["endpoints"]["generators"] = [told["generator"]]
         with running(document, tmp_path) as run:
             status = run.end()
-            logs = {kind: (tmp_path / f"{kind}.log").read_text()[-3000:] for kind in ROLES}
+            logs = {kind: (tmp_path / f"{kind}.log").read_text()[-3000:] for kind in SERVICES}
             assert status == 0, f"{run.text}\n{logs}"
             assert_balanced(run.summary(), num_samples=NUM_STEPS * 4 * 4)
+            # Without a scorer's log-probs no group would have been ready.
+            assert "loss/value_loss" in run.metrics()[-1]
+            await assert_roles_are_kept_apart(certificate, broker=told["broker"], critic=told["critic"])
     assert {name for name, recorder in at.items() if recorder.first_bytes} == {*own}
     for name, recorder in at.items():
         assert set(recorder.first_bytes) == {TLS_HANDSHAKE}, name
