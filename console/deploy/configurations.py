@@ -16,7 +16,7 @@ from typing import Any
 
 from console.config.config import parse_run_config
 from console.config.derive import training_config
-from console.deploy.data_section import data_files, run_reward, source_rewards
+from console.deploy.data_section import canary_files, data_files, run_reward, source_rewards
 from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
@@ -351,6 +351,8 @@ class Configurations:
         paths = {"model.path": config["model"]["path"]}
         if name == self.head.name or self.moves_trainer:
             paths |= {setting: holder[key] for setting, holder, key in data_files(config.get("data", {}))}
+        if (name == self.head.name and self.head_rewards) or name in self.rewards:
+            paths |= {setting: holder[key] for setting, holder, key in canary_files(config)}
         teacher = config["algorithm"].get("reference_path")
         if self.plan.score and generates is not None and teacher is not None:
             paths["algorithm.reference_path"] = teacher

@@ -1,4 +1,4 @@
-"""What a run's section `data` names, as the document says it: files, and rewards of sources."""
+"""What a run's document names of its data and rewards: files of rows and of canaries, and rewards of sources."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ def data_files(data: Document) -> Iterator[tuple[str, Document, str]]:
             for key in ("path", "eval"):
                 if _is_file(source.get(key)):
                     yield f"data.{name}.{index}.{key}", source, key
+
+
+def canary_files(config: Document) -> Iterator[tuple[str, Document, str]]:
+    """Every file of canaries, likewise: of the run's reward, and of those of sources."""
+    stated = [("reward", config.get("reward"))]
+    data = config.get("data", {})
+    for name in ("train", "eval"):
+        for index, source in enumerate(_sources(data, name) or ()):
+            stated.append((f"data.{name}.{index}.reward", source.get("reward")))
+    for setting, reward in stated:
+        canaries = reward.get("canaries") if isinstance(reward, dict) else None
+        if isinstance(canaries, dict) and canaries.get("path") is not None:
+            yield f"{setting}.canaries.path", canaries, "path"
 
 
 def source_rewards(data: Document) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 from copy import deepcopy
 from pathlib import PurePath
 
-from console.deploy.data_section import data_files
+from console.deploy.data_section import canary_files, data_files
 from console.deploy.description import Layout
 from console.deploy.nodes import emulation
 from console.deploy.trainers import moving_section, trainer_section
@@ -56,11 +56,11 @@ def check_engine(plan: PlanDocument, run: Document) -> None:
 
 def placed(run: Document, layout: Layout) -> Document:
     """The run with paths that mean the same on every machine. Raises ConfigError."""
-    sections = ("model", "data", "algorithm")
+    sections = ("model", "data", "algorithm", "reward")
     found = {section: deepcopy(run[section]) for section in sections if isinstance(run.get(section), dict)}
     stated_at = (("model.path", "model", "path"), ("algorithm.reference_path", "algorithm", "reference_path"))
     places = [(setting, found[at], key) for setting, at, key in stated_at if found.get(at, {}).get(key) is not None]
-    for setting, holder, key in (*places, *data_files(found.get("data", {}))):
+    for setting, holder, key in (*places, *data_files(found.get("data", {})), *canary_files(found)):
         stated = holder[key]
         if looks_like_address(stated):
             continue

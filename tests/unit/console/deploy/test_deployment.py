@@ -19,6 +19,7 @@ from console.run.as_planned import as_planned
 from console.run.run_plan import as_message
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError, read_document, validate
+from services.reward.config import RewardConfig
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of
 from services.scheduler.problem.plan_document import Mesh, PlanDocument, Replicas, Scorers, TrainShare, read_plan
@@ -318,6 +319,23 @@ def test_paths_mean_the_same_on_every_machine_or_are_refused(model):
         deployed(model, run={**run, "model": {"path": "/home/me/mine"}})
     with pytest.raises(ConfigError, match="--for: 'nomad' is unknown; there is: compose"):
         deployed(model, engine="nomad")
+
+
+def test_canaries_are_where_the_reward_worker_is(model):
+    known = {"path": "known.jsonl", "every": 10}
+    judged = {"name": "a", "path": "a.jsonl", "reward": {"model": "numeric", "canaries": {"path": "judge.jsonl"}}}
+    run = {**PLAIN_RUN, "reward": {"model": "exact_match", "canaries": known}, "data": {"train": [judged]}}
+    files = deployed(model, run=run)
+    worker = validate(RewardConfig, files["r0/reward.yaml"], source="")
+    assert worker.reward.canaries.path == Path("/data/known.jsonl")
+    assert worker.sources["a"].canaries.path == Path("/data/judge.jsonl")
+    readable = files["r0/machine-a100-0.yaml"]["readable"]
+    assert readable["reward.canaries.path"] == "/data/known.jsonl"
+    assert readable["data.train.0.reward.canaries.path"] == "/data/judge.jsonl"
+    assert "reward.canaries.path" not in files["r1/machine-l4-0.yaml"]["readable"]
+    with pytest.raises(ConfigError, match=r"reward.canaries.path: /home/me/known.jsonl is outside /data"):
+        deployed(model, run={**run, "reward": {"canaries": {"path": "/home/me/known.jsonl"}}})
+    assert known["path"] == "known.jsonl"
 
 
 def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, tmp_path):
