@@ -1,9 +1,12 @@
-"""Reads the settings of a reward model: from the section `reward` of a run, a reward worker, or any other file."""
+"""Reads the settings of reward models: from the section `reward` of a run, a reward worker, or any other file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import Field
+
+from console.config.data_section import run_reward, source_rewards
 from penstock.config import ConfigError, StrictModel, read_document, validate
 from services.reward.config import RewardModelConfig
 
@@ -11,14 +14,19 @@ SUFFIXES = (".yaml", ".yml")
 
 
 class RewardDocument(StrictModel):
-    """A file with a section `reward`; others are ignored before it is made."""
+    """What of a file says how samples are scored."""
 
     reward: RewardModelConfig
+    sources: dict[str, RewardModelConfig] = Field(default_factory=dict)
+    """Rewards of sources that have their own, by the source's name."""
 
 
-def read_reward_settings(path: Path) -> RewardModelConfig:
-    """The section `reward` of a file. Raises ConfigError."""
+def read_reward_settings(path: Path) -> RewardDocument:
+    """The rewards of a file: its section `reward`, and those of its sources. Raises ConfigError."""
     document = read_document(path)
-    if "reward" not in document:
+    reward = run_reward(document)
+    if not reward and "reward" not in document:
         raise ConfigError(f"{path}: has no section reward; name the configuration of a run, or a reward model")
-    return validate(RewardDocument, {"reward": document["reward"]}, source=str(path)).reward
+    data = document.get("data")
+    sources = document.get("sources") or source_rewards(data if isinstance(data, dict) else {})
+    return validate(RewardDocument, {"reward": reward, "sources": sources}, source=str(path))

@@ -15,8 +15,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from console.config.config import parse_run_config
+from console.config.data_section import canary_files, data_files, run_reward, source_rewards
 from console.config.derive import training_config
-from console.deploy.data_section import canary_files, data_files, run_reward, source_rewards
 from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines

@@ -7,7 +7,7 @@ import re
 from copy import deepcopy
 from pathlib import PurePath
 
-from console.deploy.data_section import canary_files, data_files
+from console.config.data_section import canary_files, data_files
 from console.deploy.description import Layout
 from console.deploy.nodes import emulation
 from console.deploy.trainers import moving_section, trainer_section

@@ -37,7 +37,7 @@ def check_reward(target: str) -> int:
     """Print the verdict on a running reward model, or on that of a configuration; returns the exit status."""
     if target.endswith(SUFFIXES):
         configure_logging("console", level="error")
-        results = asyncio.run(check_configured(read_reward_settings(Path(target))))
+        results = asyncio.run(check_configured(read_reward_settings(Path(target)).reward))
     else:
         results = asyncio.run(check_server(as_address(target), security=Security.from_environment(JUDGES)))
     for result in results:

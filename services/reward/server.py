@@ -22,6 +22,7 @@ from penstock.security.credentials import JUDGES
 from penstock.storage.fetched import fetched
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.reward.models.build import build_model
+from services.reward.models.by_source import ModelsBySource, distinct_rewards
 from services.reward.pool import ScoringPool
 from services.reward.source_pools import SourcePools
 from services.reward.texts import TokenTexts
@@ -44,12 +45,8 @@ async def serve(config: RewardConfig) -> None:
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     judges = Security.from_environment(JUDGES, insecure=config.insecure)
-    rewards = [config.reward]
-    for reward in config.sources.values():
-        if reward not in rewards:
-            rewards.append(reward)
+    rewards, by_source = distinct_rewards(config.reward, config.sources)
     models = [await _model(reward, judges) for reward in rewards]
-    model = models[0]
     max_leases = sum(_BATCHES_HELD_A_CALL * reward.max_concurrent_batches * reward.max_batch_size for reward in rewards)
     session = ScoringSession(
         Connection(config.broker, security=security),
@@ -59,13 +56,15 @@ async def serve(config: RewardConfig) -> None:
     )
     pool: ScoringPool | SourcePools
     if len(models) == 1:
-        pool = ScoringPool(source=session, model=model, config=config.reward, texts=texts)
+        pool = ScoringPool(source=session, model=models[0], config=config.reward, texts=texts)
     else:
-        pool = pools = SourcePools(session, list(zip(rewards, models, strict=True)), config.sources, texts=texts)
+        pool = pools = SourcePools(session, list(zip(rewards, models, strict=True)), by_source, texts=texts)
         session.num_held_back = lambda: pools.num_held_back
     session.holding_reason = lambda: pool.holding_reason
     session.warning = lambda: "" if texts is None else texts.warning
-    server = Server(listen=config.listen, services=[reward_service(model)], security=security)
+    server = Server(
+        listen=config.listen, services=[reward_service(ModelsBySource(models, by_source))], security=security
+    )
 
     async def drain() -> None:
         num_left = await session.drain(timeout_s=DRAIN_S)

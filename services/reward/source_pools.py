@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 from penstock.rewards import RewardModel
 from penstock.v1 import broker_pb2
-from penstock.wire.source_tag import read_tag
 from services.reward.config import RewardModelConfig
+from services.reward.models.by_source import reward_number
 from services.reward.pool import LeaseSource, ScoringPool, TextReader
 
 MAX_TAKEN = 256
@@ -73,7 +73,7 @@ class SourcePools:
     Args:
         source: Where leases come from.
         rewards: Each with its model, no two alike; the first is the run's.
-        sources: The reward of each source that has one of its own.
+        by_source: The number of the reward of each source that has one of its own.
         texts: Decodes the texts of samples, for all pools.
     """
 
@@ -81,7 +81,7 @@ class SourcePools:
         self,
         source: LeaseSource,
         rewards: Sequence[tuple[RewardModelConfig, RewardModel]],
-        sources: Mapping[str, RewardModelConfig],
+        by_source: Mapping[str, int],
         *,
         texts: TextReader | None,
     ) -> None:
@@ -91,8 +91,7 @@ class SourcePools:
             for config, model in rewards
             for lane in (Lane(source),)
         ]
-        configs = [config for config, _ in rewards]
-        self._by_source = {name: configs.index(config) for name, config in sources.items()}
+        self._by_source = by_source
 
     @property
     def holding_reason(self) -> str:
@@ -114,6 +113,4 @@ class SourcePools:
     async def _deal(self) -> None:
         while True:
             for lease in await self._source.take(max_items=MAX_TAKEN):
-                tag = read_tag(lease.item.metadata_json)
-                number = 0 if tag is None else self._by_source.get(tag.source, 0)
-                self._lanes[number][0].put(lease)
+                self._lanes[reward_number(lease.item.metadata_json, self._by_source)][0].put(lease)

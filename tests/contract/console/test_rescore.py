@@ -13,13 +13,15 @@ import pytest
 from console.recording.reader import read_samples
 from console.recording.recorded_sample import Recorded, RecordingError
 from console.recording.writer import open_writer
-from console.trajectories.rescore_recording import MAX_AHEAD, grader_of, rescore, rescore_command
+from console.trajectories.comparison import grader_of
+from console.trajectories.rescore_recording import MAX_AHEAD, Grader, rescore, rescore_command
 from penstock.config import ConfigError
 from penstock.rewards import RewardResult, reward
 from penstock.rewards.local import LocalModel
 from penstock.rewards.serving import reward_service
 from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
+from penstock.wire.source_tag import SourceTag, tagged
 from services.reward.config import RewardModelConfig
 from tests.helpers.brokers.recordings import recorded
 from tests.helpers.models.tokenizer_kinds import letters
@@ -159,10 +161,27 @@ def test_a_composite_of_a_configuration_scores_with_its_components(tmp_path: Pat
         rescored(file, tmp_path / "c.jsonl", str(config))
 
 
+@pytest.mark.parametrize("of", ["a run", "a reward worker"])
+def test_samples_are_scored_by_the_rewards_of_their_sources(tmp_path: Path, of: str) -> None:
+    samples = [recorded("g", index) for index in range(70)]
+    for index, one in enumerate(samples):
+        one.prompt.answer, one.trajectory.text = "7.0", "7"
+        one.prompt.metadata_json = tagged("", SourceTag(source=("near", "far", "none")[index % 3]))
+    config, numeric = tmp_path / "my.yaml", {"model": "numeric", "max_batch_size": 4}
+    own: dict[str, Any] = {"sources": {"near": numeric}}
+    if of == "a run":
+        own = {"data": {"train": [{"name": "near", "path": "a", "reward": numeric}, {"name": "far", "path": "b"}]}}
+    config.write_text(json.dumps({"reward": {"model": "exact_match"}, **own}))
+    assert rescored(write(tmp_path / "a.jsonl", *samples), tmp_path / "b.jsonl", str(config)) == 0
+    scores = [one.trajectory.score for one in read_samples(tmp_path / "b.jsonl")]
+    assert [score.model for score in scores] == ["exact_match" if index % 3 else "numeric" for index in range(70)]
+    assert [score.value for score in scores] == [float(index % 3 == 0) for index in range(70)]
+
+
 async def test_a_reward_that_fails_for_most_is_not_waited_for(tmp_path: Path) -> None:
     writer = open_writer(tmp_path / "b.jsonl")
     samples = iter([sample(index, "bad" if index % 4 else 1.0) for index in range(40)])
-    comparison = await rescore(samples, writer, LocalModel(by_index), config=RewardModelConfig(max_retries=0))
+    comparison = await rescore(samples, writer, [Grader(LocalModel(by_index), config=RewardModelConfig(max_retries=0))])
     writer.close()
     assert comparison.by_status == {"ok": 10, "failed": 30}
 
@@ -193,7 +212,7 @@ class _Slow:
 async def test_order_is_kept_and_memory_is_bounded(tmp_path: Path) -> None:
     model: Any = _Slow()
     writer = open_writer(tmp_path / "b.jsonl")
-    comparison = await rescore(model.samples(1000), writer, model)
+    comparison = await rescore(model.samples(1000), writer, [Grader(model)])
     writer.close()
     assert comparison.num_samples == 1000
     assert [one.trajectory.score.value for one in read_samples(writer.path)] == list(range(1000))
@@ -209,7 +228,7 @@ async def test_a_model_that_never_answers_is_given_up(tmp_path: Path) -> None:
     model: Any = Deaf()
     writer = open_writer(tmp_path / "b.jsonl")
     with pytest.raises(ConfigError, match=r"slow: no score in 0\.05 s"):
-        await rescore(model.samples(5), writer, model, patience_s=0.05)
+        await rescore(model.samples(5), writer, [Grader(model)], patience_s=0.05)
     writer.discard()
 
 

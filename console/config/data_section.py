@@ -40,13 +40,14 @@ def source_rewards(data: Document) -> dict[str, Any]:
     for name in ("train", "eval"):
         for source in _sources(data, name) or ():
             if (reward := reward_of(source.get("path"), source.get("reward"))) is not None:
-                found[source["name"]] = {"model": reward} if isinstance(reward, str) else reward
+                found[str(source.get("name"))] = {"model": reward} if isinstance(reward, str) else reward
     return found
 
 
 def run_reward(config: Document) -> Any:
     """The run's reward, which tasks that are its training rows bring with them."""
-    return reward_of(config.get("data", {}).get("train"), config.get("reward", {}))
+    data = config.get("data")
+    return reward_of(data.get("train") if isinstance(data, dict) else None, config.get("reward", {}))
 
 
 def _is_file(rows: Any) -> bool:
@@ -57,4 +58,4 @@ def _sources(data: Document, name: str) -> list[Document] | None:
     """The sources of a list; None if it is no list."""
     stated = data.get(name)
     stated = [stated] if isinstance(stated, dict) and not is_source(stated) else stated
-    return list(stated) if isinstance(stated, list | tuple) else None
+    return [each for each in stated if isinstance(each, dict)] if isinstance(stated, list | tuple) else None

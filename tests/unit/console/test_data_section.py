@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from console.config.config import RunConfig
-from console.deploy.data_section import data_files, run_reward, source_rewards
+from console.config.data_section import data_files, run_reward, source_rewards
 from penstock.config import Document
 
 
