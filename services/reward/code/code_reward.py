@@ -12,9 +12,10 @@ from penstock.rewards import BatchReward, RewardItem, RewardLoadError, RewardRes
 from services.reward.code.cell import Job, Verdict
 from services.reward.code.config import CodeConfig
 from services.reward.code.program import program_of
-from services.reward.code.sandboxes import Limits, SandboxError, find_sandbox
+from services.reward.code.sandbox import Limits, SandboxError
+from services.reward.code.sandboxes import find_sandbox
 from services.reward.code.suites import Assertions, Streams, Suite, suite_of
-from services.reward.models.child import Child, ChildEndedError, Children
+from services.reward.models.child import START_TIMEOUT_S, Child, ChildEndedError, Children
 
 MAX_LINE_BYTES = 64 * 1024
 _SLACK_S = 10.0
@@ -43,6 +44,7 @@ class CodeReward(BatchReward):
             memory_bytes=config.memory_mb * 1024**2,
             max_processes=config.max_processes,
             output_bytes=config.output_kb * 1024,
+            life_s=config.wall_s + _SLACK_S + START_TIMEOUT_S,
         )
         self._cells = Children(
             [

@@ -38,5 +38,5 @@ class CodeConfig(StrictModel):
     """1 for a program that passes all tests, else 0; or the share of tests passed."""
     num_cells: int = Field(default=2, ge=1, le=256)
     """Programs run at once."""
-    sandbox: Literal["auto", "sandlock", "bubblewrap"] = "auto"
-    """What confines programs; `auto` takes the first that works here."""
+    sandbox: Literal["auto", "sandlock", "bubblewrap", "container"] = "auto"
+    """What confines programs; `auto` takes the first that works here, in this order."""

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | `sandlock` | Landlock and seccomp (package sandlock) | of all processes together | Linux 6.7, `prlimit` |
 | `bubblewrap` | namespaces (`bwrap`) | of each process | user namespaces, `prlimit` |
+| `container` | a container (`containers`) | of all processes together | Docker or Podman |
 
 Programs may write no file at all. A program that ends, or is ended, takes all its processes with it.
 """
@@ -12,75 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+from services.reward.code.containers import ContainerSandbox
+from services.reward.code.sandbox import (
+    MAX_OPEN_FILES,
+    SYSTEM_FOLDERS,
+    Ended,
+    Limits,
+    Place,
+    Running,
+    Sandbox,
+    SandboxError,
+    existing,
+    limited,
+    require,
+)
+
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_MAX_OPEN_FILES = 64
-_PROBE = ("-I", "-S", "-c", "print(open('/etc/hostname').read())")
-
-
-class SandboxError(Exception):
-    """A sandbox could not be made, or cannot tell how its program ended: that says nothing about the program."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a program may use."""
-
-    cpu_s: float
-    wall_s: float
-    memory_bytes: int
-    max_processes: int
-    output_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a program sees."""
-
-    folder: Path
-    """Its working directory."""
-    readable: Sequence[str]
-    """Further files and folders."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a program ended."""
-
-    limit: str = ""
-    """Which limit it exceeded; empty if none."""
-    succeeded: bool = False
-    """Whether its exit status was 0."""
-
-
-class Running(Protocol):
-    """A program that was started; `end` it."""
-
-    stdin: int
-    """Descriptor to write to."""
-    stdout: int
-
-    def wait(self, timeout_s: float) -> Ended:
-        """How it ended; it is ended if it does not within `timeout_s`. Raises SandboxError: that cannot be told."""
-
-    def end(self) -> None:
-        """End all its processes and close both descriptors."""
-
-
-class Sandbox(Protocol):
-    """Starts programs."""
-
-    def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Running:
-        """Start one. Raises SandboxError."""
 
 
 class SandlockSandbox:
@@ -91,7 +46,7 @@ class SandlockSandbox:
             import sandlock
         except (ImportError, OSError) as error:
             raise SandboxError(f"sandlock: {error}: pip install sandlock") from error
-        _require("prlimit", "sandlock")
+        require("sandlock", "prlimit")
         found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
         if found < needed:
             raise SandboxError(f"sandlock: this kernel has Landlock ABI {found}, {needed} is needed (Linux 6.7)")
@@ -102,17 +57,17 @@ class SandlockSandbox:
         library = self._sandlock
         piped, none = library.StdioMode.PIPED, library.StdioMode.NULL
         box = library.Sandbox(
-            fs_readable=[*_existing(SYSTEM_FOLDERS), *_DEVICES, *place.readable, str(place.folder)],
+            fs_readable=[*existing(SYSTEM_FOLDERS), *_DEVICES, *place.readable, str(place.folder)],
             fs_writable=["/dev/null"],
             max_memory=limits.memory_bytes,
             max_processes=limits.max_processes,
-            max_open_files=_MAX_OPEN_FILES,
+            max_open_files=MAX_OPEN_FILES,
             clean_env=True,
             no_coredump=True,
             cwd=str(place.folder),
         )
         try:
-            return _SandlockRunning(box.popen(_limited(argv, limits), stdin=piped, stdout=piped, stderr=none))
+            return _SandlockRunning(box.popen(limited(argv, limits), stdin=piped, stdout=piped, stderr=none))
         except (RuntimeError, OSError, ValueError, library.SandlockError) as error:
             hint = "a container's seccomp profile has to allow Landlock and seccomp, as seccomp=unconfined does"
             raise SandboxError(f"sandlock: {error} ({hint})") from error
@@ -144,16 +99,15 @@ class BubblewrapSandbox:
     """By namespaces. Raises SandboxError where they are missing."""
 
     def __init__(self) -> None:
-        for name in ("bwrap", "prlimit"):
-            _require(name, "bubblewrap")
+        require("bubblewrap", "bwrap", "prlimit")
 
     def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Running:
         """Start a program."""
         command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--dev", "/dev"]
-        for path in dict.fromkeys([*_existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]):
+        for path in dict.fromkeys([*existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]):
             command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-        bounds = [f"--as={limits.memory_bytes}", f"--nproc={limits.max_processes}", f"--nofile={_MAX_OPEN_FILES}"]
-        command += ["--remount-ro", "/", "--chdir", str(place.folder), "--", *_limited(argv, limits, bounds)]
+        bounds = [f"--as={limits.memory_bytes}", f"--nproc={limits.max_processes}", f"--nofile={MAX_OPEN_FILES}"]
+        command += ["--remount-ro", "/", "--chdir", str(place.folder), "--", *limited(argv, limits, bounds)]
         try:
             return _BubblewrapRunning(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -202,7 +156,12 @@ for _ in range(8):
 print("bounded" if is_bounded else "all", flush=True)
 """
 """Tries to start twice as many processes as `_try` allows."""
-_KINDS: dict[str, Callable[[], Sandbox]] = {"sandlock": SandlockSandbox, "bubblewrap": BubblewrapSandbox}
+KINDS: dict[str, Callable[[], Sandbox]] = {
+    "sandlock": SandlockSandbox,
+    "bubblewrap": BubblewrapSandbox,
+    "container": ContainerSandbox,
+}
+"""By name, the fastest first."""
 
 
 def find_sandbox(name: str) -> tuple[str, Sandbox]:
@@ -212,14 +171,19 @@ def find_sandbox(name: str) -> tuple[str, Sandbox]:
         SandboxError: None works; says why of each.
     """
     problems = []
-    for kind in _KINDS if name == "auto" else [name]:
+    for kind in KINDS if name == "auto" else [name]:
         try:
-            sandbox = _KINDS[kind]()
-            _try(sandbox)
-            return kind, sandbox
+            return kind, tried_sandbox(kind)
         except SandboxError as error:
             problems.append(str(error))
     raise SandboxError("; ".join(problems))
+
+
+def tried_sandbox(kind: str) -> Sandbox:
+    """The sandbox of that kind, tried with a program. Raises SandboxError: it does not work here."""
+    sandbox = KINDS[kind]()
+    _try(sandbox)
+    return sandbox
 
 
 def python_folders() -> list[str]:
@@ -248,19 +212,3 @@ def _printed_by(program: str, sandbox: Sandbox, place: Place, limits: Limits) ->
         return os.read(running.stdout, 1024)
     finally:
         running.end()
-
-
-def _limited(argv: Sequence[str], limits: Limits, bounds: Sequence[str] = ()) -> list[str]:
-    seconds = max(1, round(limits.cpu_s))
-    return [str(shutil.which("prlimit")), f"--cpu={seconds}:{seconds + 1}", "--core=0", *bounds, "--", *argv]
-
-
-def _require(program: str, sandbox: str) -> None:
-    """Without prlimit nothing would bound CPU time."""
-    if shutil.which(program) is None:
-        package = {"bwrap": "bubblewrap", "prlimit": "util-linux"}[program]
-        raise SandboxError(f"{sandbox}: there is no {program} here: apt-get install {package}")
-
-
-def _existing(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if os.path.lexists(path)]

@@ -17,7 +17,8 @@ from penstock.config import ConfigError
 from penstock.reasoning_gym.source import MAX_ROWS, ReasoningGymSource, require_package
 from penstock.rewards import BatchReward, RewardItem, RewardLoadError, RewardResult, ScoreStatus
 from services.reward.code.config import CodeConfig
-from services.reward.code.sandboxes import SandboxError, find_sandbox
+from services.reward.code.sandbox import SandboxError
+from services.reward.code.sandboxes import find_sandbox
 from services.reward.models.child import Child, ChildEndedError, Children
 from services.reward.reasoning_gym.cell import SCORE_TIMEOUT_S, START_TIMEOUT_S
 

@@ -8,7 +8,8 @@ from penstock.rewards import RewardItem, RewardLoadError, ScoreStatus
 from services.reward.code import sandboxes
 from services.reward.code.code_reward import CodeReward
 from services.reward.code.config import CodeConfig
-from services.reward.code.sandboxes import SandboxError, find_sandbox
+from services.reward.code.sandbox import SandboxError
+from services.reward.code.sandboxes import find_sandbox
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
 from services.reward.models.child import Child
@@ -18,6 +19,7 @@ try:
 except SandboxError as error:
     pytest.skip(f"no sandbox works here: {error}", allow_module_level=True)
 
+IN_CONTAINERS = pytest.param("container", marks=pytest.mark.docker)
 STREAMS = {"tests": [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "2\n"}]}
 CALLS = {"input_output": {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}}
 ASSERTIONS = {"test_list": ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]}
@@ -32,6 +34,13 @@ ADD, SCRIPT = "def add(a, b):\n    return a + b", "a, b = map(int, input().split
 PASSED, WRONG = (ScoreStatus.OK, 1.0), (ScoreStatus.OK, 0.0)
 
 
+def skip_without(kind):
+    try:
+        find_sandbox(kind)
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
 async def scores(*cases, drops_at_limit=False, **settings):
     reward = CodeReward(CodeConfig(**settings), drops_at_limit=drops_at_limit)
     try:
@@ -42,7 +51,9 @@ async def scores(*cases, drops_at_limit=False, **settings):
     return [(result.status, result.value) for result in results], results
 
 
-async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not():
+@pytest.mark.parametrize("kind", [SANDBOX, IN_CONTAINERS])
+async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not(kind):
+    skip_without(kind)
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"
     right = [(SCRIPT, STREAMS), (ADD, CALLS), (method, CALLS), (ADD, ASSERTIONS), (ADD, CHECK)]
     wrong = [
@@ -57,7 +68,7 @@ async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not
         ("def add(a, b): (", ASSERTIONS),
         ("", CHECK),
     ]
-    found, _ = await scores(*right, *wrong)
+    found, _ = await scores(*right, *wrong, sandbox=kind)
     assert found == [PASSED] * len(right) + [WRONG] * len(wrong)
 
 
@@ -81,12 +92,14 @@ LIMITS = {
 }
 
 
-async def test_a_program_that_exceeds_a_limit_is_wrong_or_dropped_as_configured():
-    bounds = {"cpu_s": 1, "wall_s": 3, "memory_mb": 128, "output_kb": 16, "num_cells": 4}
+@pytest.mark.parametrize("kind", [SANDBOX, IN_CONTAINERS])
+async def test_a_program_that_exceeds_a_limit_is_wrong_or_dropped_as_configured(kind):
+    skip_without(kind)
+    bounds = {"cpu_s": 1, "wall_s": 3, "memory_mb": 128, "output_kb": 16, "num_cells": 4, "sandbox": kind}
     cases = [(body, STREAMS) for body in LIMITS.values()]
     found, results = await scores(*cases, **bounds)
     assert found == [WRONG] * 4
-    if SANDBOX == "sandlock":
+    if kind != "bubblewrap":
         assert [result.components["exceeded_limit"] for result in results] == [1.0] * 4
         dropped, _ = await scores(*cases, **bounds, drops_at_limit=True)
         assert dropped == [(ScoreStatus.CANDIDATE_LIMIT, None)] * 4
@@ -138,6 +151,6 @@ def test_a_sandbox_that_does_not_bound_processes_is_refused(monkeypatch):
         def start(self, argv, *, place, limits):
             return bounded.start(argv, place=place, limits=replace(limits, max_processes=64))
 
-    monkeypatch.setattr(sandboxes, "_KINDS", {"unbounded": Unbounded})
+    monkeypatch.setattr(sandboxes, "KINDS", {"unbounded": Unbounded})
     with pytest.raises(SandboxError, match="could start more processes in it than it may"):
         find_sandbox("unbounded")

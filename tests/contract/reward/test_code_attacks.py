@@ -17,7 +17,8 @@ import pytest
 from penstock.rewards import RewardItem
 from services.reward.code.code_reward import CodeReward
 from services.reward.code.config import CodeConfig
-from services.reward.code.sandboxes import SandboxError, find_sandbox
+from services.reward.code.sandbox import SandboxError
+from services.reward.code.sandboxes import find_sandbox
 from tests.helpers.rewards.attacks import ATTACKS, program
 from tests.helpers.waiting import until
 
@@ -48,7 +49,7 @@ def suites(secret: str) -> dict[str, dict[str, object]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["sandlock", "bubblewrap"])
+@pytest.mark.parametrize("kind", ["sandlock", "bubblewrap", pytest.param("container", marks=pytest.mark.docker)])
 async def test_no_attack_escapes_or_scores(kind: str, tmp_path: Path) -> None:
     if why := reason_to_skip(kind):
         pytest.skip(why)
