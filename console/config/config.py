@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from console.config.environment_section import EnvironmentSection, check_environment
 from console.config.reward_settings import RewardDocument
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import (
@@ -37,13 +38,11 @@ from penstock.config import (
     validate,
 )
 from penstock.reasoning_gym.source import reward_of
-from penstock.rewards.wire import THIRD_PARTY
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses, split_targets
 from services.broker.storage.redis.address import parse_redis_url
 from services.generator.engines.base_config import BaseEngineConfig
 from services.generator.engines.registry import check_recorder, engine_keys, split_engine
-from services.generator.environments.config import EnvironmentLimits
 from services.reward.config import RewardModelConfig
 from services.scheduler.config import CostModelName
 from services.trainer.parallel_config import ParallelConfig
@@ -87,28 +86,6 @@ AnyGeneratorSection = Annotated[
     KnownKeys(lambda: engine_keys() | GeneratorSection.model_fields.keys()),
 ]
 """The generator section with the keys of the engine that it names."""
-
-
-class EnvironmentSection(EnvironmentLimits):
-    """What samples talk with, turn by turn."""
-
-    target: str
-    """A Python class or function, module:Class, which this run serves in a process of its own, or the address of a
-    server, grpc://HOST:PORT."""
-
-    @field_validator("target")
-    @classmethod
-    def _names_an_environment(cls, value: str) -> str:
-        if value.startswith(THIRD_PARTY):
-            return THIRD_PARTY + checked_address(value.removeprefix(THIRD_PARTY))
-        if not all(value.partition(":")):
-            raise ValueError(f"{value!r}: write module:Class, or {THIRD_PARTY}HOST:PORT")
-        return value
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this run serves it."""
-        return not self.target.startswith(THIRD_PARTY)
 
 
 class BrokerSection(StrictModel):
@@ -195,8 +172,11 @@ class ListenSection(StrictModel):
     """The trainer."""
     weights: Address | None = None
     """The trainer's HTTP server for weights."""
+    environment: Address | None = None
+    """The environment, where environment names a class; generators and a trainer on other machines reach it there."""
     public_host: str | None = None
-    """Name or address under which generators on other machines fetch weights from here; 127.0.0.1 if null."""
+    """Name or address under which generators on other machines fetch weights, and reach the environment, here;
+    127.0.0.1 if null."""
 
 
 class LogSection(StrictModel):
@@ -393,17 +373,14 @@ class RunConfig(RunSections, NetworkConfig):
 
     @model_validator(mode="after")
     def _the_environment_is_in_reach(self) -> Self:
-        environment = self.environment
-        if environment is None:
-            return self
-        if self.algorithm.routing_replay:
-            raise ValueError("algorithm.routing_replay: routes are not recorded over turns; leave environment out")
-        if not self.starts_generators:
-            raise ValueError("environment: only generators that this run starts talk with it; set generator.count")
-        if environment.is_local and self.endpoints.trainer is not None:
-            raise ValueError(
-                f"environment.target: {environment.target} is served here, where a trainer elsewhere does not reach "
-                f"it; serve it by `penstock env serve` and name {THIRD_PARTY}HOST:PORT"
+        if self.environment is not None:
+            check_environment(
+                self.environment,
+                replays_routes=self.algorithm.routing_replay,
+                lease_silence_s=self.trainer.max_lease_silence_s,
+                # Who asks it from other machines.
+                far="generators" if not self.starts_generators else "a trainer" if self.endpoints.trainer else "",
+                is_exposed=self.listen.environment is not None,
             )
         return self
 

@@ -18,6 +18,7 @@ from console.config.config import parse_run_config
 from console.config.data_section import canary_files, data_files, run_reward, source_rewards
 from console.config.derive import training_config
 from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
+from console.deploy.environments import is_served, reached_environment
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
 from console.deploy.run_settings import DATA, check_engine, check_moves, check_names, placed, run_config
@@ -84,6 +85,8 @@ class Configurations:
         self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
         self.is_insecure = bool(self.config.get("insecure", False))
         self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
+        self.serves_environment = is_served(self.config)
+        """Whether the head serves the run's environment."""
         self.center = {name: f"{self.host(self.head.name)}:{port}" for name, port in PORTS.items()}
         """Addresses of the run's services."""
         if moves_trainer:
@@ -174,6 +177,8 @@ class Configurations:
             del listen["trainer"], listen["weights"]
         if not self.head_rewards:
             del listen["reward"]
+        if self.serves_environment:
+            listen["environment"] = self._listen("environment")
         return {**document, "listen": {**listen, "public_host": self.host(self.head.name)}}
 
     def _outside(self, site: str) -> PurePath:
@@ -198,6 +203,7 @@ class Configurations:
         document["run"] = {**document["run"], "dir": str(IN_CONTAINERS.runs)}
         services = ("broker", "scheduler", *(["reward"] if self.head_rewards else []), "trainer")
         attached = {name: self.center[name] for name in services}
+        document |= reached_environment(self.config, self.center["environment"])
         return {**document, "endpoints": {**document.get("endpoints", {}), **attached}}
 
     def _with_plan(self, folder: PurePath) -> Document:
@@ -279,6 +285,7 @@ class Configurations:
             "dtype": run["model"].get("dtype", "auto"),
             "cache_dir": str(own_folder / "cache"),
             "engine": {key: value for key, value in stated.items() if key in engine_keys()},
+            **reached_environment(run, self.center["environment"]),
         }
         if self.is_emulated:
             # A small model used for trials may state a shorter context in its folder.

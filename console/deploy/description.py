@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, TypeAlias
 
 from penstock.config import Document
 from penstock.process.grace_periods import STOP_GRACE_S
+from penstock.security.credentials import CLUSTER, JUDGES
 from services.scheduler.problem.problem import NodeClass
 
 PORTS: Mapping[str, int] = {
     "redis": 7300,
     "broker": 7301,
+    "environment": 7302,
     "reward": 7303,
     "trainer": 7304,
     "weights": 7305,
@@ -23,8 +25,8 @@ SCORER_PORT = 7310
 """Of the scorer on a machine's first GPU; those on others have the ports that follow."""
 REDIS_MEMORY_GIB = 8
 """Redis' own limit; its container has a quarter more."""
-SECRET_FILES: Mapping[str, str] = {f"PENSTOCK_TLS_{name.upper()}": f"{name}.pem" for name in ("ca", "cert", "key")}
-"""The files of `penstock certs issue`, by the variable that names each."""
+SECRET_FILES = ("ca", "cert", "key")
+"""The files of `penstock certs issue`, NAME.pem, by the ends of the variables that name them."""
 USER_ID = 10001
 """The user of the images."""
 Files: TypeAlias = dict[str, Document | list[Document] | str]
@@ -72,11 +74,18 @@ class Service:
     """Limit, not a measurement: what is above it is taken for a leak."""
     after: tuple[str, ...] = ()
     """Services of this machine that must be healthy first."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of its process, beside those that name certificates."""
 
     @property
     def grace_s(self) -> float:
         """Seconds between SIGTERM and SIGKILL."""
         return STOP_GRACE_S[self.kind]
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it runs a user's code, and has secrets and a certificate of its own instead of the machine's."""
+        return self.kind == "environment"
 
     @property
     def ends(self) -> bool:
@@ -135,6 +144,8 @@ class Deployment:
     """Whether checkpoints are copied to object storage, so that machines that train need share no folder."""
     moving_by: str | None = None
     """The storage of checkpoints by which the trainer moves between machines; None if it stays."""
+    serves_environment: bool = False
+    """Whether the head serves the run's environment, to which others then show their certificates."""
 
     @property
     def head(self) -> Host:
@@ -155,6 +166,10 @@ class Deployment:
         """The machines of a site."""
         return [host for host in self.hosts if host.site == site]
 
+    def variables(self, folder: str) -> dict[str, str]:
+        """The variables that name certificate files in a folder, for whoever calls the other services."""
+        return environment(folder) | (environment(folder, JUDGES) if self.serves_environment else {})
+
     def files_at(self, site: str) -> dict[str, Document | str]:
         """A site's configurations by name."""
         start = f"{site}/"
@@ -170,6 +185,7 @@ def memory_gib(kind: str, *, weight_bytes: float = 0.0, gpus: int = 0) -> int:
     weights_gib = weight_bytes / _GIB
     limits: dict[str, float] = {
         "broker": 4,
+        "environment": 4,
         "redis": REDIS_MEMORY_GIB * 1.25,
         "reward": 4,
         "run": 2,
@@ -180,9 +196,9 @@ def memory_gib(kind: str, *, weight_bytes: float = 0.0, gpus: int = 0) -> int:
     return round(limits[kind])
 
 
-def environment(folder: str) -> dict[str, str]:
-    """The variables that name a machine's certificate files in a folder."""
-    return {variable: f"{folder}/{name}" for variable, name in SECRET_FILES.items()}
+def environment(folder: str, prefix: str = CLUSTER) -> dict[str, str]:
+    """The variables of that prefix that name a machine's certificate files in a folder."""
+    return {f"{prefix}_TLS_{name.upper()}": f"{folder}/{name}.pem" for name in SECRET_FILES}
 
 
 def without_empty(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from console.devices.nvidia_smi import NvidiaSmiError, read_devices
 from penstock.config import ConfigError, StrictModel, read_document, validate
 from penstock.security import Security
 from penstock.security.checks.inspection import LOOPBACK, inspect
+from penstock.security.credentials import JUDGES
 from penstock.security.roles import ANY, Caller, caller_of_pem, role_name
 from penstock.storage.addresses import Address, StoredPath
 from penstock.storage.storage import Storage
@@ -74,6 +75,7 @@ def _certificate_problems(config: MachineConfig) -> Iterator[str]:
         return
     try:
         security = Security.from_environment()
+        Security.from_environment(JUDGES)
     except ConfigError as error:
         yield from str(error).splitlines()
         return

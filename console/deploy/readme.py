@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from console.deploy.description import Deployment, Host
+from console.deploy.environments import NAME as ENVIRONMENT
 
 PLACE = "/etc/penstock"
 """The folder of a machine's certificate on it."""
@@ -44,6 +45,8 @@ def readme(deployment: Deployment, steps: str) -> str:
     text = ""
     if deployment.has_certificates:
         commands = "\n".join(_command(deployment, host) for host in deployment.hosts)
+        if deployment.serves_environment:
+            commands += "\n" + _environment_command(deployment)
         trainers = _TRAINERS if len(deployment.training) > 1 else ""
         if deployment.moving_by is not None:
             trainers = _MOVING.format(storage=deployment.moving_by)
@@ -58,6 +61,16 @@ def _command(deployment: Deployment, host: Host) -> str:
         # Generators at the trainer's site name no site: they relay nothing.
         run_id, site = deployment.run_id, "*" if host.site == deployment.head.site else host.site
     roles = " ".join((host.role, *host.more_roles))
-    options = {"run": run_id, "site": site, "name": host.name, "host": host.address}
+    return _issue(roles, run_id=run_id, site=site, name=host.name, host=host.address, place=PLACE)
+
+
+def _environment_command(deployment: Deployment) -> str:
+    """For the server of the environment on the head, which others reach under the head's name."""
+    host, place = deployment.head.address, f"{PLACE}-{ENVIRONMENT}"
+    return _issue(ENVIRONMENT, run_id=deployment.run_id, site="*", name=ENVIRONMENT, host=host, place=place)
+
+
+def _issue(roles: str, *, run_id: str, site: str, name: str, host: str, place: str) -> str:
+    options = {"run": run_id, "site": site, "name": name, "host": host}
     text = " ".join(f"--{option} {shlex.quote(value)}" for option, value in options.items())
-    return f"penstock certs issue {roles} {text} \\\n    --dir authority --out certificates/{host.name} --at {PLACE}"
+    return f"penstock certs issue {roles} {text} \\\n    --dir authority --out certificates/{name} --at {place}"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from console.deploy.configurations import Configurations
 from console.deploy.description import PORTS, REDIS_MEMORY_GIB, Deployment, Host, Service, memory_gib
+from console.deploy.environments import NAME as ENVIRONMENT
+from console.deploy.environments import stated_environment
 from console.deploy.nodes import Machine
 from console.deploy.trainers import TrainingMachine
+from penstock.security.plain_text import INSECURE_VARIABLE
 from services.scheduler.problem.plan_document import node_classes
 
 
@@ -34,6 +37,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
         weight_bytes=_weight_bytes(made),
         head_address=head_address,
         has_storage=made.config["run"].get("checkpoint_storage") is not None,
+        serves_environment=made.serves_environment,
         moving_by=str(made.config["run"]["checkpoint_storage"]) if made.moves_trainer else None,
     )
 
@@ -73,6 +77,8 @@ def _center(made: Configurations) -> list[Service]:
     starts: list[tuple[str, tuple[str, ...]]] = [("broker", ("redis",)), ("scheduler", ())]
     if made.head_rewards:
         starts.append(("reward", ("broker",)))
+    if made.serves_environment:
+        found.append(_environment(made))
     for name, after in starts:
         found.append(
             Service(
@@ -86,6 +92,26 @@ def _center(made: Configurations) -> list[Service]:
             )
         )
     return found
+
+
+def _environment(made: Configurations) -> Service:
+    """The run's environment; its module lies in the folder of the data, where its image works."""
+    port = PORTS[ENVIRONMENT]
+    return Service(
+        name=ENVIRONMENT,
+        kind=ENVIRONMENT,
+        image="penstock-reward",
+        arguments=(
+            "env",
+            "serve",
+            str(stated_environment(made.config)["target"]),
+            "--listen",
+            f"{made.listen_host}:{port}",
+        ),
+        port=port,
+        memory_gib=memory_gib(ENVIRONMENT),
+        variables={INSECURE_VARIABLE: "true"} if made.is_insecure else {},
+    )
 
 
 def _trainer(made: Configurations, trainer: TrainingMachine, *, is_head: bool) -> Service:
@@ -108,12 +134,13 @@ def _run(made: Configurations) -> Service:
     layout = made.layout
     is_alone = not layout.is_container and not made.head.torchrun and not made.moves_trainer
     local = ["broker", "scheduler", *(["reward"] if made.head_rewards else [])]
+    local += [ENVIRONMENT] if made.serves_environment else []
     if not made.moves_trainer:
         local.append("trainer")
     after = tuple(local) if layout.is_container else ()
     limit_gib = memory_gib("run")
     if not layout.is_container:
-        limit_gib += sum(memory_gib(kind) for kind in ("redis", "broker", "scheduler", "reward"))
+        limit_gib += sum(memory_gib(kind) for kind in ("redis", *(each for each in local if each != "trainer")))
     if is_alone:
         limit_gib += memory_gib("trainer", weight_bytes=_weight_bytes(made), gpus=made.head.gpus)
     return Service(

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from console.config.config import EnvironmentSection, RunConfig
+from console.config.config import RunConfig
 from console.config.derive import (
     Addresses,
     Endpoint,
@@ -39,6 +39,7 @@ from penstock.rewards.serving import OF_THE_CLUSTER
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
+from penstock.security.plain_text import INSECURE_VARIABLE
 
 REDIS_READY_S = 60.0
 SERVICE_READY_S = 120.0
@@ -151,13 +152,14 @@ class Launcher:
 
         # As a server elsewhere it is never shown the cluster's own credentials.
         inherited = {name: value for name, value in os.environ.items() if name not in OF_THE_CLUSTER}
+        plain = {INSECURE_VARIABLE: "true"} if self._config.insecure else {}
         self.services.launch(
             ServiceSpec(
                 name="environment",
                 kind="environment",
                 argv=console_argv("env", "serve", section.target, "--listen", endpoint.listen or ""),
                 address=endpoint.target,
-                env=service_environment(inherited, num_threads=1),
+                env=service_environment(inherited | plain, num_threads=1),
                 log_path=self._folder.log_of("environment"),
                 is_ready=is_ready,
                 stop_grace_s=STOP_GRACE_S["environment"],
@@ -223,18 +225,22 @@ def choose_addresses(config: RunConfig) -> Addresses:
         generators=tuple(endpoint(target, None) for target in generators),
         scorers=tuple(endpoint(None, None) for _ in range(config.num_scorers)),
         critic=endpoint(endpoints.critic, None) if config.algorithm.has_critic_service else None,
-        environment=_environment_endpoint(config.environment, free),
+        environment=_environment_endpoint(config, free),
         weights_listen=weights_listen,
         weights_url=_weights_address(weights_listen, listen.public_host),
     )
 
 
-def _environment_endpoint(section: EnvironmentSection | None, free: Iterator[str]) -> Endpoint | None:
+def _environment_endpoint(config: RunConfig, free: Iterator[str]) -> Endpoint | None:
+    section, listen = config.environment, config.listen.environment
     if section is None:
         return None
-    if section.is_local:
-        return local_endpoint(next(free))
-    return Endpoint(target=section.target.removeprefix(THIRD_PARTY), listen=None)
+    if not section.is_local:
+        return Endpoint(target=section.target.removeprefix(THIRD_PARTY), listen=None)
+    if listen is not None and config.listen.public_host is not None:
+        # One name for it, whoever asks: machines of a plan, a trainer elsewhere, this run.
+        return Endpoint(target=f"{config.listen.public_host}:{listen.rpartition(':')[2]}", listen=listen)
+    return local_endpoint(listen or next(free))
 
 
 def _weights_address(weights_listen: str | None, public_host: str | None) -> str | None:

@@ -166,12 +166,15 @@ async def environment_problems(config: RunConfig) -> list[str]:
     section = config.environment
     if section is None:
         return []
+    judges = Security.from_environment(JUDGES, insecure=config.insecure)
     if not section.is_local:
-        judges = Security.from_environment(JUDGES, insecure=config.insecure)
         target = section.target.removeprefix(THIRD_PARTY)
         problem = await service_problem(target, "environment", security=judges)
         return [f"environment.target: environment server: {problem}; start it first"] if problem else []
-    return await asyncio.to_thread(_import_problems, "env", (section.target,), setting="environment.target")
+    listen = config.listen.environment
+    exposed = None if listen is None else judges.listener_problem(listen, setting="listen.environment")
+    found = await asyncio.to_thread(_import_problems, "env", (section.target,), setting="environment.target")
+    return [*([exposed] if exposed else []), *found]
 
 
 async def _all_reward_problems(config: RunConfig) -> list[str]:
@@ -273,7 +276,10 @@ def _package_problems(config: RunConfig) -> list[str]:
 
 
 def _port_problems(config: RunConfig) -> list[str]:
-    local = [(name, address) for name, address in local_listeners(config).items() if address is not None]
+    listeners = dict(local_listeners(config))
+    if config.environment is not None and config.environment.is_local:
+        listeners["listen.environment"] = config.listen.environment
+    local = [(name, address) for name, address in listeners.items() if address is not None]
     problems = [f"{name}: {problem}" for name, address in local if (problem := listen_problem(address))]
     seen: dict[str, str] = {}
     for name, address in local:

@@ -36,6 +36,8 @@ UNTRAINABLE: Mapping[str, tuple[object, ...]] = {
 """Sampling options that training refuses, each with its neutral values."""
 Share = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+LEAST_LEASE_SILENCE_S = 300.0
+"""How long a lease lasts at least without a token, unless the run states it."""
 CRITIC_RATE_FACTOR, USUAL_CRITIC_RATE = 10.0, 1e-5
 """A critic learns by regression from a head of zeros and may go faster than a large policy at its 1e-6; 1e-5 is common.
 A small policy's own rate is above that already: ten times the quick start's 4e-4 kept it from learning."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from console.deploy.description import Deployment, Files, Host, Service, environment
+from console.deploy.description import Deployment, Files, Host, Service
 from console.deploy.readme import PLACE
 
 Container = dict[str, Any]
@@ -25,6 +25,7 @@ Images are those of the repository's compose file, built beforehand (`penstock-g
 each after `. {place}/env`.
 """
 _COPY = " and `certificates/MACHINE` to `{place}` there (user 10001 must be able to read it)"
+_COPY_ENVIRONMENT = ", on the head `certificates/environment` to `{place}-environment` too"
 _SETTINGS = """# Folders of this machine.
 # Model and data, which containers see as /data; read only:
 PENSTOCK_DATA=
@@ -34,6 +35,10 @@ PENSTOCK_RUNS=
 _SECRETS_FOLDER = """# Its certificate: ca.pem, cert.pem and key.pem.
 PENSTOCK_SECRETS={place}
 """
+_ENVIRONMENT_FOLDER = """# The same of its environment server, from `certificates/environment`:
+PENSTOCK_ENVIRONMENT_SECRETS={place}-environment
+"""
+_ENVIRONMENT_SECRETS = "# What the environment's own code needs, such as keys of services that it calls.\n"
 _SECRETS = """# Secrets of this site's services; what is empty or missing is off (docs/operating.md, Secrets).
 # PENSTOCK_TOKEN_FILE=/run/secrets/token
 # PENSTOCK_JUDGE_TOKEN_FILE=/run/secrets/judge
@@ -54,6 +59,8 @@ def compose_files(deployment: Deployment) -> Files:
     """A compose file, its settings and an empty file of secrets for each site."""
     files: Files = {}
     copy = _COPY.format(place=PLACE) if deployment.has_certificates else ""
+    if copy and deployment.serves_environment:
+        copy += _COPY_ENVIRONMENT.format(place=PLACE)
     files["README.md"] = _STEPS.format(certificates=copy, place=PLACE)
     for site in deployment.sites:
         services: dict[str, Container] = {}
@@ -65,6 +72,9 @@ def compose_files(deployment: Deployment) -> Files:
             document["volumes"] = {"redis": {}}
         files[f"{site}/docker-compose.yml"] = document
         folder = _SECRETS_FOLDER.format(place=PLACE) if deployment.has_certificates else ""
+        if site == deployment.head.site and deployment.serves_environment:
+            folder += _ENVIRONMENT_FOLDER.format(place=PLACE) if deployment.has_certificates else ""
+            files[f"{site}/environment.env"] = _ENVIRONMENT_SECRETS
         files[f"{site}/.env"] = _SETTINGS + folder
         files[f"{site}/secrets.env"] = _SECRETS
     return files
@@ -111,7 +121,7 @@ def _container(deployment: Deployment, host: Host, service: Service) -> Containe
         found["entrypoint"] = ["torchrun", *service.torchrun, "-m", "console"]
     if service.gpus:
         found["shm_size"] = "8gb"
-    return found | _files(deployment)
+    return found | _files(deployment, service)
 
 
 def _health(service: Service) -> Container:
@@ -124,17 +134,22 @@ def _health(service: Service) -> Container:
     return {"test": ["CMD", "python", "-m", "penstock.healthcheck", f"127.0.0.1:{service.port}"], **_PACE}
 
 
-def _files(deployment: Deployment) -> Container:
+def _files(deployment: Deployment, service: Service | None = None) -> Container:
     """Configurations, certificates, data and runs; each variable is in `.env`, and compose refuses to go on without."""
-    volumes = [
-        f".:{deployment.layout.config}:ro",
-        "${PENSTOCK_DATA:?set it in .env to the folder with model and data}:/data:ro",
-        f"${{PENSTOCK_RUNS:?set it in .env to a folder for runs}}:{deployment.layout.runs}",
-    ]
+    is_foreign = service is not None and service.is_foreign
+    volumes = ["${PENSTOCK_DATA:?set it in .env to the folder with model and data}:/data:ro"]
+    if not is_foreign:
+        volumes += [
+            f".:{deployment.layout.config}:ro",
+            f"${{PENSTOCK_RUNS:?set it in .env to a folder for runs}}:{deployment.layout.runs}",
+        ]
+    variables = {} if service is None else dict(service.variables)
     if deployment.has_certificates:
-        volumes.append("${PENSTOCK_SECRETS:?set it in .env to the folder of its certificate}:/run/secrets:ro")
-        return {"environment": environment("/run/secrets"), "env_file": "secrets.env", "volumes": volumes}
-    return {"env_file": "secrets.env", "volumes": volumes}
+        holder = "PENSTOCK_ENVIRONMENT_SECRETS" if is_foreign else "PENSTOCK_SECRETS"
+        volumes.append(f"${{{holder}:?set it in .env to the folder of its certificate}}:/run/secrets:ro")
+        variables |= deployment.variables("/run/secrets")
+    secrets = "environment.env" if is_foreign else "secrets.env"
+    return {**({"environment": variables} if variables else {}), "env_file": secrets, "volumes": volumes}
 
 
 def _gpus(service: Service) -> Container:

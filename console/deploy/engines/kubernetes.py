@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from console.deploy.description import PORTS, USER_ID, Deployment, Files, Host, Service, environment, without_empty
+from console.deploy.description import PORTS, USER_ID, Deployment, Files, Host, Service, without_empty
 from console.deploy.engines.kubernetes_access import budgets, network_policies, services
 from console.deploy.engines.kubernetes_names import (
     CONFIGURATION,
+    ENVIRONMENT_CERTIFICATE,
     NAMESPACE,
     TRAINER,
     certificate,
@@ -22,6 +23,7 @@ from console.deploy.engines.kubernetes_names import (
     metadata,
     ranks,
 )
+from console.deploy.environments import NAME as ENVIRONMENT
 from penstock.config import ConfigError
 
 Object = dict[str, Any]
@@ -114,6 +116,9 @@ def _steps(deployment: Deployment) -> str:
             _SECRET.format(namespace=NAMESPACE, name=certificate(host), host=host.name, site=host.site)
             for host in deployment.hosts
         )
+    if deployment.has_certificates and deployment.serves_environment:
+        names = {"namespace": NAMESPACE, "name": ENVIRONMENT_CERTIFICATE, "host": ENVIRONMENT}
+        secrets += _SECRET.format(site=head.site, **names)
     if len(deployment.sites) > 1:
         far = _FAR.format(address=deployment.head_address, head=head.name, site=head.site)
     return _STEPS.format(namespace=NAMESPACE, secrets=secrets, far=far)
@@ -265,14 +270,18 @@ def _container(deployment: Deployment, host: Host, service: Service) -> Object:
         # Not Kubernetes' own gRPC probe, which speaks no TLS.
         found |= _probes(["python", "-m", "penstock.healthcheck", f"127.0.0.1:{service.port}"])
     mounts = [("configuration", "/config"), ("data", "/data"), ("runs", str(deployment.layout.runs))]
+    if service.is_foreign:
+        mounts = [("data", "/data")]
+    variables = dict(service.variables)
     if deployment.has_certificates:
-        variables = environment("/run/secrets/penstock").items()
-        found["env"] = [{"name": name, "value": path} for name, path in variables]
-        mounts.append(("certificate", "/run/secrets/penstock"))
+        variables |= deployment.variables("/run/secrets/penstock")
+        mounts.append(("environment" if service.is_foreign else "certificate", "/run/secrets/penstock"))
+    if variables:
+        found["env"] = [{"name": name, "value": value} for name, value in variables.items()]
     if service.gpus:
         mounts.append(("memory", "/dev/shm"))
-    read_only = ("configuration", "data", "certificate")
-    found["envFrom"] = [{"secretRef": {"name": "secrets", "optional": True}}]
+    read_only = ("configuration", "data", "certificate", "environment")
+    found["envFrom"] = [{"secretRef": {"name": "environment" if service.is_foreign else "secrets", "optional": True}}]
     found["volumeMounts"] = [
         {"name": name, "mountPath": path, **({"readOnly": True} if name in read_only else {})} for name, path in mounts
     ]
@@ -306,6 +315,9 @@ def _volumes(deployment: Deployment, host: Host, main: Service) -> list[Object]:
     if deployment.has_certificates:
         secret = {"secretName": certificate(host), "defaultMode": 0o440}
         found.append({"name": "certificate", "secret": secret})
+    if deployment.has_certificates and deployment.serves_environment and main.kind == "trainer" and is_head:
+        secret = {"secretName": ENVIRONMENT_CERTIFICATE, "defaultMode": 0o440}
+        found.append({"name": "environment", "secret": secret})
     if main.gpus:
         found.append({"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}})
     return found

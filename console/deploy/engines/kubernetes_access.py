@@ -10,8 +10,12 @@ from console.deploy.nodes import FIRST_GENERATOR_PORT
 
 Object = dict[str, Any]
 _PUBLIC = ("broker", "trainer", "weights", "scheduler")
-"""What generators call."""
-_LOCAL = (*_PUBLIC, "reward")
+"""What generators call, beside an environment."""
+
+
+def _ports(deployment: Deployment) -> list[str]:
+    """The head's services that generators call."""
+    return [*_PUBLIC, *(["environment"] if deployment.serves_environment else [])]
 
 
 def services(deployment: Deployment, site: str) -> list[Object]:
@@ -26,7 +30,7 @@ def services(deployment: Deployment, site: str) -> list[Object]:
         "selector": labels(head, "head"),
         # A trainer whose broker is away is not ready, and is still asked and stopped.
         "publishNotReadyAddresses": True,
-        "ports": [{"name": name, "port": PORTS[name]} for name in _LOCAL],
+        "ports": [{"name": name, "port": PORTS[name]} for name in (*_ports(deployment), "reward")],
     }
     found = [_service(head, spec)]
     if len(deployment.training) > 1:
@@ -50,10 +54,12 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
     found = [_policy("nobody", dict(NAME_LABEL), [])]
     if site == deployment.head.site:
         ours = [{"podSelector": {"matchLabels": NAME_LABEL}}]
-        rules: list[Object] = [{"from": ours, "ports": [{"port": PORTS[name]} for name in _LOCAL]}]
+        rules: list[Object] = [
+            {"from": ours, "ports": [{"port": PORTS[name]} for name in (*_ports(deployment), "reward")]}
+        ]
         if len(deployment.sites) > 1:
             # Other sites, by their certificates.
-            rules.append({"ports": [{"port": PORTS[name]} for name in _PUBLIC]})
+            rules.append({"ports": [{"port": PORTS[name]} for name in _ports(deployment)]})
         found.append(_policy("head", labels(deployment.head, "head"), rules))
         return [*found, _ranks_policy()] if len(deployment.training) > 1 else found
     last = FIRST_GENERATOR_PORT + 2 * max(host.kind.gpus for host in deployment.at(site)) - 1

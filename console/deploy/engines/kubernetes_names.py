@@ -13,6 +13,8 @@ MACHINE_LABEL = "penstock/machine"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 TRAINER = "trainer"
 """Component of a pod that trains beside the head's."""
+ENVIRONMENT_CERTIFICATE = "certificate-environment"
+"""The Secret with the certificate of the environment that the head serves."""
 NAME_LABEL = {"app.kubernetes.io/name": "penstock"}
 """On every pod."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from console.deploy.description import Deployment, Host, Service, environment
+from console.deploy.environments import NAME as ENVIRONMENT
+from penstock.security.credentials import JUDGES
 
 SECRETS_FOLDER = "PENSTOCK_SECRETS"
 """Names the folder with a folder of certificate files for each machine."""
@@ -49,12 +51,20 @@ def machine_script(deployment: Deployment, hosts: Sequence[Host], *, name_variab
         needed = (
             f': "${{{SECRETS_FOLDER}:?set it in settings.env to the folder with the certificates of all machines}}"\n'
         )
-        exports = environment(f"${SECRETS_FOLDER}/$name").items()
-        certificates = needed + "".join(f'export {variable}="{path}"\n' for variable, path in exports)
+        exports = deployment.variables(f"${SECRETS_FOLDER}/$name")
+        certificates = needed + _exports(exports)
+        if deployment.serves_environment:
+            # What is started there shows third parties the certificate that their like has.
+            shown = environment(f"${SECRETS_FOLDER}/{ENVIRONMENT}", JUDGES)
+            certificates += f"if [ $name = {shlex.quote(deployment.head.name)} ]; then\n{_exports(shown)}fi\n"
     cases = "".join(_case(host, "." if is_at_site else host.site) for host in hosts)
     other = '*) echo "penstock: $name: is in no plan here" >&2; exit 2 ;;'
     start = _MACHINE.replace("@NAME@", name_variable)
     return f"{start}{certificates}case $1/$name in\n{cases}{other}\nesac\n{_START}"
+
+
+def _exports(variables: Mapping[str, str]) -> str:
+    return "".join(f'export {name}="{path}"\n' for name, path in variables.items())
 
 
 def _case(host: Host, folder: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from console.deploy.description import PORTS, Deployment, Files, Host
 from console.deploy.engines.machine_script import SECRETS_FOLDER, machine_script
+from console.deploy.environments import NAME as ENVIRONMENT
 from console.deploy.trainers import MAX_RESTARTS
 from penstock.config import ConfigError
 
@@ -117,12 +118,19 @@ def _task(deployment: Deployment, site: str, kinds: dict[str, list[Host]], name:
         peers.append(f"{head.name}=$PENSTOCK_HEAD")
     mounts = {"/data": "${PENSTOCK_DATA}"}
     if deployment.has_certificates:
-        mounts |= {f"{_PLACE}/{host.name}": f"../certificates/{host.name}" for host in hosts}
+        holders = [host.name for host in hosts]
+        holders += [ENVIRONMENT] if deployment.serves_environment and name == "head" else []
+        mounts |= {f"{_PLACE}/{holder}": f"../certificates/{holder}" for holder in holders}
     script = _RUN.replace("@MACHINES@", " ".join(host.name for host in hosts))
     return {
         "name": name,
         "num_nodes": len(hosts),
-        "resources": _resources(hosts, is_head=name == "head", is_open=len(deployment.sites) > 1),
+        "resources": _resources(
+            hosts,
+            is_head=name == "head",
+            is_open=len(deployment.sites) > 1,
+            serves_environment=deployment.serves_environment,
+        ),
         "envs": variables,
         "workdir": ".",
         "file_mounts": mounts,
@@ -131,7 +139,7 @@ def _task(deployment: Deployment, site: str, kinds: dict[str, list[Host]], name:
     }
 
 
-def _resources(hosts: Sequence[Host], *, is_head: bool, is_open: bool) -> Task:
+def _resources(hosts: Sequence[Host], *, is_head: bool, is_open: bool, serves_environment: bool) -> Task:
     gpus = max(host.kind.gpus for host in hosts) if any(host.gpus for host in hosts) else 0
     memory_gib = max(sum(service.memory_gib for service in host.services) for host in hosts)
     found: Task = {"memory": f"{memory_gib}+", "job_recovery": {"max_restarts_on_errors": MAX_RESTARTS}}
@@ -139,5 +147,5 @@ def _resources(hosts: Sequence[Host], *, is_head: bool, is_open: bool) -> Task:
         gpu = hosts[0].kind.gpu
         found["accelerators"] = {_NAMES.get(gpu, gpu): gpus}
     if is_head and is_open:
-        found["ports"] = [PORTS[name] for name in _PUBLIC]
+        found["ports"] = [PORTS[name] for name in (*_PUBLIC, *([ENVIRONMENT] if serves_environment else []))]
     return found

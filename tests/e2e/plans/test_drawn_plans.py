@@ -1,7 +1,7 @@
 """Plans of drawn clusters are carried out at toy size: they start, train two steps, and stand as they were planned.
 
-GPUs are emulated, the trainer's processes are on CPUs. Starts are expensive: the suite carries out one plan of each
-kind of mesh, `make plans PLANS=20` twenty.
+GPUs are emulated, the trainer's processes are on CPUs; each sample is a session with an environment that the head
+serves. Starts are expensive: the suite carries out one plan of each kind of mesh, `make plans PLANS=20` twenty.
 """
 
 import json
@@ -21,7 +21,7 @@ from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of
 from services.scheduler.planning.solve import solve
 from tests.e2e.runs import assert_balanced, penstock
-from tests.helpers.console import write_rows
+from tests.helpers.console import ROOT, write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
 from tests.helpers.plans.drawn_clusters import STEPS, clusters, run_of
 
@@ -69,7 +69,11 @@ def carry_out(problem, plan, model_dir, folder):
     """Deploy and run a plan; the plan that it followed, and where its processes stood."""
     data = write_rows(folder / "train.jsonl", *({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)))
     written = folder / "out"
-    write_deployment(written, CostModel(problem), plan, run=run_of(model_dir, data, folder), address="127.0.0.1")
+    run = run_of(model_dir, data, folder)
+    # The environment that the head serves is reached by the generators of every machine.
+    shutil.copy(ROOT / "examples" / "environment_python" / "guess.py", folder)
+    run |= {"environment": "guess:Guess", "record": True}
+    write_deployment(written, CostModel(problem), plan, run=run, address="127.0.0.1")
     with penstock("run", str(written / "run.yaml"), cwd=folder, run_dir=folder / "runs" / "drawn") as run:
         assert run.end() == 0, run.text
         log = run.folder.log_of("trainer").read_text()
@@ -79,6 +83,9 @@ def carry_out(problem, plan, model_dir, folder):
         assert not run.folder.log_of("reward").exists() or plan.reward[0] == plan.train[0].node
         assert_balanced(run.summary(), num_samples=STEPS * 24)
         assert len(run.metrics()) == STEPS
+        lines = [json.loads(line) for line in (run.folder.path / "trajectories.jsonl").read_text().splitlines()]
+    assert {line["score"]["model"] for line in lines} == {"guess"}
+    assert any(len(line["score"]["turn_values"]) > 1 for line in lines)
     followed = document_of(ParseDict(followed, pb.Plan()))
     machines = written / "machines"
     assert generators(machines.glob("*/logs/gen-*.log")) == Counter(

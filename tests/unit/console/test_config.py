@@ -254,7 +254,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_the_number_of_fields_stays_within_the_budget() -> None:
-    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 152
+    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 155
 
 
 ENGINE_VALUES = {
@@ -367,4 +367,14 @@ def test_an_environment_out_of_reach_is_refused() -> None:
     assert "module:Class" in problem(environment="games")
     assert "host:port" in problem(environment="grpc://games")
     assert "penstock env serve" in problem(environment="games:Guess", endpoints={"trainer": "t:7304"})
-    assert "generator.count" in problem(environment="games:Guess", run={"id": "r"}, endpoints={"generators": ["g:1"]})
+    elsewhere = {"environment": "games:Guess", "run": {"id": "r"}, "endpoints": {"generators": ["g:1"]}}
+    assert "generators elsewhere cannot reach it; set listen.environment" in problem(**elsewhere)
+    slow = {"target": "games:Guess", "step_timeout_s": 300}
+    line = problem(environment=slow)
+    assert "environment.step_timeout_s: 300 is not below trainer.max_lease_silence_s, 300" in line
+    assert config(environment=slow, trainer={"max_lease_silence_s": 301}).environment is not None
+    listen = {"environment": "0.0.0.0:7302", "public_host": "head"}
+    for planned in ({"endpoints": {"trainer": "t:7304"}}, {"scheduler": {"problem": "p.yaml"}, "run": {"id": "r"}}):
+        found = choose_addresses(config(environment="games:Guess", listen=listen, **planned)).environment
+        assert found is not None
+        assert (found.target, found.listen) == ("head:7302", "0.0.0.0:7302")
