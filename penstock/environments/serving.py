@@ -13,7 +13,7 @@ from penstock.environments.environment import EnvironmentFactory
 from penstock.environments.loading import load_environment
 from penstock.environments.session import Session
 from penstock.environments.wire import describe_environment, read_task
-from penstock.errors import InvalidFieldError, QueueFullError, UnknownSessionError
+from penstock.errors import InternalError, InvalidFieldError, QueueFullError, UnknownSessionError
 from penstock.network.rpc import Server, Service, run_until_stopped, service_of
 from penstock.process.log_setup import configure_logging
 from penstock.process.logger import get_logger
@@ -76,7 +76,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._note_call(name)
         try:
             return await session.reset(task)
-        except InvalidFieldError:
+        except (InvalidFieldError, InternalError):
             self._drop(name)
             raise
 

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.environments.environment import Environment, EnvironmentFactory
 from penstock.environments.types import Task, UnplayableError
 from penstock.environments.wire import MAX_TURNS, failed, read_action, write_opening, write_outcome
-from penstock.errors import InvalidFieldError, TurnConflictError
+from penstock.errors import InternalError, InvalidFieldError, TurnConflictError
 from penstock.process.logger import get_logger
 from penstock.rewards.outcomes import describe
 from penstock.rewards.threads import DaemonThreads
@@ -49,7 +49,7 @@ class Session:
         return any(not task.done() for task in [*tasks, *([self._opening] if self._opening else [])])
 
     async def reset(self, task: Task) -> environment_pb2.ResetResponse:
-        """The opening. Raises InvalidFieldError for a task that cannot be played."""
+        """The opening. Raises InvalidFieldError for a task that cannot be played, InternalError if `reset` failed."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._reset(task))
         return await asyncio.shield(self._opening)
@@ -99,7 +99,8 @@ class Session:
             raise
         except Exception as error:  # a user's class may raise anything
             _log.error("environment raised in reset", environment=self._name, exc_info=error)
-            raise InvalidFieldError(f"{self._name} raised {describe(error)}", field="task") from error
+            # Not the task's fault: it may pass, and others may fail as well.
+            raise InternalError(f"{self._name} raised {describe(error)}") from error
 
     async def _step(self, request: environment_pb2.StepRequest) -> environment_pb2.StepResponse:
         try:

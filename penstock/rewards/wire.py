@@ -27,9 +27,10 @@ GRADER_ERRORS = frozenset(
         types_pb2.SCORE_STATUS_FAILED,
         types_pb2.SCORE_STATUS_SANDBOX_ERROR,
         types_pb2.SCORE_STATUS_JUDGE_ERROR,
+        types_pb2.SCORE_STATUS_ENVIRONMENT_ERROR,
     }
 )
-"""Statuses that say that the grader failed: its sandbox or its judge, it raised, or it took too long."""
+"""Statuses that say that the grader failed: its sandbox, judge or environment, it raised, or it took too long."""
 
 _STATUS_TO_WIRE = {status: types_pb2.ScoreStatus.Value(f"SCORE_STATUS_{status.name}") for status in ScoreStatus}
 

@@ -25,6 +25,7 @@ import structlog
 from penstock.errors import InternalError, PenstockError, ServiceUnavailableError
 from penstock.network.rpc import backoff_s
 from penstock.rewards import ModelAwayError, RewardModel, ScoreStatus
+from penstock.rewards.grader_errors import GraderErrors, is_grader_error, may_pass
 from penstock.rewards.outcomes import describe
 from penstock.rewards.wire import failed_score
 from penstock.v1 import broker_pb2, types_pb2
@@ -33,7 +34,6 @@ from services.reward.breaker import Breaker
 from services.reward.canaries.known import read_canaries
 from services.reward.canaries.watch import CanaryWatch
 from services.reward.config import RewardModelConfig
-from services.reward.grader_errors import GraderErrors, is_grader_error, may_pass
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
 
 _LOG_EVERY_S = 10.0

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from penstock.v1 import types_pb2
 from services.generator.engine.engine import FinishReason, GenerateRequest
-from services.generator.environments.client import EnvironmentFaultError
 from services.generator.environments.dialogue import Dialogue
+from services.generator.environments.error_policy import EnvironmentFaultError
 from services.generator.environments.transcript import Transcript
 
 _REASONS = {FinishReason.STOP: types_pb2.FINISH_REASON_STOP, FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH}

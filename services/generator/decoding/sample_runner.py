@@ -45,8 +45,8 @@ from services.generator.engine.engine import (
     GenerateRequest,
     RequestRefusedError,
 )
-from services.generator.environments.client import EnvironmentAwayError
 from services.generator.environments.dialogue import Dialogue
+from services.generator.environments.error_policy import EnvironmentAwayError
 from services.generator.environments.transcript import read_transcript
 
 MAX_VERSION_WAIT_S = 60.0

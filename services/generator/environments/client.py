@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from penstock.environments.wire import answer_problem, messages_problem
 from penstock.errors import (
     DeadlineError,
+    InvalidFieldError,
     NotOfferedError,
     PenstockError,
     TurnConflictError,
@@ -24,25 +25,15 @@ from penstock.network.outage import Outage
 from penstock.network.rpc import call, call_with_retry
 from penstock.v1 import environment_pb2, environment_pb2_grpc, types_pb2
 from services.generator.environments.config import EnvironmentLimits
+from services.generator.environments.error_policy import (
+    OUTAGE_TIMEOUT_S,
+    EnvironmentAwayError,
+    EnvironmentFaultError,
+    ErrorPolicy,
+)
 
 CLOSE_TIMEOUT_S = 5.0
-OUTAGE_TIMEOUT_S = 600.0
-"""How long samples wait for an environment that is away, or full; then they are given back. A lease under which no
-token comes ends after some minutes in any case (`trainer.max_lease_silence_s`), and another one begins."""
-
 _Answer = TypeVar("_Answer")
-
-
-class EnvironmentFaultError(Exception):
-    """A sample cannot go on, and gets no reward: by `status`, the environment's fault and named as such."""
-
-    def __init__(self, message: str, *, status: types_pb2.ScoreStatus.ValueType) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class EnvironmentAwayError(Exception):
-    """The environment was away, or full, for as long as samples wait: nothing is the sample's fault."""
 
 
 class EnvironmentClient:
@@ -52,13 +43,20 @@ class EnvironmentClient:
         self.limits = limits
         self._connection = connection
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(connection.channel)
-        self.notice = ""
-        """A line to show while the environment is away; empty while it answers."""
+        self._away = ""
         self._outage = Outage(connection.peer, on_notice=self._note)
+        self.errors = ErrorPolicy(
+            connection.peer, max_retries=limits.max_retries, max_error_share=limits.max_error_share
+        )
         self._description: environment_pb2.GetEnvironmentResponse | None = None
 
+    @property
+    def notice(self) -> str:
+        """A line to show while samples wait for the environment; empty while it answers."""
+        return self._away or self.errors.notice
+
     def _note(self, text: str) -> None:
-        self.notice = text
+        self._away = text
 
     async def describe(self) -> environment_pb2.GetEnvironmentResponse:
         """What the environment says of itself; asked once. Raises as `step`, but for UnknownSessionError."""
@@ -116,8 +114,12 @@ class EnvironmentClient:
         except PenstockError as error:
             if error.is_retryable and "message larger than max" not in str(error):
                 raise EnvironmentAwayError(str(error)) from error
-            raise _fault(str(error), types_pb2.SCORE_STATUS_ENVIRONMENT_ERROR) from error
+            # By INVALID_ARGUMENT an environment says that it cannot play this task.
+            is_of_sample = isinstance(error, InvalidFieldError)
+            raise _fault(str(error), types_pb2.SCORE_STATUS_ENVIRONMENT_ERROR, is_of_sample=is_of_sample) from error
 
 
-def _fault(message: str, status: types_pb2.ScoreStatus.ValueType) -> EnvironmentFaultError:
-    return EnvironmentFaultError(message, status=status)
+def _fault(
+    message: str, status: types_pb2.ScoreStatus.ValueType, *, is_of_sample: bool = False
+) -> EnvironmentFaultError:
+    return EnvironmentFaultError(message, status=status, is_of_sample=is_of_sample)

@@ -26,7 +26,13 @@ class EnvironmentLimits(StrictModel):
     """Sessions of a generator that may wait for the environment at once, beside those that it decodes: they take no
     slot of the engine."""
     step_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """Longest time of one call, repetitions included; the sample is dropped as reward_timeout then."""
+    """Longest time of one call; the sample is dropped as reward_timeout then. Less than trainer.max_lease_silence_s."""
+    max_retries: int = Field(default=3, ge=0, le=20)
+    """Further attempts of a turn that the environment answers with an error: its session is opened again, and the turns
+    before are repeated. A call that took too long is not repeated."""
+    max_error_share: float = Field(default=0.2, ge=0, le=1)
+    """Above this share of errors among the last 64 answers that a generator got, samples wait instead of being
+    dropped."""
 
 
 class EnvironmentConfig(EnvironmentLimits):

@@ -28,7 +28,8 @@ from penstock.v1 import broker_pb2, environment_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
 from penstock.wire.score_rules import is_reward
 from penstock.wire.tool_calls import find_tool_calls
-from services.generator.environments.client import EnvironmentClient, EnvironmentFaultError
+from services.generator.environments.client import EnvironmentClient
+from services.generator.environments.error_policy import EnvironmentFaultError
 from services.generator.environments.rendering import Renderer, UnrenderableError
 from services.generator.environments.transcript import Transcript
 
@@ -117,20 +118,28 @@ class Dialogue:
             EnvironmentFaultError: The sample ends.
             EnvironmentAwayError: The environment is away.
         """
+
+        async def open_it(is_again: bool) -> Answer:
+            self._state = _State()
+            return await self._open(transcript, is_complete=is_complete, is_again=is_again)
+
+        return await self._client.errors.carry_out(open_it)
+
+    async def _open(self, transcript: Transcript, *, is_complete: bool, is_again: bool) -> Answer:
         description = await self._client.describe()
         self._wants_token_ids = description.wants_token_ids
         self._name = description.name
         renderer = self._state.renderer = self._render(description)
-        is_new = not transcript.turns and not transcript.opening
         # Turns are taken only once their tokens are stored: a session of a sample without tokens is a forgotten one.
-        self._state.opening = await self._client.reset(self._reset_request(restarts=is_new))
+        is_new = not transcript.turns and not transcript.opening
+        self._state.opening = await self._client.reset(self._reset_request(restarts=is_new or is_again))
         given = await self._rendered(renderer.opening(self._state.opening.messages))
         rest = _rest(given, transcript.opening, is_last=not transcript.turns, where="the opening")
         for number, turn in enumerate(transcript.turns):
             is_last = number == len(transcript.turns) - 1
             if is_last and not turn.given and not is_complete:
                 break
-            answer = await self.answer(turn.sampled, types_pb2.FINISH_REASON_STOP)
+            answer = await self._take(turn.sampled, types_pb2.FINISH_REASON_STOP)
             if answer.is_over and not is_last:
                 raise _diverged(f"turn {number}: recorded as going on, and now the last one")
             if answer.is_over:
@@ -140,6 +149,16 @@ class Dialogue:
 
     async def answer(self, sampled: Sequence[int], reason: types_pb2.FinishReason.ValueType) -> Answer:
         """Take a turn of these tokens, which ended for that reason. Raises as `open`."""
+
+        async def take(is_again: bool) -> Answer:
+            if is_again:
+                # The session keeps the error that it answered the turn with.
+                await self._reopen(restarts=True)
+            return await self._take(sampled, reason)
+
+        return await self._client.errors.carry_out(take)
+
+    async def _take(self, sampled: Sequence[int], reason: types_pb2.FinishReason.ValueType) -> Answer:
         turn, text = self.num_turns, self._text.decode(list(sampled))
         request = environment_pb2.StepRequest(
             session_id=self.session_id,
@@ -226,6 +245,9 @@ class Dialogue:
         self._state.num_replays += 1
         if self._state.num_replays > MAX_REPLAYS:
             raise _fault(f"the session was lost {MAX_REPLAYS} times; sessions must survive until they are closed")
+        await self._reopen(restarts=restarts)
+
+    async def _reopen(self, *, restarts: bool) -> None:
         opening = await self._client.reset(self._reset_request(restarts=restarts))
         if opening != self._state.opening:
             raise _diverged("the opening differs from the recorded one")

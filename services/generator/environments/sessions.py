@@ -9,8 +9,9 @@ from penstock.environments.wire import read_tools
 from penstock.errors import InvalidFieldError
 from penstock.model.model_folder import TextDecoder
 from penstock.v1 import broker_pb2, environment_pb2, types_pb2
-from services.generator.environments.client import EnvironmentClient, EnvironmentFaultError
+from services.generator.environments.client import EnvironmentClient
 from services.generator.environments.dialogue import Dialogue
+from services.generator.environments.error_policy import EnvironmentFaultError
 from services.generator.environments.rendering import (
     ChatRenderer,
     ChatTokenizer,

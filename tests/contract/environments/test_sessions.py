@@ -30,6 +30,7 @@ class Plus(Environment):
     name = "plus"
     log: list[tuple[str, int, str]] = []  # noqa: RUF012 -- the test's
     shift = 100
+    is_broken = False
     hold: asyncio.Event | None = None
 
     def reset(self, task: Task) -> None:
@@ -40,6 +41,8 @@ class Plus(Environment):
         Plus.log.append((self.session_id, action.turn, action.text))
         if Plus.hold is not None:
             await Plus.hold.wait()
+        if Plus.is_broken and action.turn == 1:
+            raise ConnectionError("the store is away")
         self.num_turns += 1
         assert self.num_turns == action.turn + 1
         words = [str(int(word) + Plus.shift) for word in action.text.split()]
@@ -69,7 +72,7 @@ class EnvironmentServer:
 
 @pytest.fixture
 async def bench(tmp_path):
-    Plus.log, Plus.shift, Plus.hold = [], 100, None
+    Plus.log, Plus.shift, Plus.hold, Plus.is_broken = [], 100, None, False
     made = Bench(tmp_path)
     made.environment = EnvironmentServer()
     await made.environment.start()
@@ -218,3 +221,23 @@ async def test_a_session_is_bounded_in_turns_tokens_and_time(bench):
     assert (cut.finish_reason, cut.score.value) == (LENGTH, 1.0)
     assert (late.score.status, late.score.HasField("value")) == (types_pb2.SCORE_STATUS_TIMEOUT, False)
     assert "step_timeout_s" in late.score.message
+
+
+async def test_samples_wait_by_name_for_an_environment_that_answers_with_errors(bench):
+    engine = ScriptedEngine()
+    Plus.is_broken = True
+    async with running(bench, engine, max_concurrent_samples=24, max_retries=20):
+        samples = [submit(bench, f"g{number}") for number in range(20)]
+        for number, token in ((0, 10), (1, 11)):
+            for sample in samples:
+                await turn(engine, sample, number, token, STOP_TOKEN)
+        await until(lambda: "raised ConnectionError" in bench.broker.beats[-1].warning, timeout_s=40)
+        assert "waiting for environment" in bench.broker.beats[-1].warning
+        assert "FAILED for" in bench.broker.beats[-1].warning
+        assert not any(sample.is_finished for sample in samples)
+        Plus.is_broken = False
+        for sample in samples:
+            await turn(engine, sample, 2, 13, STOP_TOKEN)
+        await until(lambda: all(sample.is_finished for sample in samples), timeout_s=40)
+        await until(lambda: not bench.broker.beats[-1].warning)
+    assert {(sample.score.value, sample.num_leases) for sample in samples} == {(6.0, 1)}
