@@ -16,7 +16,9 @@ class EnvironmentLoadError(Exception):
 def load_environment(name: str) -> EnvironmentFactory:
     """The class or factory of that name, looked up in the current directory too, or of another package.
 
-    Those are named `openenv:URL`, `nemo_gym:URL` and `textarena:GAME` (docs/imports.md). Raises EnvironmentLoadError.
+    Those are named `openenv:URL`, `nemo_gym:URL`, `textarena:GAME` and `mcp:COMMAND` (docs/imports.md).
+
+    Raises EnvironmentLoadError.
     """
     try:
         if (found_elsewhere := imported(name)) is not None:

@@ -1,4 +1,4 @@
-"""Finds the environment behind `openenv:URL`, `nemo_gym:URL` and `textarena:GAME`."""
+"""Finds the environment behind `openenv:URL`, `nemo_gym:URL`, `textarena:GAME` and `mcp:COMMAND`."""
 
 from __future__ import annotations
 
@@ -66,6 +66,17 @@ def _textarena(game: str, options: dict[str, Any]) -> Imported:
     return Imported(name=f"textarena {game}"[:64], make=lambda: TextArenaSession(games))
 
 
+def _mcp(what: str, options: dict[str, Any]) -> Imported:
+    try:
+        from penstock.environments.imports.mcp_names import mcp_tools
+        from penstock.environments.imports.mcp_tools import McpSession
+    except ModuleNotFoundError as error:
+        raise ValueError(f"needs the package {error.name}: pip install mcp==2.3.0") from error
+    found = mcp_tools(what, options)
+    name = f"mcp {found.server}"[:64]
+    return Imported(name=name, make=lambda: McpSession(found), opens=False, tools=found.described)
+
+
 def _value(text: str) -> Any:
     """A JSON value, or else the text itself."""
     try:
@@ -77,5 +88,6 @@ def _value(text: str) -> Any:
 _KINDS: Mapping[str, tuple[Callable[[str, dict[str, Any]], Imported], str]] = {
     "openenv": (_openenv, "openenv:http://HOST:PORT"),
     "nemo_gym": (_nemo_gym, "nemo_gym:http://HOST:PORT"),
+    "mcp": (_mcp, "mcp:COMMAND or mcp:http://HOST:PORT/mcp"),
     "textarena": (_textarena, "textarena:GAME, for example textarena:GuessTheNumber-v0"),
 }
