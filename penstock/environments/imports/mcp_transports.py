@@ -124,8 +124,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """Let it end, or kill it, and in either case what it started."""
     assert process.stdin is not None
     process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), GRACE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

@@ -40,8 +40,23 @@ def texts(response):
     return [each.content for each in response.messages]
 
 
-def environment_of(pid):
-    return Path(f"/proc/{pid}/environ").read_bytes()
+async def closed(stub, *sessions):
+    """Close sessions, and wait until their programs have ended."""
+    for name in sessions:
+        await call(stub.Close, environment_pb2.CloseRequest(session_id=name), peer="environment")
+    await until(lambda: not programs(), timeout_s=20)
+
+
+def programs():
+    """Programs of this process's sessions that run."""
+    return {pid for pid in children_of(os.getpid()) if is_running(pid) and str(SERVER).encode() in of(pid, "cmdline")}
+
+
+def of(pid, what):
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes()
+    except OSError:  # it has just ended
+        return b""
 
 
 async def test_tools_over_stdio_are_offered_called_bounded_and_played_again(monkeypatch):
@@ -54,16 +69,16 @@ async def test_tools_over_stdio_are_offered_called_bounded_and_played_again(monk
         assert functions["add"]["parameters"]["required"] == ["a", "b"]
         for name in ("s", "other"):
             await reset(stub, name)
-        others = children_of(os.getpid())
+        assert not programs()
 
         told = await make(stub, 0, ("add", {"a": 2, "b": 3}), ("remember", {"number": 4}), ("nothing", {}))
         assert texts(told)[:2] == ["5", "4"]
         assert "there is no tool 'nothing'; there are add, " in texts(told)[2]
         # Another session has a program of its own, and each sees none of this process's secrets.
         assert texts(await make(stub, 0, ("remember", {"number": 1}), session="other")) == ["1"]
-        first = children_of(os.getpid()) - others
+        first = programs()
         assert len(first) == 2
-        assert not any(b"OF_NOBODY" in environment_of(pid) for pid in first)
+        assert not any(b"OF_NOBODY" in of(pid, "environ") for pid in first)
 
         # Both programs die; the calls so far are made again by the next turn, the others' not.
         for pid in first:
@@ -75,11 +90,7 @@ async def test_tools_over_stdio_are_offered_called_bounded_and_played_again(monk
         assert texts(await make(stub, 2, ("fail", {}), ("add", {"a": 1, "b": 1})))[1].startswith("no calls are left: 6")
         done = await make(stub, 3)
         assert (done.done, done.HasField("reward"), done.status) == (True, False, OK)
-        running = children_of(os.getpid()) - others - first
-        assert running
-        for name in ("s", "other"):
-            await call(stub.Close, environment_pb2.CloseRequest(session_id=name), peer="environment")
-        await until(lambda: not any(is_running(pid) for pid in running), timeout_s=20)
+        await closed(stub, "s", "other")
 
 
 async def test_what_a_program_fails_at_is_an_error_by_name_and_no_reward():
@@ -93,6 +104,7 @@ async def test_what_a_program_fails_at_is_an_error_by_name_and_no_reward():
             answer = await make(stub, 0, ("add", {"a": 1, "b": 1}), (name, arguments), session=name)
             assert (answer.done, answer.status, answer.HasField("reward")) == (True, SANDBOX_ERROR, False)
             assert said in answer.message
+        await closed(stub, "crash", "wait", "long")
 
 
 @contextmanager
@@ -137,6 +149,7 @@ async def test_tools_over_http_are_called_and_survive_their_server():
             for each in (stub, sharing):
                 away = await make(each, 2, ("add", {"a": 1, "b": 1}))
                 assert (away.status, away.HasField("reward")) == (SANDBOX_ERROR, False), away
+                await closed(each, "s")
 
 
 def test_names_that_lead_to_no_tools_say_what_to_write(monkeypatch):
@@ -151,7 +164,7 @@ def test_names_that_lead_to_no_tools_say_what_to_write(monkeypatch):
         ("mcp:true?env=NO_SUCH", "'NO_SUCH' is not set"),
         ("mcp:http://localhost:1/mcp?env=X", "env: is for a command"),
         ("mcp:http://127.0.0.1:1/mcp?timeout_s=5", "127.0.0.1:1"),
-        (f"mcp:{COMMAND}?tools=addd", "the server has no 'addd'; it has add, "),
+        (f"mcp:{COMMAND}?tools=nothing", "the server has no 'nothing'; it has add, "),
     ):
         with pytest.raises(EnvironmentLoadError, match="environment") as raised:
             load_environment(name)
