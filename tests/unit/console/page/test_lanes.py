@@ -1,0 +1,123 @@
+"""Lanes, a sample's life and the critical path, out of traces or of metrics alone; versions by machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from console.page.files.trace_spans import SpanStore
+from console.page.files.values import BadQuestionError
+from console.page.run_data import RunData
+from tests.helpers.run_pages import BEGIN_S, page_folder, trace_line
+
+STEP = {"rl.policy.version": 2}
+KEY = {"rl.sample.key": "g/0"}
+
+
+def traces() -> str:
+    generator = trace_line(
+        "generator",
+        "generator-0",
+        {"name": "rl.generator.decode", "start": 0, "end": 6},
+        {
+            "name": "rl.weights.update",
+            "start": 6,
+            "end": 7,
+            "attributes": {"rl.policy.version": 1, "rl.weights.bytes": 9, "rl.weights.source": "trainer"},
+        },
+        {"name": "rl.sample.generate", "start": 1, "end": 5, "attributes": KEY, "events": [(2, "chunk")]},
+    )
+    broker = trace_line("broker", "broker", {"name": "rl.sample.queue", "start": 0, "end": 1, "attributes": KEY})
+    trainer = trace_line(
+        "trainer",
+        "trainer",
+        # Parts end, and are written, before their step.
+        {"name": "rl.train.wait", "start": 0, "end": 6, "parent": "s", "attributes": {"rl.waits_for": "samples"}},
+        {"name": "rl.train.compute", "start": 6, "end": 9, "parent": "s"},
+        {
+            "name": "rl.weights.publish",
+            "start": 9,
+            "end": 10,
+            "parent": "s",
+            "attributes": STEP | {"rl.weights.digest": "d", "rl.weights.bytes": 9},
+        },
+        {"name": "rl.train.step", "start": 0, "end": 10, "id": "s", "attributes": STEP},
+    )
+    return generator + broker + trainer
+
+
+def test_traces_are_drawn_as_lanes_with_the_steps_critical_path(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    (folder.path / "traces.jsonl").write_text("nonsense\n{}\n" + traces() + '{"resourceSpans": [{"res')
+    data = RunData(folder)
+    found = data.answer("lanes", {})
+    lanes = {lane["name"]: lane for lane in found["lanes"]}
+    assert [(lane["name"], lane["kind"]) for lane in found["lanes"]] == [
+        ("generator-0", "generator"),
+        ("trainer", "trainer"),
+    ]
+    assert [span[2] for span in lanes["trainer"]["spans"]] == ["waiting", "computing", "publishing"]
+    assert lanes["trainer"]["spans"][0][:2] == [BEGIN_S, BEGIN_S + 6]
+    assert [BEGIN_S + 1, BEGIN_S + 5, "decoding", "g/0", "g/0"] in lanes["generator-0"]["spans"]
+    assert found["sentence"] == (
+        "Step 2 took 10.0 s: 6.0 s waiting for samples (60 %), 3.0 s computing (30 %), 1.0 s publishing "
+        "weights (10 %). "
+        "Of the traced samples g/0 on generator-0 ended last in its longest wait."
+    )
+    part = data.answer("lanes", {"from": str(BEGIN_S + 6.5), "to": str(BEGIN_S + 8), "lane": "trainer"})
+    assert [[span[2] for span in lane["spans"]] for lane in part["lanes"]] == [["computing"]]
+    life = data.answer("lanes", {"sample": "g/0"})
+    assert [(lane["name"], lane["spans"][0][2]) for lane in life["lanes"]] == [
+        ("broker", "waiting"),
+        ("generator-0", "decoding"),
+    ]
+    assert life["events"] == [[BEGIN_S + 2, "chunk", {}]]
+    with pytest.raises(BadQuestionError, match="to"):
+        data.answer("lanes", {"from": "2", "to": "1"})
+
+
+def test_weights_are_told_by_version_machine_and_link(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    (folder.path / "traces.jsonl").write_text(traces())
+    found = RunData(folder).answer("weights", {})
+    assert found["versions"][1] == {"version": 2, "digest": "d", "bytes": 9, "published_s": BEGIN_S + 10}
+    assert found["versions"][2] == {"version": 3, "digest": None, "bytes": None, "published_s": BEGIN_S + 30}
+    assert found["machines"] == [{"name": "generator-0", "version": 1, "since_s": BEGIN_S + 7}]
+    assert found["links"] == [{"from": "trainer", "to": "generator-0", "bytes": 9}]
+
+
+def test_without_traces_the_trainers_times_are_drawn_and_it_is_said(tmp_path: Path) -> None:
+    found = RunData(page_folder(tmp_path / "r", num_steps=2)).answer("lanes", {})
+    (lane,) = found["lanes"]
+    assert [span[2:4] for span in lane["spans"]] == [
+        ["waiting", "step 1"],
+        ["computing", "step 1"],
+        ["waiting", "step 2"],
+        ["computing", "step 2"],
+    ]
+    assert lane["spans"][1][:2] == [BEGIN_S + 2.5, BEGIN_S + 10]
+    assert found["sentence"] == "Step 2 took 10.0 s: 7.5 s computing (75 %), 2.5 s waiting for samples (25 %)."
+    assert "without traces" in found["note"]
+
+
+def test_an_answer_holds_few_spans_however_many_there_are(tmp_path: Path) -> None:
+    spans = [{"name": "rl.generator.decode", "start": t, "end": t + 0.5} for t in range(20_000)]
+    spans.append({"name": "rl.weights.update", "start": 5000, "end": 6000})
+    folder = page_folder(tmp_path / "r")
+    (folder.path / "traces.jsonl").write_text(trace_line("generator", "generator-0", *spans))
+    data = RunData(folder)
+    found = data.answer("lanes", {})
+    assert found["merged"]
+    drawn = found["lanes"][0]["spans"]
+    assert 1000 < len(drawn) <= 4000
+    assert [span[2] for span in drawn if span[1] - span[0] > 900] == ["updating"]
+    assert sum(int(span[3].split()[0]) if span[3] else 1 for span in drawn if span[2] == "decoding") == 20_000
+    near = data.answer("lanes", {"from": str(BEGIN_S), "to": str(BEGIN_S + 100)})
+    assert (near["merged"], len(near["lanes"][0]["spans"])) == (False, 101)
+    store = SpanStore(folder.path, max_spans=1000)
+    store.refresh()
+    starts, ends, _ = store.columns()
+    assert len(starts) <= 1000
+    assert (ends - starts).max() == 1000
+    assert store.is_thinned

@@ -1,0 +1,109 @@
+"""What is wrong with a run, by its logs, its processes, its books and its broker; and what it costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from console.config.run_folder import ProcessRecord
+from console.page.queries.problems import DOCS, DROPS, RESTARTS, STALENESS, STALLS
+from console.page.run_data import RunData
+from penstock.v1 import broker_pb2
+from tests.helpers.run_pages import page_folder
+
+ROOT = Path(__file__).resolve().parents[4]
+LOG = """\
+2026-11-26T02:39:58.785058Z [warning  ] weights not taken              error=gone policy_version=3 service=generator-0
+2026-11-26T02:39:59.000000Z [info     ] generator is up                service=generator-0
+2026-11-26T02:40:58.785058Z [warning  ] weights not taken              error=late policy_version=4 service=generator-0
+{"event": "engine failed <b>", "level": "error", "timestamp": "2026-11-26T02:41:58.785058Z"}
+{"event": "torn
+\x1b[31mnot a line of ours\x1b[0m
+"""
+
+
+def test_logs_processes_books_and_the_broker_are_told_with_their_pages(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    folder.log_of("generator-0").write_text(LOG)
+    folder.write_record(
+        ProcessRecord(name="generator-0", pid=1, started_ticks=-1, state="paused", why="ended with 1", num_restarts=4)
+    )
+    summary = {"audit": {"dropped": {"stale": 7, "no_score": 0}, "balanced": False}, "restarts": {"reward": 2}}
+    folder.summary.write_text(json.dumps(summary))
+    found = RunData(folder).answer("problems", {})["problems"]
+    by_what = {each["what"]: each for each in found}
+    taken = by_what["weights not taken"]
+    assert (taken["count"], taken["source"], taken["docs"]) == (2, "generator-0", "docs/weights.md#how-contents-travel")
+    assert "error=late" in taken["line"]
+    assert by_what["engine failed <b>"]["docs"] == "docs/generator.md#failures"
+    paused = by_what["generator-0 is paused: ended with 1"]
+    assert (paused["count"], paused["state"], paused["docs"]) == (4, "past", RESTARTS)
+    assert "engine failed" in paused["line"]
+    assert by_what["reward was restarted"]["count"] == 2
+    assert by_what["samples were dropped: stale"]["docs"] == STALENESS
+    assert found[0]["what"] == "the audit does not balance"
+    assert len(found) == 6
+
+
+def test_stalls_come_first_as_the_broker_tells_them(tmp_path: Path) -> None:
+    run = broker_pb2.GetRunResponse(run_id="r", reward_warnings={"reward-0": "2 canaries drift"})
+    run.audit.balanced = True
+    run.audit.dropped["stale"] = 1
+    run.waits.add(waiter="trainer", owner="generators", reason="no generator is connected").since_time.FromSeconds(100)
+    data = RunData(page_folder(tmp_path / "r"), live=lambda: run)
+    stall, *others = data.answer("problems", {})["problems"]
+    assert stall["what"] == "trainer waits for generators: no generator is connected"
+    assert (stall["since_s"], stall["state"], stall["docs"]) == (100.0, "now", STALLS)
+    assert {each["source"] for each in others} == {"reward-0", "audit"}
+    assert data.facts()["state"] == "running"
+
+
+@pytest.mark.parametrize("page", sorted({page for _, page in DOCS} | {STALLS, RESTARTS, DROPS, STALENESS}))
+def test_the_pages_that_explain_exist(page: str) -> None:
+    path, _, anchor = page.partition("#")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    titles = [line.lstrip("# ").lower() for line in text.splitlines() if line.startswith("#")]
+    anchors = {"".join(c for c in title if c.isalnum() or c in " -").replace(" ", "-") for title in titles}
+    assert not anchor or anchor in anchors
+
+
+def test_states_are_told_from_what_is_left_of_a_run(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    data = RunData(folder)
+    assert data.facts()["state"] == "cut short"
+    for outcome, state in (("completed", "finished"), ("stopped", "finished"), ("failed", "failed")):
+        folder.summary.write_text(json.dumps({"outcome": outcome}))
+        assert (data.facts()["state"], data.facts()["outcome"]) == (state, outcome)
+    for content in ("", "{", "[]", "\x00", '{"outcome": 3}'):
+        folder.summary.write_text(content)
+        folder.config.write_text(content)
+        assert data.facts()["state"] == "cut short"
+        assert data.answer("cost", {})["measured"]["tokens_per_second"] == 10.0
+    for each in folder.path.iterdir():
+        if each.is_file():
+            each.unlink()
+    assert RunData(folder).facts()["run_id"] == "r"
+    for what in ("series", "metrics", "samples", "lanes", "problems", "cost", "weights"):
+        json.dumps(RunData(folder).answer(what, {}), allow_nan=False)
+
+
+def test_gpus_and_dollars_are_those_of_the_plan(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    problem = ROOT / "tests/helpers/plans/planning_instances/tiny_02.json"
+    document = json.loads(problem.read_text())
+    folder.config.write_text(f"run: {{id: r}}\nscheduler: {{problem: {problem}}}\n")
+    data = RunData(folder)
+    node = document["nodes"][0]
+    whole = sum(each["gpus"] * each.get("count", 1) for each in document["nodes"])
+    assert sum(sum(site["gpus"].values()) for site in data.answer("cost", {})["sites"]) == whole
+    name = f"{node['name']}-0"
+    plan = {"revision": "1", "assignments": [{"node_id": name, "role": "ROLE_TRAINER", "accelerator_indices": [0]}]}
+    folder.plans.write_text(json.dumps(plan) + "\n" + '{"torn')
+    found = data.answer("cost", {})
+    (site,) = found["sites"]
+    assert site["gpus"] == {node["gpu"]: 1}
+    price = node["price_per_gpu_hour"]
+    assert found["dollars_per_hour"] == pytest.approx(price)
+    assert found["dollars_per_million_tokens"] == pytest.approx(1e6 * price / 3600 / 10)
