@@ -40,6 +40,7 @@ from penstock.config import (
 from penstock.reasoning_gym.source import reward_of
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses, split_targets
+from penstock.tracing.settings import DEFAULT_RATIO
 from services.broker.storage.redis.address import parse_redis_url
 from services.generator.engines.base_config import BaseEngineConfig
 from services.generator.engines.registry import check_recorder, engine_keys, split_engine
@@ -188,6 +189,19 @@ class LogSection(StrictModel):
     """Format of a line."""
 
 
+class TracingSection(StrictModel):
+    """Spans of what the services do, in the run folder's traces.jsonl (docs/tracing.md)."""
+
+    enabled: bool = True
+    """Whether spans are recorded."""
+    ratio: float = Field(default=DEFAULT_RATIO, ge=0, le=1)
+    """Share of groups whose samples are traced one by one, chosen at their submission; slow and failed ones come on
+    top."""
+    otlp_endpoint: str | None = None
+    """Collector to which spans are also exported, http://HOST:PORT of OTLP over gRPC; null leaves that to
+    OTEL_EXPORTER_OTLP_ENDPOINT."""
+
+
 class RunConfig(RunSections, NetworkConfig):
     """A whole run."""
 
@@ -221,6 +235,8 @@ class RunConfig(RunSections, NetworkConfig):
     """Addresses of services started here."""
     log: LogSection = LogSection()
     """Logs."""
+    tracing: TracingSection = TracingSection()
+    """Traces."""
     site: str = Field(default="", max_length=128)
     """Site of this machine; generators that are started here fetch one copy of each version and relay it to each other,
     which pays if the trainer is elsewhere. If empty, each fetches its own."""

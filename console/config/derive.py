@@ -10,6 +10,14 @@ from console.config.run_folder import RunFolder
 from penstock.config import Document, StrictModel, validate
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.storage.addresses import Address
+from penstock.tracing.settings import (
+    ENDPOINT_VARIABLES,
+    FOLDER_VARIABLE,
+    OFF_VARIABLE,
+    RATIO_VARIABLE,
+    RESOURCE_VARIABLE,
+    RUN_ATTRIBUTE,
+)
 from services.broker.config import BrokerConfig
 from services.generator.config import GeneratorConfig, OpenAIConfig
 from services.generator.engines.registry import ENGINES
@@ -62,6 +70,20 @@ def local_endpoint(listen: str) -> Endpoint:
     """A service that listens on `listen`; if that is all addresses, it is reached on loopback."""
     host, _, port = listen.rpartition(":")
     return Endpoint(target=f"127.0.0.1:{port}" if host in _ANY_HOST else listen, listen=listen)
+
+
+def trace_environment(config: RunConfig, folder: RunFolder) -> dict[str, str]:
+    """Variables that tell the services started here where their spans go."""
+    section = config.tracing
+    if not section.enabled:
+        return {OFF_VARIABLE: "true"}
+    endpoint = {} if section.otlp_endpoint is None else {ENDPOINT_VARIABLES[-1]: section.otlp_endpoint}
+    return {
+        FOLDER_VARIABLE: str(folder.path),
+        RATIO_VARIABLE: str(section.ratio),
+        RESOURCE_VARIABLE: f"{RUN_ATTRIBUTE}={config.run.id}",
+        **endpoint,
+    }
 
 
 def broker_config(config: RunConfig, addresses: Addresses, redis_url: str) -> BrokerConfig:

@@ -23,6 +23,7 @@ from console.config.derive import (
     reward_config,
     scheduler_config,
     scorer_config,
+    trace_environment,
     trainer_config,
 )
 from console.config.run_folder import ProcessRecord, RunFolder
@@ -69,6 +70,7 @@ class Launcher:
         self._on_change = on_change
         self._cores: Cores | None = None
         self._devices = devices
+        self._tracing = trace_environment(config, folder)
 
     async def start(self) -> None:
         """Start everything, and wait for what StartRun needs: broker, scheduler, trainer. Raises ServiceFailedError.
@@ -151,7 +153,7 @@ class Launcher:
             return await service_problem(endpoint.target, "environment", security=judges) is None
 
         # As a server elsewhere it is never shown the cluster's own credentials.
-        inherited = {name: value for name, value in os.environ.items() if name not in OF_THE_CLUSTER}
+        inherited = {name: value for name, value in os.environ.items() if name not in OF_THE_CLUSTER} | self._tracing
         plain = {INSECURE_VARIABLE: "true"} if self._config.insecure else {}
         self.services.launch(
             ServiceSpec(
@@ -174,7 +176,7 @@ class Launcher:
                 kind="node",
                 argv=console_argv("node", str(path)),
                 address="",
-                env=service_environment({**os.environ, **self._gpus_of(name)}, num_threads=1),
+                env=service_environment({**os.environ, **self._tracing, **self._gpus_of(name)}, num_threads=1),
                 log_path=self._folder.log_of(name),
                 # A node serves nothing; its generators show whether it works.
                 is_ready=lambda: asyncio.sleep(0, result=True),
@@ -197,7 +199,7 @@ class Launcher:
             name=name,
             target=endpoint.target,
             num_threads=num_threads,
-            environment=self._gpus_of(name),
+            environment={**self._tracing, **self._gpus_of(name)},
         )
 
     def _gpus_of(self, name: str) -> dict[str, str]:

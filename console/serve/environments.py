@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import uvloop
 
 from console.serve.addresses import as_address
+from penstock import tracing
 from penstock.config import ConfigError
 from penstock.environments import EnvironmentLoadError, load_environment
 from penstock.environments.check import check_server
@@ -23,6 +24,7 @@ from penstock.security.credentials import JUDGES
 def serve_environment(target: str, *, listen: str, max_sessions: int, max_idle_s: float) -> None:
     """Serve a class until SIGTERM or SIGINT. Raises ConfigError."""
     configure_logging("environment")
+    tracing.configure("environment", instance="environment")
     as_address(listen)
     try:
         uvloop.run(serve_async(target, listen=listen, max_sessions=max_sessions, max_idle_s=max_idle_s))

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 import uvloop
 
 from console.launch.supervisor import watch_launcher
+from penstock import tracing
 from penstock.config import ConfigError, StrictModel, apply_overrides, read_document, validate
 from penstock.network.rpc import PortUnavailableError
 from penstock.notices.watch import NoticeSources, heed
@@ -61,6 +62,7 @@ def serve_command(
     # torch and vLLM write to any stream; a line cut by a crash is better than a lost one.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     watch_launcher()
+    tracing.configure(service.value, instance=name or service.value, run_id=getattr(config, "run_id", ""))
     serve = _entry(service)
     heed(notices)
     try:

@@ -19,6 +19,7 @@ from penstock.process.log_setup import configure_logging
 from penstock.process.logger import get_logger
 from penstock.rewards.serving import third_party_security
 from penstock.rewards.threads import DaemonThreads
+from penstock.tracing.measuring import measuring
 from penstock.v1 import environment_pb2, environment_pb2_grpc
 
 DEFAULT_LISTEN = "127.0.0.1:7320"
@@ -88,7 +89,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             raise UnknownSessionError(f"session_id: {request.session_id[:100]!r} is not open here")
         self._note_call(request.session_id)
         try:
-            return await session.step(request)
+            with measuring("rl.environment.step", {"rl.session": request.session_id, "rl.turn": request.turn}):
+                return await session.step(request)
         finally:
             self._note_call(request.session_id)
 

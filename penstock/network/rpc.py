@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock import tracing
 from penstock.errors import BadCertificateError, PenstockError, from_rpc_error
 from penstock.network.failover import FailoverChannel
 from penstock.network.guard import ErrorInterceptor
@@ -33,6 +34,7 @@ from penstock.security.checks.troubles import TROUBLES
 from penstock.security.checks.watching import CertificateWatch, hosts_of
 from penstock.security.tls import add_port
 from penstock.targets import split_targets
+from penstock.tracing.interceptor import TraceInterceptor
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 HTTP2_FRAME_BYTES = 1024 * 1024
@@ -121,6 +123,8 @@ class Server:
         self._listen = listen
         self._names = [service.name for service in services]
         interceptors: list[grpc.aio.ServerInterceptor] = [AccessInterceptor(security.tokens), ErrorInterceptor()]
+        if tracing.is_on():
+            interceptors.append(TraceInterceptor())
         self._server = grpc.aio.server(
             interceptors=interceptors, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
         )
@@ -218,9 +222,16 @@ def open_channel(target: str, security: Security = NO_SECURITY) -> grpc.aio.Chan
 async def call(
     method: Callable[..., Awaitable[_Response]], request: Any, *, peer: str, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> _Response:
-    """One unary call with a deadline; raises the PenstockError the server raised. `peer` names it in messages."""
+    """One unary call with a deadline, within the current trace; raises the PenstockError the server raised.
+
+    `peer` names it in messages.
+    """
+    # Streams live longer than any span: what they carry names its trace itself.
+    sent = tracing.metadata()
     async with translated_errors(peer):
-        return await method(request, timeout=timeout_s)
+        if sent is None:
+            return await method(request, timeout=timeout_s)
+        return await method(request, timeout=timeout_s, metadata=sent)
 
 
 @asynccontextmanager

@@ -1539,6 +1539,7 @@ class ScoringLease(_message.Message):
     GENERATOR_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names the lease."""
     generator_id: _builtins.str
@@ -1547,6 +1548,8 @@ class ScoringLease(_message.Message):
     """For a scorer, whose item has a key, a run_id and token_ids only: the prompt's token ids, int32[num_prompt_tokens]."""
     temperature: _builtins.float
     """For a scorer: the temperature at which the completion was sampled, > 0; log-probs are of logits divided by it."""
+    traceparent: _builtins.str
+    """As in Prompt."""
     @_builtins.property
     def item(self) -> _reward_pb2.ScoreItem:
         """Everything a reward model sees."""
@@ -1569,10 +1572,11 @@ class ScoringLease(_message.Message):
         generator_id: _builtins.str = ...,
         prompt_token_ids: _builtins.bytes = ...,
         temperature: _builtins.float = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_duration", b"lease_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "generator_id", b"generator_id", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "prompt_token_ids", b"prompt_token_ids", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "generator_id", b"generator_id", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "prompt_token_ids", b"prompt_token_ids", "temperature", b"temperature", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/types.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"D\n\tSampleKey\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xc2\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x02\n\x06Prompt\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x12\n\ngroup_size\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x0c\n\x04text\x18\x05 \x01(\t\x12*\n\x08messages\x18\x06 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x0e\n\x06\x61nswer\x18\x07 \x01(\t\x12\x15\n\rmetadata_json\x18\x08 \x01(\t\x12%\n\x07purpose\x18\t \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x1f\n\x12min_policy_version\x18\n \x01(\x03H\x00\x88\x01\x01\x42\x15\n\x13_min_policy_version\"0\n\x0bVersionRuns\x12\x10\n\x08versions\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x01(\x0c\"\xc6\x02\n\nTokenChunk\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x31\n\x0fpolicy_versions\x18\x06 \x01(\x0b\x32\x18.penstock.v1.VersionRuns\x12\x11\n\tloss_mask\x18\x07 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x0c\n\x04text\x18\t \x01(\t\x12\x13\n\x0btoken_shard\x18\n \x01(\r\x12\x0e\n\x06routes\x18\x0b \x01(\x0c\x12!\n\x05score\x18\x0c \x01(\x0b\x32\x12.penstock.v1.Score\"R\n\x0cRoutingShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x13\n\x0bnum_experts\x18\x02 \x01(\r\x12\x19\n\x11\x65xperts_per_token\x18\x03 \x01(\r\"\xfd\x02\n\x05Score\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.penstock.v1.ScoreStatus\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x36\n\ncomponents\x18\x03 \x03(\x0b\x32\".penstock.v1.Score.ComponentsEntry\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12*\n\x07latency\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bturn_values\x18\x07 \x01(\x0c\x12\x30\n\x07\x64\x65tails\x18\x14 \x03(\x0b\x32\x1f.penstock.v1.Score.DetailsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_value\"\xec\x04\n\nTrajectory\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x12\n\nnum_leases\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11\x62\x65havior_logprobs\x18\x04 \x01(\x0c\x12\x31\n\x0fpolicy_versions\x18\x05 \x01(\x0b\x32\x18.penstock.v1.VersionRuns\x12\x11\n\tloss_mask\x18\x06 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12!\n\x05score\x18\x08 \x01(\x0b\x32\x12.penstock.v1.Score\x12\x12\n\nadvantages\x18\t \x01(\x0c\x12\x1a\n\x12min_policy_version\x18\n \x01(\x03\x12\x1a\n\x12max_policy_version\x18\x0b \x01(\x03\x12\x14\n\x0cgenerator_id\x18\x0c \x01(\t\x12/\n\x0bsubmit_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nlease_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inish_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nscore_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04text\x18\x11 \x01(\t\x12\x0e\n\x06routes\x18\x12 \x01(\x0c\x12\x1a\n\x12reference_logprobs\x18\x13 \x01(\x0c\"\x81\x01\n\x0fTrajectoryGroup\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.penstock.v1.Prompt\x12-\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x17.penstock.v1.Trajectory\x12\x1a\n\x12min_policy_version\x18\x03 \x01(\x03\"@\n\x10TrajectoryGroups\x12,\n\x06groups\x18\x01 \x03(\x0b\x32\x1c.penstock.v1.TrajectoryGroup\"+\n\nGroupPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07is_last\x18\x02 \x01(\x08\"I\n\tItemError\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"h\n\x08TimeSpan\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*K\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x14\n\x10PURPOSE_EVALUATE\x10\x02*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*\xd4\x02\n\x0bScoreStatus\x12\x1c\n\x18SCORE_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCORE_STATUS_OK\x10\x01\x12\x1a\n\x16SCORE_STATUS_ABSTAINED\x10\x02\x12\x18\n\x14SCORE_STATUS_TIMEOUT\x10\x03\x12\x17\n\x13SCORE_STATUS_FAILED\x10\x04\x12\x18\n\x14SCORE_STATUS_INVALID\x10\x05\x12 \n\x1cSCORE_STATUS_CANDIDATE_LIMIT\x10\x06\x12\x1e\n\x1aSCORE_STATUS_SANDBOX_ERROR\x10\x07\x12\x1c\n\x18SCORE_STATUS_JUDGE_ERROR\x10\x08\x12\"\n\x1eSCORE_STATUS_ENVIRONMENT_ERROR\x10\t\x12%\n!SCORE_STATUS_ENVIRONMENT_DIVERGED\x10\nb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/types.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"D\n\tSampleKey\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x14\n\x0csample_index\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\"\xc2\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xc5\x02\n\x06Prompt\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x12\n\ngroup_size\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x0c\n\x04text\x18\x05 \x01(\t\x12*\n\x08messages\x18\x06 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x0e\n\x06\x61nswer\x18\x07 \x01(\t\x12\x15\n\rmetadata_json\x18\x08 \x01(\t\x12%\n\x07purpose\x18\t \x01(\x0e\x32\x14.penstock.v1.Purpose\x12\x1f\n\x12min_policy_version\x18\n \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0b \x01(\tB\x15\n\x13_min_policy_version\"0\n\x0bVersionRuns\x12\x10\n\x08versions\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x01(\x0c\"\xc6\x02\n\nTokenChunk\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x31\n\x0fpolicy_versions\x18\x06 \x01(\x0b\x32\x18.penstock.v1.VersionRuns\x12\x11\n\tloss_mask\x18\x07 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x0c\n\x04text\x18\t \x01(\t\x12\x13\n\x0btoken_shard\x18\n \x01(\r\x12\x0e\n\x06routes\x18\x0b \x01(\x0c\x12!\n\x05score\x18\x0c \x01(\x0b\x32\x12.penstock.v1.Score\"R\n\x0cRoutingShape\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x13\n\x0bnum_experts\x18\x02 \x01(\r\x12\x19\n\x11\x65xperts_per_token\x18\x03 \x01(\r\"\xfd\x02\n\x05Score\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.penstock.v1.ScoreStatus\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x36\n\ncomponents\x18\x03 \x03(\x0b\x32\".penstock.v1.Score.ComponentsEntry\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12*\n\x07latency\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bturn_values\x18\x07 \x01(\x0c\x12\x30\n\x07\x64\x65tails\x18\x14 \x03(\x0b\x32\x1f.penstock.v1.Score.DetailsEntry\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_value\"\xec\x04\n\nTrajectory\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x12\n\nnum_leases\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11\x62\x65havior_logprobs\x18\x04 \x01(\x0c\x12\x31\n\x0fpolicy_versions\x18\x05 \x01(\x0b\x32\x18.penstock.v1.VersionRuns\x12\x11\n\tloss_mask\x18\x06 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12!\n\x05score\x18\x08 \x01(\x0b\x32\x12.penstock.v1.Score\x12\x12\n\nadvantages\x18\t \x01(\x0c\x12\x1a\n\x12min_policy_version\x18\n \x01(\x03\x12\x1a\n\x12max_policy_version\x18\x0b \x01(\x03\x12\x14\n\x0cgenerator_id\x18\x0c \x01(\t\x12/\n\x0bsubmit_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nlease_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inish_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nscore_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04text\x18\x11 \x01(\t\x12\x0e\n\x06routes\x18\x12 \x01(\x0c\x12\x1a\n\x12reference_logprobs\x18\x13 \x01(\x0c\"\x81\x01\n\x0fTrajectoryGroup\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.penstock.v1.Prompt\x12-\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x17.penstock.v1.Trajectory\x12\x1a\n\x12min_policy_version\x18\x03 \x01(\x03\"@\n\x10TrajectoryGroups\x12,\n\x06groups\x18\x01 \x03(\x0b\x32\x1c.penstock.v1.TrajectoryGroup\"+\n\nGroupPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07is_last\x18\x02 \x01(\x08\"I\n\tItemError\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"h\n\x08TimeSpan\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*K\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x14\n\x10PURPOSE_EVALUATE\x10\x02*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03*\xd4\x02\n\x0bScoreStatus\x12\x1c\n\x18SCORE_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCORE_STATUS_OK\x10\x01\x12\x1a\n\x16SCORE_STATUS_ABSTAINED\x10\x02\x12\x18\n\x14SCORE_STATUS_TIMEOUT\x10\x03\x12\x17\n\x13SCORE_STATUS_FAILED\x10\x04\x12\x18\n\x14SCORE_STATUS_INVALID\x10\x05\x12 \n\x1cSCORE_STATUS_CANDIDATE_LIMIT\x10\x06\x12\x1e\n\x1aSCORE_STATUS_SANDBOX_ERROR\x10\x07\x12\x1c\n\x18SCORE_STATUS_JUDGE_ERROR\x10\x08\x12\"\n\x1eSCORE_STATUS_ENVIRONMENT_ERROR\x10\t\x12%\n!SCORE_STATUS_ENVIRONMENT_DIVERGED\x10\nb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,12 +37,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCORE_COMPONENTSENTRY']._serialized_options = b'8\001'
   _globals['_SCORE_DETAILSENTRY']._loaded_options = None
   _globals['_SCORE_DETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_PURPOSE']._serialized_start=2619
-  _globals['_PURPOSE']._serialized_end=2694
-  _globals['_FINISHREASON']._serialized_start=2696
-  _globals['_FINISHREASON']._serialized_end=2818
-  _globals['_SCORESTATUS']._serialized_start=2821
-  _globals['_SCORESTATUS']._serialized_end=3161
+  _globals['_PURPOSE']._serialized_start=2640
+  _globals['_PURPOSE']._serialized_end=2715
+  _globals['_FINISHREASON']._serialized_start=2717
+  _globals['_FINISHREASON']._serialized_end=2839
+  _globals['_SCORESTATUS']._serialized_start=2842
+  _globals['_SCORESTATUS']._serialized_end=3182
   _globals['_SAMPLEKEY']._serialized_start=105
   _globals['_SAMPLEKEY']._serialized_end=173
   _globals['_SAMPLINGPARAMS']._serialized_start=176
@@ -50,29 +50,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=372
   _globals['_CHATMESSAGE']._serialized_end=416
   _globals['_PROMPT']._serialized_start=419
-  _globals['_PROMPT']._serialized_end=723
-  _globals['_VERSIONRUNS']._serialized_start=725
-  _globals['_VERSIONRUNS']._serialized_end=773
-  _globals['_TOKENCHUNK']._serialized_start=776
-  _globals['_TOKENCHUNK']._serialized_end=1102
-  _globals['_ROUTINGSHAPE']._serialized_start=1104
-  _globals['_ROUTINGSHAPE']._serialized_end=1186
-  _globals['_SCORE']._serialized_start=1189
-  _globals['_SCORE']._serialized_end=1570
-  _globals['_SCORE_COMPONENTSENTRY']._serialized_start=1463
-  _globals['_SCORE_COMPONENTSENTRY']._serialized_end=1512
-  _globals['_SCORE_DETAILSENTRY']._serialized_start=1514
-  _globals['_SCORE_DETAILSENTRY']._serialized_end=1560
-  _globals['_TRAJECTORY']._serialized_start=1573
-  _globals['_TRAJECTORY']._serialized_end=2193
-  _globals['_TRAJECTORYGROUP']._serialized_start=2196
-  _globals['_TRAJECTORYGROUP']._serialized_end=2325
-  _globals['_TRAJECTORYGROUPS']._serialized_start=2327
-  _globals['_TRAJECTORYGROUPS']._serialized_end=2391
-  _globals['_GROUPPIECE']._serialized_start=2393
-  _globals['_GROUPPIECE']._serialized_end=2436
-  _globals['_ITEMERROR']._serialized_start=2438
-  _globals['_ITEMERROR']._serialized_end=2511
-  _globals['_TIMESPAN']._serialized_start=2513
-  _globals['_TIMESPAN']._serialized_end=2617
+  _globals['_PROMPT']._serialized_end=744
+  _globals['_VERSIONRUNS']._serialized_start=746
+  _globals['_VERSIONRUNS']._serialized_end=794
+  _globals['_TOKENCHUNK']._serialized_start=797
+  _globals['_TOKENCHUNK']._serialized_end=1123
+  _globals['_ROUTINGSHAPE']._serialized_start=1125
+  _globals['_ROUTINGSHAPE']._serialized_end=1207
+  _globals['_SCORE']._serialized_start=1210
+  _globals['_SCORE']._serialized_end=1591
+  _globals['_SCORE_COMPONENTSENTRY']._serialized_start=1484
+  _globals['_SCORE_COMPONENTSENTRY']._serialized_end=1533
+  _globals['_SCORE_DETAILSENTRY']._serialized_start=1535
+  _globals['_SCORE_DETAILSENTRY']._serialized_end=1581
+  _globals['_TRAJECTORY']._serialized_start=1594
+  _globals['_TRAJECTORY']._serialized_end=2214
+  _globals['_TRAJECTORYGROUP']._serialized_start=2217
+  _globals['_TRAJECTORYGROUP']._serialized_end=2346
+  _globals['_TRAJECTORYGROUPS']._serialized_start=2348
+  _globals['_TRAJECTORYGROUPS']._serialized_end=2412
+  _globals['_GROUPPIECE']._serialized_start=2414
+  _globals['_GROUPPIECE']._serialized_end=2457
+  _globals['_ITEMERROR']._serialized_start=2459
+  _globals['_ITEMERROR']._serialized_end=2532
+  _globals['_TIMESPAN']._serialized_start=2534
+  _globals['_TIMESPAN']._serialized_end=2638
 # @@protoc_insertion_point(module_scope)

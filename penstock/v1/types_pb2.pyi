@@ -269,6 +269,7 @@ class Prompt(_message.Message):
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Names the sample group this prompt makes; chosen by the client, unique in the run."""
     token_ids: _builtins.bytes
@@ -285,6 +286,10 @@ class Prompt(_message.Message):
     """What the samples are for."""
     min_policy_version: _builtins.int
     """Least policy version a generator must hold to start this prompt; unset means what the staleness bound allows."""
+    traceparent: _builtins.str
+    """Set by the broker when it accepts the prompt, whatever the client wrote: where the group is sampled for tracing, the
+    W3C trace context of its span, 55 characters; else empty.
+    """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
         """How to sample them."""
@@ -306,10 +311,11 @@ class Prompt(_message.Message):
         metadata_json: _builtins.str = ...,
         purpose: Global___Purpose.ValueType = ...,
         min_policy_version: _builtins.int | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version", "min_policy_version", b"min_policy_version", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version", "answer", b"answer", "group_id", b"group_id", "group_size", b"group_size", "messages", b"messages", "metadata_json", b"metadata_json", "min_policy_version", b"min_policy_version", "purpose", b"purpose", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version", "answer", b"answer", "group_id", b"group_id", "group_size", b"group_size", "messages", b"messages", "metadata_json", b"metadata_json", "min_policy_version", b"min_policy_version", "purpose", b"purpose", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__min_policy_version: _TypeAlias = _typing.Literal["min_policy_version"]  # noqa: Y015
     _WhichOneofArgType__min_policy_version: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version"]  # noqa: Y015

@@ -296,6 +296,7 @@ class GroupRecord(_message.Message):
     PROMPT_BYTES_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     TOKEN_SHARD_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Its name among the run's records: the id of its group, or of the first group of a put."""
     sequence: _builtins.int
@@ -322,6 +323,10 @@ class GroupRecord(_message.Message):
     """Bytes that it takes in the store, set when it is trained; 0 for a put, and in records older than this field."""
     token_shard: _builtins.int
     """The token shard that holds its samples' tokens, from 1; 0 if they are beside this record."""
+    traceparent: _builtins.str
+    """Trace context of its span, where it is traced: sampled when it was accepted, as Prompt.traceparent says, or, not
+    sampled, because one of its samples failed. Empty otherwise.
+    """
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRecord]:
         """Its samples, by index; none for a put."""
@@ -348,10 +353,11 @@ class GroupRecord(_message.Message):
         prompt_bytes: _builtins.int = ...,
         stored_bytes: _builtins.int = ...,
         token_shard: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "prompt_min_version", b"prompt_min_version", "put", b"put", "trained_version", b"trained_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "is_compact", b"is_compact", "num_prompt_tokens", b"num_prompt_tokens", "prompt_bytes", b"prompt_bytes", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "stored_bytes", b"stored_bytes", "submit_s", b"submit_s", "submit_version", b"submit_version", "token_shard", b"token_shard", "trained_version", b"trained_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version", "_trained_version", b"_trained_version", "consumer_id", b"consumer_id", "group_id", b"group_id", "is_compact", b"is_compact", "num_prompt_tokens", b"num_prompt_tokens", "prompt_bytes", b"prompt_bytes", "prompt_min_version", b"prompt_min_version", "purpose", b"purpose", "put", b"put", "samples", b"samples", "sequence", b"sequence", "stored_bytes", b"stored_bytes", "submit_s", b"submit_s", "submit_version", b"submit_version", "token_shard", b"token_shard", "traceparent", b"traceparent", "trained_version", b"trained_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_min_version: _TypeAlias = _typing.Literal["prompt_min_version"]  # noqa: Y015
     _WhichOneofArgType__prompt_min_version: _TypeAlias = _typing.Literal["_prompt_min_version", b"_prompt_min_version"]  # noqa: Y015

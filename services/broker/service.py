@@ -40,6 +40,7 @@ from services.broker.streams.request_reader import first_request, wait_for_event
 from services.broker.streams.scoring_stream import ScoringStream
 from services.broker.streams.token_stream import serve_tokens
 from services.broker.streams.trajectory_stream import serve_puts
+from services.broker.traces.submitted import mark_sampled, record_submission
 
 RETRY_DELAY = Duration(nanos=200_000_000)
 """How long a client waits before it resends prompts refused by a full queue: a few steps of a small run."""
@@ -101,6 +102,8 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         replica = self._replica(request.run_id)
         check_count("prompts", len(request.prompts), MAX_PROMPTS)
         check_bytes("prompts", request.ByteSize())
+        mark_sampled(request)
+        submitted_s = replica.clock.now_s()
         retired = await replica.store.retired(request.run_id, [prompt.group_id for prompt in request.prompts])
         forecasts = await self._run_registry.forecaster.forecasts(request.run_id, request.prompts)
 
@@ -118,6 +121,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             return response, state.run.last_sequence - num_before
 
         response, num_added = await replica.transact(operation)
+        record_submission(request, start_s=submitted_s, end_s=replica.clock.now_s())
         invariants = self._run_registry.metrics.invariants
         invariants.duplicates.labels("prompt").inc(len(request.prompts) - len(response.errors) - num_added)
         invariants.refusals.labels("prompts").inc(sum(error.reason == "QUEUE_FULL" for error in response.errors))

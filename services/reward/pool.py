@@ -28,12 +28,15 @@ from penstock.rewards import ModelAwayError, RewardModel, ScoreStatus
 from penstock.rewards.grader_errors import GraderErrors, is_grader_error, may_pass
 from penstock.rewards.outcomes import describe
 from penstock.rewards.wire import failed_score
+from penstock.tracing.measuring import measuring
+from penstock.tracing.recording import Value
 from penstock.v1 import broker_pb2, types_pb2
 from services.reward.attempts import Attempts
 from services.reward.breaker import Breaker
 from services.reward.canaries.known import read_canaries
 from services.reward.canaries.watch import CanaryWatch
 from services.reward.config import RewardModelConfig
+from services.reward.links import sampled
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
 
 _LOG_EVERY_S = 10.0
@@ -126,6 +129,12 @@ class ScoringPool:
 
     async def _score(self, leases: Sequence[broker_pb2.ScoringLease], answer: _Answer) -> None:
         """Answer each lease as soon as it has its result."""
+        attributes: dict[str, Value] = {"rl.reward.model": self._model.name, "rl.reward.samples": len(leases)}
+        with measuring("rl.reward.score", attributes, run_id=leases[0].item.run_id if leases else "") as measured:
+            measured.links += sampled(leases)
+            await self._score_measured(leases, answer)
+
+    async def _score_measured(self, leases: Sequence[broker_pb2.ScoringLease], answer: _Answer) -> None:
         started_s = self._monotonic_s()
 
         def complete(results: Sequence[broker_pb2.ScoreResult]) -> None:

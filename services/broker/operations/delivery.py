@@ -20,6 +20,7 @@ from penstock.errors import (
 )
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import drops
+from services.broker.records.ended import Ended
 from services.broker.records_pb2 import GroupRecord
 from services.broker.rules.batching import ReadyGroup, StepView, choose
 from services.broker.rules.sample_policy import MAX_RETAINED_GROUPS
@@ -234,6 +235,7 @@ def train(state: RunState, name: str, group_ids: Collection[str], policy_version
                 if sample.state != broker_pb2.SAMPLE_STATE_DROPPED:
                     sample.state = _TRAINED
         counters.count_record_trained(state, record)
+        state.pending.ended.append(Ended(group=record))
 
 
 def advance(state: RunState, policy_version: int, now_s: float) -> None:

@@ -13,9 +13,12 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from penstock.errors import InvalidFieldError
+from penstock.tracing import group_context
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.records.ended import Ended
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.state import batches, counters
 from services.broker.state.run_state import RunState
@@ -31,6 +34,10 @@ OVERSAMPLED = "oversampled"
 PAYLOAD_LOST = "payload_lost"
 NOT_TRAINED = "not_trained"
 
+_FAILURES = frozenset((TOO_MANY_LEASES, TOO_MANY_ATTEMPTS, GROUP_INCOMPLETE, CONTEXT_TOO_LONG, PAYLOAD_LOST))
+"""Reasons for which a whole group is dropped because something went wrong."""
+_NO_FAILURES = frozenset(("reward_abstained",))
+"""Reasons for which a sample gets no score although nothing went wrong."""
 MAX_REASONS = 64
 """Reasons in a run's record, which every commit writes, before callers may name no more."""
 
@@ -44,6 +51,8 @@ def lose_sample(state: RunState, group: GroupRecord, index: int, reason: str) ->
     It is dropped. If no extra sample takes its place in a training group, PartialGroupPolicy WAIT restarts it,
     up to as many attempts as a sample may have leases.
     """
+    if reason not in _NO_FAILURES:
+        _note_failure(state, group, index, reason)
     _drop_sample(state, group, index, reason)
     if group.purpose != types_pb2.PURPOSE_TRAIN or num_kept(group) >= _num_wanted(state, group):
         return
@@ -102,9 +111,21 @@ def _fault(state: RunState, group: GroupRecord) -> str:
 
 def drop(state: RunState, name: str, reason: str) -> int:
     """Drop a whole live record; returns the number of its samples that were not dropped before."""
-    num_samples = counters.count_record_dropped(state, state.groups[name], reason)
+    record = state.groups[name]
+    num_samples = counters.count_record_dropped(state, record, reason)
     state.retire(name)
+    state.pending.ended.append(Ended(group=record, reason=reason, is_failure=reason in _FAILURES))
     return num_samples
+
+
+def _note_failure(state: RunState, group: GroupRecord, index: int, reason: str) -> None:
+    """Keep a sample that failed for its trace, inside an `edit`; its group will be traced with it."""
+    if not group.traceparent:
+        context = group_context(state.run.run_id, group.group_id)
+        group.traceparent = replace(context, is_sampled=False).traceparent
+    sample = SampleRecord()
+    sample.CopyFrom(group.samples[index])
+    state.pending.ended.append(Ended(group=group, reason=reason, is_failure=True, index=index, sample=sample))
 
 
 def check_countable(state: RunState, reason: str) -> None:

@@ -66,6 +66,7 @@ def _add(state: RunState, prompt: types_pb2.Prompt, now_s: float, predicted_toke
         prompt_bytes=len(data),
         submit_s=now_s,
         submit_version=run.policy_version,
+        traceparent=prompt.traceparent,
         samples=[
             SampleRecord(state=broker_pb2.SAMPLE_STATE_QUEUED, predicted_tokens=predicted_tokens)
             for _ in range(num_samples)

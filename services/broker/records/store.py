@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.wire.codec import Packed
+from services.broker.records.ended import Ended
 from services.broker.records.roll import Broker, Roll
 from services.broker.records.run_clock import Reading
 
@@ -112,6 +113,8 @@ class Delta:
     """Payload of puts by payload id; empty if `put_payload` stored it ahead."""
     dropped_payloads: set[str] = field(default_factory=set)
     """Payload ids to delete."""
+    ended: list[Ended] = field(default_factory=list)
+    """What this change ends, in order; not stored."""
 
     def absorb(self, later: Delta) -> None:
         """Add the changes of a later operation other than records."""
@@ -128,6 +131,7 @@ class Delta:
         self.fresh += later.fresh
         self.payloads.update(later.payloads)
         self.dropped_payloads |= later.dropped_payloads
+        self.ended += later.ended
 
     def keep_payloads(self, is_used: Callable[[str], bool]) -> None:
         """Leave out payload that no record uses any more, and keep payload that is still used."""

@@ -139,6 +139,9 @@ class Replica(Generic[S]):
     def _changed(self) -> None:
         """The copy was loaded, or changed beyond growth."""
 
+    def _stored(self, state: S, delta: Delta) -> None:
+        """The store has the changes."""
+
     def _follow_up(self, state: S) -> list[Request[S]]:
         """Further operations on a batch just decided, which are committed together with it."""
         return []
@@ -338,6 +341,7 @@ class Replica(Generic[S]):
             state.rollback()
             await self._refresh(state)
             return False
+        self._stored(state, delta)
         state.settle()
         self.copy = state
         if not only_grew:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+from penstock import tracing
 from penstock.clock import Clock
 from penstock.errors import UnknownRunError
 from penstock.process.time_limits import Wake
@@ -21,7 +22,7 @@ from services.broker.fleet.worker_registry import Peers
 from services.broker.operations.lifecycle import create_run, reopen_run
 from services.broker.records.run_clock import MAX_GAP_S, Reading, RunClock, max_gap_s
 from services.broker.records.shard_ids import shard_id
-from services.broker.records.store import SampleId, Store
+from services.broker.records.store import Delta, SampleId, Store
 from services.broker.replicas.document_replica import Replica, Request
 from services.broker.rules.saturation import Saturation
 from services.broker.runtime.compactor import Compactor
@@ -31,6 +32,7 @@ from services.broker.runtime.payload_cache import PayloadCache
 from services.broker.runtime.stream_listeners import Listeners, Topic
 from services.broker.shards.sealer import Sealer
 from services.broker.state.run_state import RunState
+from services.broker.traces.lives import Lives
 
 _T = TypeVar("_T")
 LOGPROB_BYTES = 4
@@ -79,6 +81,7 @@ class RunReplica(Replica[RunState]):
         self.reviewing: asyncio.Task[None] | None = None
         """The last review of dispatch."""
         self.lease_rounds = LeaseRounds(self.transact, self.dispatcher, self.clock)
+        self._lives = Lives(run_id)
         self.listeners = Listeners(self.lease_rounds.seats)
         self.num_keepers = 0
         """Blocks inside `kept`."""
@@ -261,6 +264,10 @@ class RunReplica(Replica[RunState]):
         else:
             self._has_ended = False
             self.listeners.wake(self.copy)
+
+    def _stored(self, state: RunState, delta: Delta) -> None:
+        if delta.ended and tracing.is_on():
+            self._lives.record(delta.ended, history=state.run.history, now_s=self.clock.now_s())
 
     def _follow_up(self, state: RunState) -> list[Request[RunState]]:
         requests: list[Request[RunState]] = []

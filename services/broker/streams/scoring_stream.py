@@ -184,6 +184,7 @@ class ScoringStream:
                     expire_time=timestamp(grant.expire_s),
                     lease_duration=duration(grant.life_s),
                     generator_id=grant.generator_id,
+                    traceparent=prompt.traceparent,
                 )
                 self._add_sample(lease, grant, prompt, parts)
                 leases.append(lease)

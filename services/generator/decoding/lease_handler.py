@@ -11,6 +11,7 @@ from penstock.wire.timestamps import timestamp
 from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.token_rate import TokenRate
+from services.generator.decoding.traces import record_periods
 from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine
 
@@ -46,6 +47,8 @@ class GeneratorLeaseHandler:
     def beat(self) -> broker_pb2.GeneratorBeat:
         """Its state now, with the busy spans since the last heartbeat."""
         stats, held = self._engine.stats(), self._held.current
+        busy_spans = self._busy.take_spans()
+        record_periods(busy_spans)
         return broker_pb2.GeneratorBeat(
             policy_version=held.policy_version if held is not None else 0,
             history=held.history if held is not None else None,
@@ -57,7 +60,7 @@ class GeneratorLeaseHandler:
             tokens_per_second=self._rate.update(stats.tokens_generated, time.monotonic()),
             busy_spans=[
                 types_pb2.TimeSpan(start_time=timestamp(start_s), end_time=timestamp(end_s))
-                for start_s, end_s in self._busy.take_spans()
+                for start_s, end_s in busy_spans
             ],
             is_draining=self.is_draining,
             now_time=timestamp(self._busy.now_s()),

@@ -30,6 +30,7 @@ import structlog
 from penstock.clients.sample_stream import SampleStream
 from penstock.errors import InvalidFieldError
 from penstock.process.tasks import end, set_within
+from penstock.tracing import within
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, int32_array
 from services.generator.decoding.activity import Decoding
@@ -38,6 +39,7 @@ from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
 from services.generator.decoding.lease_request import to_request
 from services.generator.decoding.rollout_parts import RolloutParts
 from services.generator.decoding.slots import Slots
+from services.generator.decoding.traces import LeaseTrace
 from services.generator.engine.engine import (
     EngineError,
     EngineStoppedError,
@@ -77,6 +79,8 @@ class _Work:
     stream: SampleStream = field(init=False)
     """Set as soon as it is opened, with this lease as its listener."""
     task: asyncio.Task[None] | None = None
+    trace: LeaseTrace | None = None
+    """If the sample is sampled."""
 
     def settled(self) -> None:
         """The last chunk is stored."""
@@ -189,7 +193,7 @@ class Rollouts:
         if lease.lease_id in self._works:
             _log.info("lease received twice", lease_id=lease.lease_id)
             return
-        work = _Work(lease=lease, owner=self)
+        work = _Work(lease=lease, owner=self, trace=LeaseTrace.of(lease))
         work.stream = self._parts.tokens.open(
             lease.key,
             lease_id=lease.lease_id,
@@ -220,6 +224,8 @@ class Rollouts:
         if work is None:
             return
         _log.info("sample dropped", lease_id=lease_id, reason=reason)
+        if work.trace is not None:
+            work.trace.end(reason, is_failure=True)
         work.stream.discard()
         self._parts.metrics.samples.labels("dropped").inc()
         self.forget(lease_id)
@@ -247,6 +253,8 @@ class Rollouts:
         if work is None:
             return
         self._free_slot(work)
+        if work.trace is not None:
+            work.trace.end("stored")
         if work.task is not None:
             work.task.cancel()
         self._note_waiting()
@@ -314,7 +322,8 @@ class Rollouts:
 
     async def _run(self, work: _Work) -> None:
         try:
-            await self._decode(work)
+            with within(None if work.trace is None else work.trace.context):
+                await self._decode(work)
         except asyncio.CancelledError:
             # The canceller has already dropped the lease or given it back.
             raise
@@ -361,6 +370,8 @@ class Rollouts:
                 work.stream.append(
                     span.token_ids, span.logprobs, policy_version=span.policy_version, routes=span.routes
                 )
+                if work.trace is not None:
+                    work.trace.note(len(span.token_ids), span.policy_version)
                 reason = span.finish_reason
         if reason is None:
             raise EngineError(f"the engine ended sample {request.request_id} without saying why")

@@ -30,6 +30,7 @@ from penstock.downloads.downloader import Downloader
 from penstock.errors import DigestMismatchError, FencedError, PenstockError, UnknownVersionError
 from penstock.model.adapter_layout import adapter_of
 from penstock.network.rpc import backoff_s
+from penstock.tracing.measuring import measuring
 from penstock.v1 import broker_pb2, weights_pb2
 from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine, UpdateMode, UpdateReport, WeightUpdate
@@ -218,11 +219,13 @@ class WeightPuller:
                 await self._held.attest(manifest)
                 await self._report(manifest, pause_s=0.0, fetched=None)
                 return UpdateReport(policy_version=manifest.policy_version, digest=manifest.digest, pause_s=0.0)
-            fetched = await self._fetcher.fetch(manifest)
-            # That may have taken minutes.
-            self._check_owner(manifest)
-            report = await self._update_engine(manifest, fetched.path, mode)
-            await self._report(manifest, pause_s=report.pause_s, fetched=fetched)
+            with measuring("rl.weights.update", {"rl.policy.version": manifest.policy_version}) as measured:
+                fetched = await self._fetcher.fetch(manifest)
+                # That may have taken minutes.
+                self._check_owner(manifest)
+                report = await self._update_engine(manifest, fetched.path, mode)
+                measured.attributes |= {"rl.bytes": fetched.fetched_bytes, "rl.pause_s": report.pause_s}
+                await self._report(manifest, pause_s=report.pause_s, fetched=fetched)
             await asyncio.to_thread(self._fetcher.clean, fetched.path)
             return report
 

@@ -30,12 +30,15 @@ class InterruptedComputeError(BackendError):
 
 
 class ComputeThread:
-    """Runs calls in its thread; `on_span` is called with the start and end of each, by the monotonic clock."""
+    """Runs calls in its thread; listeners, `on_span` first, are called with the start and end of each.
+
+    Both are by the monotonic clock.
+    """
 
     def __init__(self, *, clock: Clock, on_span: Callable[[float, float], None]) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._clock = clock
-        self._on_span = on_span
+        self.listeners = [on_span]
         self.busy_s = 0.0
 
     async def run(
@@ -49,7 +52,8 @@ class ComputeThread:
         finally:
             end_s = self._clock.monotonic_s()
             self.busy_s += end_s - start_s
-            self._on_span(start_s, end_s)
+            for listener in self.listeners:
+                listener(start_s, end_s)
 
     def close(self) -> None:
         """Let the thread end; nothing may be running."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 from prometheus_client import Counter
 
+from penstock import tracing
 from penstock.clock import Clock
 from penstock.errors import InvalidFieldError
 from penstock.model.digests import manifest_digest
@@ -122,6 +123,7 @@ class WeightPublisher:
             await self.publish(written, policy_version=policy_version, history=history, adapter=adapter)
             offered_s, weights = self._clock.monotonic_s(), written.result()
             self.last_s = offered_s - begun_s
+            self._record(policy_version, history)
             self.last_offer = OfferTimes(
                 offer_s=offered_s - since_s,
                 write_s=weights.write_s,
@@ -130,6 +132,19 @@ class WeightPublisher:
             )
 
         self._publishing = asyncio.ensure_future(publish())
+
+    def _record(self, policy_version: int, history: int) -> None:
+        end_s = self._clock.now_s()
+        tracing.record(
+            tracing.Span(
+                name="rl.weights.publish",
+                run_id=self._run_id,
+                start_s=end_s - self.last_s,
+                end_s=end_s,
+                parent=tracing.step_context(self._run_id, policy_version, history),
+                attributes={"rl.policy.version": policy_version},
+            )
+        )
 
     async def finish(self) -> None:
         """Returns when the last version that was begun is offered; raises, once, what publishing raised.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -30,6 +30,8 @@ class StallTimer:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._seconds = dict.fromkeys(Cause, 0.0)
+        self.on_wait: Callable[[Cause, float, float], None] = lambda cause, begin_s, end_s: None
+        """Called with each wait that was timed here, by the monotonic clock."""
 
     @contextmanager
     def waiting(self, cause: Cause) -> Iterator[None]:
@@ -38,7 +40,9 @@ class StallTimer:
         try:
             yield
         finally:
-            self._seconds[cause] += self._clock.monotonic_s() - begin_s
+            end_s = self._clock.monotonic_s()
+            self._seconds[cause] += end_s - begin_s
+            self.on_wait(cause, begin_s, end_s)
 
     def add(self, cause: Cause, seconds: float) -> None:
         """Counts a wait that was timed elsewhere."""

@@ -41,6 +41,7 @@ from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import SKIPPED_STEPS, JsonLines, Line, StepTimes, count_step, step_line
 from services.trainer.reporting.stall_timer import Cause, StallTimer
+from services.trainer.reporting.step_trace import StepTrace
 from services.trainer.run.context import RunContext
 from services.trainer.run.replay_feed import ReplayFeed
 from services.trainer.run.stall_watch import StallWatch
@@ -109,6 +110,9 @@ class StepLoop:
         """Called for each step's line: where the order of prompts is."""
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
         self.waits = StallTimer(context.clock)
+        self.trace = StepTrace(context.run_id, context.clock)
+        self.waits.on_wait = self.trace.note_wait
+        compute.listeners.append(self.trace.note_computing)
         self._stall = StallWatch(
             context,
             setting="trainer.max_silence_s",
@@ -183,6 +187,8 @@ class StepLoop:
         finally:
             if open_step.report is not None:
                 line = self._line(open_step, open_step.report)
+                place = self._context.progress
+                self.trace.finish(open_step.groups, policy_version=place.policy_version, history=place.history)
                 self._metrics.append(line)
                 self._events.report_step(policy_version=self._context.progress.policy_version, metrics=line)
 
@@ -263,7 +269,9 @@ class StepLoop:
         while not self._received:
             microbatch = await self.session.next(timeout_s=POLL_S)
             if microbatch is not None:
-                self._received.extend(await self._without_trained(list(microbatch.groups)))
+                groups = await self._without_trained(list(microbatch.groups))
+                self.trace.note_groups(groups)
+                self._received.extend(groups)
                 continue
             if self.session.is_away:
                 self._stall.restart()
