@@ -117,9 +117,11 @@ proto-check: setup
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python scripts/access_table.py --check
 	$(BIN)/python scripts/metrics_page.py --check
+	$(BIN)/python scripts/dashboards.py --check
 
-metrics: setup  ## Write the tables of docs/metrics.md again
+metrics: setup  ## Write the tables of docs/metrics.md and the Grafana dashboards again
 	$(BIN)/python scripts/metrics_page.py
+	$(BIN)/python scripts/dashboards.py
 
 lock: setup  ## Pin all dependencies again (requirements/*.txt)
 	$(BIN)/python scripts/lock.py

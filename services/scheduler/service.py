@@ -20,6 +20,7 @@ from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.cost_model.reference import RM1
 from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.planning.first_fit import SOLVER, first_fit
+from services.scheduler.planning import plan_metrics
 from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
 from services.scheduler.planning.plan_message import document_of, keep_center
 from services.scheduler.planning.plan_wire import PlanTask, checked_task, plan_task
@@ -157,9 +158,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             oldest = next(iter(self._plans))
             self._plans.pop(oldest)
             self._replanner.forget(oldest)
+            plan_metrics.forget(oldest)
         plan.revision = self._plans[plan.run_id].revision + 1 if plan.run_id in self._plans else 1
         plan.create_time.FromMilliseconds(int(self._clock.now_s() * 1000))
         self._plans[plan.run_id] = plan
+        plan_metrics.observe(plan)
         self._plan_changed.set()
         self._plan_changed = asyncio.Event()
 
