@@ -2,7 +2,8 @@
 
 Machines are reached under their own names, which must resolve where they are used (or all under one address, to try a
 deployment on one machine). Each runs `penstock node`, which starts the generators that the plan assigns to it and
-follows revisions. The first machine of the training pool is the head, where the run's own services are.
+follows revisions. The first machine of the training pool is the head, where the run's own services are, but for broker,
+Redis and scheduler where the plan has them on a machine without GPUs.
 
 Every service listens on all addresses with mutual TLS and a certificate for each machine; plain text is used only on
 loopback, or if the run's configuration says `insecure: true`.
@@ -21,15 +22,15 @@ from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
 from console.deploy.environments import is_served, reached_environment
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
-from console.deploy.run_settings import DATA, check_engine, check_moves, check_names, placed, run_config
+from console.deploy.run_settings import DATA, check_center, check_engine, check_moves, check_names, placed, run_config
 from console.deploy.trainers import RENDEZVOUS_PORT, training_machines
-from console.node.config import NodeConfig
-from penstock.config import ConfigError, Document, validate
+from console.node.config import HostConfig, NodeConfig
+from penstock.config import ConfigError, Document, StrictModel, validate
 from penstock.security.plain_text import is_local
 from penstock.storage.addresses import looks_like_address
 from services.generator.engines.registry import engine_keys
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument, node_classes
+from services.scheduler.problem.plan_document import PlanDocument, host_classes, node_classes
 
 PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
 """The default run configuration: paths that the user has to fill."""
@@ -67,6 +68,7 @@ class Configurations:
     ) -> None:
         check_names(model.problem)
         check_engine(plan, run)
+        check_center(model.problem, plan)
         if moves_trainer:
             check_moves(run)
         self.moves_trainer = moves_trainer
@@ -87,7 +89,9 @@ class Configurations:
         self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
         self.serves_environment = is_served(self.config)
         """Whether the head serves the run's environment."""
-        self.center = {name: f"{self.host(self.head.name)}:{port}" for name, port in PORTS.items()}
+        self.hosts = [name for name in dict.fromkeys(plan.center.values()) if name in host_classes(model.problem)]
+        """Machines without GPUs that the plan uses."""
+        self.center = {name: f"{self.host(self.place(name))}:{port}" for name, port in PORTS.items()}
         """Addresses of the run's services."""
         if moves_trainer:
             places = (f"{self.host(each.name)}:{self._trainer_port(each.name)}" for each in self.machines)
@@ -111,28 +115,41 @@ class Configurations:
             **runs,
             f"{home}/problem.yaml": self.model.problem.model_dump(mode="json", by_alias=True, exclude_none=True),
             f"{home}/plan.yaml": self.plan.stated(),
-            **(self._services(home) if self.layout.is_container else {}),
+            **(self._services() if self.layout.is_container else {}),
+            **self._of_machines(),
         }
-        for machine in self.machines:
-            document = self._node(machine)
-            validate(NodeConfig, document, source=machine.name)
-            found[f"{machine.site}/node-{machine.name}.yaml"] = document
         for site in {each.site for each in self.trainers}:
             if not self.moves_trainer and (self.layout.is_container or self.head.torchrun):
                 found[f"{site}/trainer.yaml"] = self._service(self._trainer())
         if self.is_emulated:
             for site in {each.site for each in self.machines}:
                 found[f"{site}/{LENGTHS_FILE}"] = drawn_lengths(self.model.problem)
-        kinds = node_classes(self.model.problem)
-        for name in self.names():
-            document = self._machine(name)
-            validate(MachineConfig, document, source=name)
-            found[f"{kinds[name].region}/machine-{name}.yaml"] = document
         return found
 
+    def _of_machines(self) -> dict[str, Document]:
+        """What `penstock node` reads on each machine that runs it, and what checks each. Raises ConfigError."""
+        documents: list[tuple[str, str, type[StrictModel], Document]] = [
+            *(("node", name, HostConfig, self._host(name)) for name in self.hosts),
+            *(("node", machine.name, NodeConfig, self._node(machine)) for machine in self.machines),
+            *(("machine", name, MachineConfig, self._machine(name)) for name in self.names()),
+        ]
+        for _, name, kind, document in documents:
+            validate(kind, document, source=name)
+        return {f"{self.site(name)}/{what}-{name}.yaml": document for what, name, _, document in documents}
+
     def names(self) -> list[str]:
-        """All machines: those that train first."""
-        return list(dict.fromkeys([*(each.name for each in self.trainers), *(each.name for each in self.machines)]))
+        """All machines: those that train first, those without GPUs last."""
+        names = (*(each.name for each in self.trainers), *(each.name for each in self.machines), *self.hosts)
+        return list(dict.fromkeys(names))
+
+    def place(self, service: str) -> str:
+        """The machine of a service of the run; Redis is where the broker is."""
+        return self.plan.center.get("broker" if service == "redis" else service, self.head.name)
+
+    def site(self, machine: str) -> str:
+        """Its region."""
+        problem = self.model.problem
+        return (node_classes(problem) | host_classes(problem))[machine].region
 
     def host(self, machine: str) -> str:
         """How others reach a machine."""
@@ -140,13 +157,15 @@ class Configurations:
 
     def role(self, machine: str) -> str:
         """The role of its certificate: those that train open everything."""
+        if machine in self.hosts:
+            return "broker"
         if self.moves_trainer:
             return "operator" if machine == self.head.name else "generator"
         return "operator" if any(each.name == machine for each in self.trainers) else "generator"
 
     def more_roles(self, machine: str) -> tuple[str, ...]:
         """Further roles of its certificate, for what it starts beside generators."""
-        if self.role(machine) == "operator":
+        if self.role(machine) in ("operator", "broker"):
             return ()
         scores = machine in self.rewards or (
             bool(self.plan.score) and any(each.name == machine for each in self.machines)
@@ -170,8 +189,13 @@ class Configurations:
         listen = {name: self._listen(name) for name in ("broker", "scheduler", "reward", "trainer", "weights")}
         document = self._with_plan(self._outside(self.head.site))
         if self.address is not None:
-            nodes = [str(self.folder / each.site / f"node-{each.name}.yaml") for each in self.machines]
+            followers = (*self.hosts, *(each.name for each in self.machines))
+            nodes = [str(self.folder / self.site(name) / f"node-{name}.yaml") for name in followers]
             document["scheduler"] = {**document["scheduler"], "nodes": nodes}
+        apart = {name: self.center[name] for name in ("broker", "scheduler") if self.place(name) != self.head.name}
+        if apart:
+            document["endpoints"] = {**document.get("endpoints", {}), **apart}
+            listen = {name: address for name, address in listen.items() if name not in apart}
         if self.head.torchrun or self.moves_trainer:
             document["endpoints"] = {**document.get("endpoints", {}), "trainer": self.center["trainer"]}
             del listen["trainer"], listen["weights"]
@@ -213,20 +237,25 @@ class Configurations:
         scheduler = {**self.config.get("scheduler", {}), **plan}
         return {**self.config, "generator": generator, "scheduler": scheduler}
 
-    def _services(self, home: str) -> dict[str, Document | str]:
-        found: dict[str, Document | str] = {
-            f"{home}/broker.yaml": self._service(
-                {
-                    "listen": self._listen("broker"),
-                    "redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0",
-                    "scheduler": self.center["scheduler"],
-                }
-            ),
-            f"{home}/scheduler.yaml": self._service({"listen": self._listen("scheduler"), **self._scheduler()}),
-        }
+    def _services(self) -> dict[str, Document | str]:
+        redis = {"redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0"}
+        documents = {"broker": self._broker() | redis, "scheduler": self._scheduler("/runs")}
         if self.head_rewards:
-            found[f"{home}/reward.yaml"] = self._service(self._reward(PORTS["reward"]))
-        return found
+            documents["reward"] = self._reward(PORTS["reward"])
+        return {f"{self.site(self.place(name))}/{name}.yaml": self._service(each) for name, each in documents.items()}
+
+    def _broker(self) -> Document:
+        return {"listen": self._listen("broker"), "scheduler": self.center["scheduler"]}
+
+    def _host(self, name: str) -> Document:
+        """Configuration of `penstock node` on a machine without GPUs, for where it has no containers."""
+        folder = self._own_folder(name)
+        documents = {"broker": self._broker(), "scheduler": self._scheduler(str(folder))}
+        here = {service: document for service, document in documents.items() if self.place(service) == name}
+        return self._service({"node_id": name, "dir": str(folder), **here})
+
+    def _own_folder(self, machine: str) -> PurePath:
+        return self.layout.runs / machine if self.address is None else self.folder / "machines" / machine
 
     def _reward(self, port: int) -> Document:
         return {
@@ -261,20 +290,20 @@ class Configurations:
             found["reward"] = self._service(self._reward(PORTS["reward"] if self.address is None else 0))
         return found
 
-    def _scheduler(self) -> Document:
-        """What the run states of its scheduler, in that service's own fields."""
+    def _scheduler(self, runs: str) -> Document:
+        """What the run states of its scheduler, in that service's own fields; `runs` is its folder of runs."""
         stated = self.config.get("scheduler", {})
         same = {key: stated[key] for key in ("heartbeat_interval_s", "cost_model") if key in stated}
         fields = {"model_path": "length_model", "pairs_file": "length_pairs"}
         lengths = {own: stated[key] for own, key in fields.items() if stated.get(key) is not None}
         if lengths:
-            same["lengths"] = {**lengths, "state_dir": f"/runs/{self.config['run']['id']}/lengths"}
-        return same
+            same["lengths"] = {**lengths, "state_dir": f"{runs}/{self.config['run']['id']}/lengths"}
+        return {"listen": self._listen("scheduler"), **same}
 
     def _node(self, machine: Machine) -> Document:
         """Configuration of a machine's `penstock node`."""
         is_tried_here = self.address is not None
-        own_folder = self.folder / "machines" / machine.name if is_tried_here else self.layout.runs / machine.name
+        own_folder = self._own_folder(machine.name)
         run, stated = self.config, self.config.get("generator", {})
         generator: Document = {
             "listen": f"{self.listen_host}:{machine.first_port}",
@@ -352,11 +381,11 @@ class Configurations:
 
     def _machine(self, name: str) -> Document:
         """What the machine's check is to find there."""
-        config, kind = self.config, node_classes(self.model.problem)[name]
+        config = self.config
         trains = next((each for each in self.trainers if each.name == name), None)
         generates = next((each for each in self.machines if each.name == name), None)
-        paths = {"model.path": config["model"]["path"]}
-        if name == self.head.name or self.moves_trainer:
+        paths = {} if name in self.hosts else {"model.path": config["model"]["path"]}
+        if name == self.head.name or (self.moves_trainer and name not in self.hosts):
             paths |= {setting: holder[key] for setting, holder, key in data_files(config.get("data", {}))}
         if (name == self.head.name and self.head_rewards) or name in self.rewards:
             paths |= {setting: holder[key] for setting, holder, key in canary_files(config)}
@@ -367,7 +396,7 @@ class Configurations:
         document: Document = {
             "name": name,
             "run_id": config["run"]["id"],
-            "site": kind.region,
+            "site": self.site(name),
             "role": self.role(name),
             "more_roles": list(self.more_roles(name)),
             "host": self.host(name),
@@ -375,12 +404,15 @@ class Configurations:
             "readable": {key: str(path) for key, path in paths.items()},
             "writable": {"run.dir" if trains is not None else "dir": str(runs)},
         }
+        if name in self.hosts:
+            return document
         if (trains is not None or self.moves_trainer) and (
             storage := config["run"].get("checkpoint_storage")
         ) is not None:
             document["writable"]["run.checkpoint_storage"] = str(storage)
         if self.is_emulated:
             return document
+        kind = node_classes(self.model.problem)[name]
         gpus = kind.gpus if generates is not None or trains is None else trains.gpus
         if generates is not None and (first := self.first_gpu(name)):
             # It is checked in every pod, each of which has some of them.

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from penstock.config import Document
 from penstock.process.grace_periods import STOP_GRACE_S
 from penstock.security.credentials import CLUSTER, JUDGES
-from services.scheduler.problem.problem import NodeClass
+from services.scheduler.problem.problem import HostClass, NodeClass
 
 PORTS: Mapping[str, int] = {
     "redis": 7300,
@@ -73,7 +73,7 @@ class Service:
     memory_gib: int
     """Limit, not a measurement: what is above it is taken for a leak."""
     after: tuple[str, ...] = ()
-    """Services of this machine that must be healthy first."""
+    """Services that must be healthy first, on this machine or another."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Of its process, beside those that name certificates."""
 
@@ -100,7 +100,7 @@ class Host:
     name: str
     address: str
     """How others reach it."""
-    kind: NodeClass
+    kind: NodeClass | HostClass
     """Its entry in the problem."""
     services: tuple[Service, ...]
     role: str
@@ -112,6 +112,20 @@ class Host:
     def site(self) -> str:
         """Its region."""
         return self.kind.region
+
+    @property
+    def all_gpus(self) -> int:
+        """Its GPUs."""
+        return self.kind.gpus if isinstance(self.kind, NodeClass) else 0
+
+    @property
+    def gpu(self) -> str:
+        """Their type; empty if it has none."""
+        return self.kind.gpu if isinstance(self.kind, NodeClass) else ""
+
+    def has(self, kind: str) -> bool:
+        """Whether a service of this kind is on it."""
+        return any(service.kind == kind for service in self.services)
 
     @property
     def gpus(self) -> int:
@@ -129,6 +143,8 @@ class Deployment:
     """Everything that an engine's writer needs."""
 
     run_id: str
+    center: Mapping[str, str]
+    """Address of every service of the run, host:port."""
     layout: Layout
     hosts: Sequence[Host]
     """Those that train first; the first one is the head."""
@@ -149,7 +165,7 @@ class Deployment:
 
     @property
     def head(self) -> Host:
-        """The machine of the run's own services."""
+        """The machine of the run, and of its services but those that the plan has elsewhere."""
         return self.hosts[0]
 
     @property

@@ -15,7 +15,7 @@ from penstock.config import ConfigError, Document
 from penstock.storage.addresses import looks_like_address
 from services.generator.engines.registry import DEFAULT_ENGINE, ENGINES
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.plan_document import PlanDocument, host_classes
 from services.scheduler.problem.problem import Problem
 
 DATA = PurePath("/data")
@@ -25,11 +25,15 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 def check_names(problem: Problem) -> None:
     """Raise ConfigError for machines and regions that cannot name hosts and folders."""
-    for index, node in enumerate(problem.nodes):
-        for key, value in (("name", node.name), ("region", node.region)):
+    entries = [
+        *((f"nodes.{index}", node.name, node.region) for index, node in enumerate(problem.nodes)),
+        *((f"hosts.{index}", host.name, host.region) for index, host in enumerate(problem.hosts)),
+    ]
+    for field, name, region in entries:
+        for key, value in (("name", name), ("region", region)):
             if not _HOST.fullmatch(value):
                 raise ConfigError(
-                    f"nodes.{index}.{key}: {value!r} cannot name a {'machine' if key == 'name' else 'folder'} of a "
+                    f"{field}.{key}: {value!r} cannot name a {'machine' if key == 'name' else 'folder'} of a "
                     "deployment; use letters, digits, dots, dashes and underscores"
                 )
 
@@ -41,6 +45,18 @@ def check_moves(run: Document) -> None:
             "run.checkpoint_storage: --moves-trainer needs it, since machines share no folder; name an address in "
             "object storage (s3://, gs://, file://) that all of them read and write"
         )
+
+
+def check_center(problem: Problem, plan: PlanDocument) -> None:
+    """Raise ConfigError where broker or scheduler stand on a machine on which nothing would start them."""
+    head = plan.train[0].node
+    for service, machine in plan.center.items():
+        if machine != head and machine not in host_classes(problem):
+            field = "broker.node" if service == "broker" else service
+            raise ConfigError(
+                f"{field}: {machine}; the {service} stands on the head, {head}, or on a machine without GPUs: name one "
+                "of `hosts` of the problem"
+            )
 
 
 def check_engine(plan: PlanDocument, run: Document) -> None:

@@ -9,12 +9,12 @@ from console.deploy.environments import stated_environment
 from console.deploy.nodes import Machine
 from console.deploy.trainers import TrainingMachine
 from penstock.security.plain_text import INSECURE_VARIABLE
-from services.scheduler.problem.plan_document import node_classes
+from services.scheduler.problem.plan_document import host_classes, node_classes
 
 
 def describe(made: Configurations, *, head_address: str | None) -> Deployment:
     """The deployment of these configurations. Raises ConfigError."""
-    kinds = node_classes(made.model.problem)
+    kinds = node_classes(made.model.problem) | host_classes(made.model.problem)
     hosts = [
         Host(
             name=name,
@@ -30,6 +30,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
     ]
     return Deployment(
         run_id=made.config["run"]["id"],
+        center=made.center,
         layout=made.layout,
         hosts=hosts,
         has_certificates=made.has_certificates,
@@ -47,8 +48,10 @@ def _services(made: Configurations, name: str) -> list[Service]:
     generates = next((each for each in made.machines if each.name == name), None)
     is_head = name == made.head.name
     found: list[Service] = []
-    if is_head and made.layout.is_container:
-        found += _center(made)
+    if made.layout.is_container:
+        found += _center(made, name)
+    elif name in made.hosts:
+        found.append(_host(made, name))
     has_trainer = trains is not None and (trains.torchrun or (is_head and made.layout.is_container))
     if trains is not None and has_trainer and not made.moves_trainer:
         found.append(_trainer(made, trains, is_head=is_head))
@@ -59,27 +62,31 @@ def _services(made: Configurations, name: str) -> list[Service]:
     return found
 
 
-def _center(made: Configurations) -> list[Service]:
-    """Redis, broker, scheduler and the head's reward worker, each in a container."""
+def _center(made: Configurations, machine: str) -> list[Service]:
+    """What a machine has of Redis, broker, scheduler and the head's reward worker, each in a container."""
     config = made.layout.config
     redis = ("redis-server", "--port", str(PORTS["redis"]), "--bind", "127.0.0.1", "--dir", "/data")
     durable = ("--appendonly", "yes", "--appendfsync", "everysec")
     bounded = ("--maxmemory", f"{REDIS_MEMORY_GIB}gb", "--maxmemory-policy", "noeviction")
-    found = [
-        Service(
-            name="redis",
-            kind="redis",
-            image="redis:7",
-            arguments=(*redis, *durable, *bounded),
-            memory_gib=memory_gib("redis"),
+    found = []
+    if made.place("redis") == machine:
+        found.append(
+            Service(
+                name="redis",
+                kind="redis",
+                image="redis:7",
+                arguments=(*redis, *durable, *bounded),
+                memory_gib=memory_gib("redis"),
+            )
         )
-    ]
     starts: list[tuple[str, tuple[str, ...]]] = [("broker", ("redis",)), ("scheduler", ())]
     if made.head_rewards:
         starts.append(("reward", ("broker",)))
-    if made.serves_environment:
+    if made.serves_environment and made.place(ENVIRONMENT) == machine:
         found.append(_environment(made))
     for name, after in starts:
+        if made.place(name) != machine:
+            continue
         found.append(
             Service(
                 name=name,
@@ -114,6 +121,18 @@ def _environment(made: Configurations) -> Service:
     )
 
 
+def _host(made: Configurations, machine: str) -> Service:
+    """What starts the services of a machine without GPUs where there are no containers."""
+    services = [name for name in ("redis", "broker", "scheduler") if made.place(name) == machine]
+    return Service(
+        name=f"node-{machine}",
+        kind="node",
+        image="penstock-console",
+        arguments=("node", str(made.layout.config / f"node-{machine}.yaml")),
+        memory_gib=sum(map(memory_gib, services)),
+    )
+
+
 def _trainer(made: Configurations, trainer: TrainingMachine, *, is_head: bool) -> Service:
     """The trainer on the head; on other machines of the pool, the processes that it sends packs to."""
     return Service(
@@ -140,7 +159,8 @@ def _run(made: Configurations) -> Service:
     after = tuple(local) if layout.is_container else ()
     limit_gib = memory_gib("run")
     if not layout.is_container:
-        limit_gib += sum(memory_gib(kind) for kind in ("redis", *(each for each in local if each != "trainer")))
+        kinds = ("redis", *(each for each in local if each != "trainer"))
+        limit_gib += sum(memory_gib(kind) for kind in kinds if made.place(kind) == made.head.name)
     if is_alone:
         limit_gib += memory_gib("trainer", weight_bytes=_weight_bytes(made), gpus=made.head.gpus)
     return Service(

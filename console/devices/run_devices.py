@@ -18,7 +18,7 @@ from console.devices.allocation import DeviceAllocation, DeviceNeed, allocate
 from console.devices.device_names import VARIABLE, given_devices, visible_devices
 from console.devices.gpu_claims import GpuClaims
 from console.devices.nvidia_smi import GpuDevice, read_devices
-from console.node.config import read_node
+from console.node.config import read_nodes
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import ConfigError
 
@@ -124,8 +124,7 @@ def _needs(config: RunConfig) -> Iterator[DeviceNeed]:
             named=named,
             setting="devices.reward",
         )
-    for path in config.scheduler.nodes:
-        node = read_node(path, [])
+    for path, node in read_nodes(config.scheduler.nodes).items():
         if node.generator.engine.decodes_on_gpus():
             yield DeviceNeed(
                 process=f"node-{path.stem.removeprefix('node-')}",

@@ -34,6 +34,7 @@ from console.launch.ports import free_addresses
 from console.launch.probes import service_problem
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceSpec, console_argv, service_environment
+from console.node.config import HostConfig, read_machine
 from penstock.config import StrictModel
 from penstock.process.grace_periods import STOP_GRACE_S
 from penstock.rewards.serving import OF_THE_CLUSTER
@@ -131,6 +132,7 @@ class Launcher:
             ["scheduler"],
             ["broker"],
             ["redis"],
+            [name for name in self.services.names if name.startswith("host-")],
         ):
             await self.services.stop(group)
         if self._cores is not None:
@@ -169,7 +171,9 @@ class Launcher:
         )
 
     def _launch_node(self, path: Path) -> None:
-        name = f"node-{path.stem.removeprefix('node-')}"
+        # A machine that has the run's broker ends last.
+        role = "host" if isinstance(read_machine(path), HostConfig) else "node"
+        name = f"{role}-{path.stem.removeprefix('node-')}"
         self.services.launch(
             ServiceSpec(
                 name=name,

@@ -8,10 +8,12 @@ from pathlib import Path
 from pydantic import Field
 
 from console.config.config import LogSection
-from penstock.config import LocalPath, NetworkConfig, Targets, apply_overrides, read_document, validate
+from penstock.config import Document, LocalPath, NetworkConfig, Targets, apply_overrides, read_document, validate
 from penstock.storage.addresses import StoredAddress
+from services.broker.config import BrokerConfig
 from services.generator.config import GeneratorConfig
 from services.reward.config import RewardConfig
+from services.scheduler.config import SchedulerConfig
 from services.trainer.config import TrainerConfig
 from services.trainer.scorer.config import ScorerConfig
 
@@ -64,9 +66,43 @@ class NodeConfig(NetworkConfig):
     """Logs of its processes."""
 
 
+class HostConfig(NetworkConfig):
+    """A machine without GPUs that a plan has for broker, Redis or scheduler."""
+
+    node_id: str = Field(min_length=1, max_length=128)
+    """Its name in the plan."""
+    dir: Path
+    """Folder for the state of its Redis, and for logs and configurations of its processes."""
+    broker: BrokerConfig | None = None
+    """Configuration of the broker, if it is here. Its Redis is started beside it, in the folder, unless `redis_url` is
+    stated."""
+    scheduler: SchedulerConfig | None = None
+    """Configuration of the scheduler, if it is here."""
+    log: LogSection = LogSection()
+    """Logs of its processes."""
+
+
 def read_node(path: Path, overrides: Iterable[str] = ()) -> NodeConfig:
     """Load a machine from a file, with dotted overrides applied. Raises ConfigError."""
-    return validate(NodeConfig, apply_overrides(read_document(path), overrides), source=str(path))
+    return _node(apply_overrides(read_document(path), overrides), path)
+
+
+def read_machine(path: Path, overrides: Iterable[str] = ()) -> NodeConfig | HostConfig:
+    """The same of any machine that runs `penstock node`: one without a section `generator` is a host."""
+    document = apply_overrides(read_document(path), overrides)
+    if "generator" in document or "gpu" in document:
+        return _node(document, path)
+    return validate(HostConfig, document, source=str(path))
+
+
+def read_nodes(paths: Iterable[Path]) -> dict[Path, NodeConfig]:
+    """Those of the files that are of machines with GPUs. Raises ConfigError."""
+    found = {path: read_machine(path) for path in paths}
+    return {path: config for path, config in found.items() if isinstance(config, NodeConfig)}
+
+
+def _node(document: Document, path: Path) -> NodeConfig:
+    return validate(NodeConfig, document, source=str(path))
 
 
 def device_differences(path: Path, config: NodeConfig, *, gpu: str, gpus: int, source: str) -> list[str]:

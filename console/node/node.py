@@ -28,8 +28,9 @@ from console.launch.ports import free_block
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ServiceFailedError, watch_launcher
 from console.node.assignment import Placement, change, generator_config, misfits, placements, relay_of
-from console.node.config import NodeConfig, read_node
+from console.node.config import HostConfig, NodeConfig, read_machine
 from console.node.gpus import own_gpus, visible
+from console.node.host import HostAgent
 from console.node.rates import Meter, Replica, keep_measuring
 from console.node.scoring import ScoringPlace, changed, scoring_config, scoring_misfits, scoring_places
 from console.node.trainer_processes import TrainerProcesses, is_training
@@ -55,16 +56,20 @@ _log = structlog.get_logger()
 
 def node_command(path: Path, overrides: list[str], *, notices: NoticeSources) -> int:
     """Run `penstock node` until SIGTERM, Ctrl-C or a notice; returns the exit status. Raises ConfigError."""
-    config = read_node(path, overrides)
+    config = read_machine(path, overrides)
     configure_logging(config.node_id, level=config.log.level, log_format=config.log.format)
     watch_launcher()
     return asyncio.run(_run(config, Security.from_environment(insecure=config.insecure), notices))
 
 
-async def _run(config: NodeConfig, security: Security, notices: NoticeSources) -> int:
+async def _run(config: NodeConfig | HostConfig, security: Security, notices: NoticeSources) -> int:
     with StopSignals() as signals:
         heed(notices)
-        node = NodeAgent(config, security=security)
+        node: NodeAgent | HostAgent
+        if isinstance(config, NodeConfig):
+            node = NodeAgent(config, security=security)
+        else:
+            node = HostAgent(config, security=security)
         try:
             await race(node.run(), signals.requested.wait())
         except (ServiceFailedError, FolderRefusedError) as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from console.config.config import RunConfig, load_run_config
-from console.node.config import NodeConfig, device_differences, read_node
+from console.node.config import NodeConfig, device_differences, read_nodes
 from console.plan.cluster import cluster_of
 from console.plan.lengths import output_lengths, read_lengths
 from console.plan.model_section import decode_constants, model_section
@@ -211,8 +211,8 @@ def _constraints(run: RunConfig | None) -> Document:
 def _differences(run: RunConfig, probes: Sequence[Probe]) -> list[str]:
     """Where the machines of the run, `scheduler.nodes`, are not those of the inventory; one line each."""
     known = {probe.name: probe for probe in probes}
-    nodes = {path: read_node(path) for path in run.scheduler.nodes}
-    return [line for path, node in nodes.items() for line in _node_differences(path, node, known)]
+    nodes = read_nodes(run.scheduler.nodes).items()
+    return [line for path, node in nodes for line in _node_differences(path, node, known)]
 
 
 def _node_differences(path: Path, node: NodeConfig, known: Mapping[str, Probe]) -> list[str]:

@@ -1,11 +1,11 @@
-"""Sets of a run what the plan that it begins with places: its trainer's mesh, scorers and reward workers."""
+"""Sets of a run what the plan that it begins with places: its trainer's mesh, scorers, reward workers, broker."""
 
 from __future__ import annotations
 
 from console.config.config import RunConfig
 from console.deploy.trainers import mesh_settings
 from penstock.config import ConfigError, validate
-from services.scheduler.problem.plan_document import read_plan
+from services.scheduler.problem.plan_document import PlanDocument, read_plan
 from services.trainer.run_sections import ComputeConfig
 
 
@@ -14,12 +14,36 @@ def as_planned(config: RunConfig) -> RunConfig:
     if config.scheduler.plan is None:
         return config
     plan = read_plan(config.scheduler.plan)
+    for service, machine in _apart(plan).items():
+        if getattr(config.endpoints, service) is None:
+            raise ConfigError(
+                f"endpoints.{service}: unset, and {config.scheduler.plan} has the {service} on {machine}; name its "
+                f"address there, or plan again without that machine"
+            )
     if plan.score:
         config = config.model_copy(update={"scorers": 0})
     if plan.reward and plan.train and plan.train[0].node not in plan.reward:
         config = config.model_copy(update={"rewards": 0})
     # A trainer that moves takes the mesh of the plan in force, whenever it starts.
     return config if config.moves_trainer else _with_mesh(config)
+
+
+def elsewhere(config: RunConfig) -> dict[str, str]:
+    """Addresses of broker and scheduler where the plan has them on a machine of their own, which starts them itself.
+
+    They come up with the run, not before it. Raises ConfigError if the plan cannot be read.
+    """
+    if config.scheduler.plan is None:
+        return {}
+    apart = _apart(read_plan(config.scheduler.plan))
+    return {service: target for service in apart if (target := getattr(config.endpoints, service)) is not None}
+
+
+def _apart(plan: PlanDocument) -> dict[str, str]:
+    """Machines of broker and scheduler that are not the head."""
+    if not plan.train:
+        return {}
+    return {service: machine for service, machine in plan.center.items() if machine != plan.train[0].node}
 
 
 def _with_mesh(config: RunConfig) -> RunConfig:

@@ -35,9 +35,10 @@ from console.config.run_folder import (
 from console.devices.device_table import summary_line
 from console.devices.run_devices import RunDevices
 from console.launch.disk_watch import FolderRefusedError, watch_disk
-from console.launch.launcher import Launcher
-from console.launch.probes import TLS_FAILS
+from console.launch.launcher import MODEL_READY_S, Launcher
+from console.launch.probes import TLS_FAILS, service_problem
 from console.launch.supervisor import ProcessState, ServiceFailedError
+from console.run.as_planned import elsewhere
 from console.run.follow import RunSession, TrainerLostError
 from console.run.machine_report import report_machine
 from console.run.preflight import check_run
@@ -66,6 +67,8 @@ EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 FIRST_WAIT_NOTE_S = 5.0
 """A service that is not up after this long is named, with the reason."""
 STOP_WAIT_S = CHECKPOINT_S + 15.0
+ASK_EVERY_S = 0.5
+"""How often a service that a machine of the plan starts is asked whether it is up."""
 
 _Result = TypeVar("_Result")
 
@@ -180,6 +183,7 @@ class _Run:
     async def _start(self, session: RunSession, *, is_resume: bool) -> None:
         self._view.phase = "starting services"
         await self._launcher.start()
+        await self._await_elsewhere()
         if self._plan is not None:
             self._view.phase = "planning"
             await self._plan.create()
@@ -191,6 +195,18 @@ class _Run:
             self._folder.summary.unlink(missing_ok=True)
         self._view.phase = "starting the run on the trainer"
         await session.start(resume=self.trainer_resumes)
+
+    async def _await_elsewhere(self) -> None:
+        """Wait for what machines of the plan start. Raises ServiceFailedError if it does not come."""
+        loop = asyncio.get_running_loop()
+        for name, target in elsewhere(self._config).items():
+            begun_s = loop.time()
+            while problem := await service_problem(target, name, security=self._security):
+                waited_s = loop.time() - begun_s
+                if waited_s > MODEL_READY_S:
+                    raise ServiceFailedError(f"{name} is not up after {waited_s:.0f} s: {problem}")
+                self._note_wait(name, problem, waited_s, at=target)
+                await asyncio.sleep(ASK_EVERY_S)
 
     async def _follow(self, session: RunSession, watcher: asyncio.Task[None]) -> trainer_pb2.RunFinished:
         following = asyncio.create_task(session.follow())
@@ -318,14 +334,14 @@ class _Run:
         self._launcher.services.kill()
         os._exit(EXIT_INTERRUPTED)
 
-    def _note_wait(self, name: str, problem: str, waited_s: float) -> None:
-        """A service that is started here is not up yet."""
+    def _note_wait(self, name: str, problem: str, waited_s: float, *, at: str | None = None) -> None:
+        """A service is not up yet that is started here, or `at` another machine."""
         why = f": {problem}" if problem else ""
         self._view.phase = f"starting services; waiting for {name} for {duration(waited_s)}{why}"
         is_worth_a_note = waited_s >= FIRST_WAIT_NOTE_S or problem.startswith(TLS_FAILS)
         if is_worth_a_note and name not in self._noted_waits:
             self._noted_waits.add(name)
-            self._display.note(f"waiting for {name}{why} (log: {self._folder.log_of(name)})")
+            self._display.note(f"waiting for {name}{why} ({at or f'log: {self._folder.log_of(name)}'})")
 
     def _take_change(self, record: ProcessRecord) -> None:
         before = self._view.processes.get(record.name)

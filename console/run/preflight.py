@@ -23,7 +23,8 @@ from console.launch.embedded_redis import redis_executable
 from console.launch.ports import listen_problem
 from console.launch.probes import redis_problem, service_problem
 from console.launch.supervisor import console_argv, service_environment
-from console.node.config import device_differences, read_node
+from console.node.config import device_differences, read_machine, read_nodes
+from console.run.as_planned import elsewhere
 from console.run.grader_check import grader_problems
 from console.run.model_check import (
     context_problem,
@@ -129,7 +130,7 @@ def _plan_problems(config: RunConfig) -> list[str]:
     checks: list[tuple[str, Path | None, Callable[[Path], object]]] = [
         ("problem", section.problem, read_problem),
         ("plan", section.plan, read_plan),
-        *(("nodes", path, read_node) for path in section.nodes),
+        *(("nodes", path, read_machine) for path in section.nodes),
     ]
     problems = []
     for key, path, read in checks:
@@ -146,7 +147,7 @@ def _other_machines(section: SchedulerSection) -> list[str]:
     if section.problem is None:
         return []
     planned = node_classes(read_problem(section.problem))
-    stated = {path: read_node(path) for path in section.nodes}
+    stated = read_nodes(section.nodes)
     return [
         f"scheduler.nodes: {line}"
         for path, node in stated.items()
@@ -292,9 +293,9 @@ def _port_problems(config: RunConfig) -> list[str]:
 async def _network_problems(config: RunConfig, security: Security) -> list[str]:
     endpoints = config.endpoints
     single = ((name, getattr(endpoints, name)) for name in ("broker", "scheduler", "reward", "trainer", "critic"))
-    # One that moves is started by its machine once there is a plan.
-    is_moving = config.moves_trainer
-    wanted = [(name, target) for name, target in single if target is not None and not (is_moving and name == "trainer")]
+    # One that moves is started by its machine once there is a plan, and machines of a plan start when the run does.
+    later = {*elsewhere(config), *(["trainer"] if config.moves_trainer else [])}
+    wanted = [(name, target) for name, target in single if target is not None and name not in later]
     wanted += [("generators", target) for target in endpoints.generators or ()]
     checks = (
         # The others serve only once the run exists.

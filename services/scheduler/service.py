@@ -19,8 +19,8 @@ from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.cost_model.reference import RM1
 from services.scheduler.lengths.forecaster import LengthForecaster
-from services.scheduler.planning.first_fit import SOLVER, first_fit
 from services.scheduler.planning import plan_metrics
+from services.scheduler.planning.first_fit import SOLVER, first_fit
 from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
 from services.scheduler.planning.plan_message import document_of, keep_center
 from services.scheduler.planning.plan_wire import PlanTask, checked_task, plan_task

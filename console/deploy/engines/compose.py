@@ -68,7 +68,7 @@ def compose_files(deployment: Deployment) -> Files:
             services[f"check-{host.name}"] = _check(deployment, host)
             services |= {each.name: _container(deployment, host, each) for each in host.services}
         document: Container = {"services": services}
-        if site == deployment.head.site:
+        if any(host.has("redis") for host in deployment.at(site)):
             document["volumes"] = {"redis": {}}
         files[f"{site}/docker-compose.yml"] = document
         folder = _SECRETS_FOLDER.format(place=PLACE) if deployment.has_certificates else ""
@@ -110,7 +110,7 @@ def _container(deployment: Deployment, host: Host, service: Service) -> Containe
         "stop_grace_period": f"{service.grace_s:.0f}s",
         "depends_on": {
             f"check-{host.name}": {"condition": "service_completed_successfully"},
-            **{name: {"condition": "service_healthy"} for name in service.after},
+            **{each.name: {"condition": "service_healthy"} for each in host.services if each.name in service.after},
         },
         "healthcheck": _health(service),
         **_gpus(service),

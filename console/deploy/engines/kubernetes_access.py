@@ -62,7 +62,7 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
             rules.append({"ports": [{"port": PORTS[name]} for name in _ports(deployment)]})
         found.append(_policy("head", labels(deployment.head, "head"), rules))
         return [*found, _ranks_policy()] if len(deployment.training) > 1 else found
-    last = FIRST_GENERATOR_PORT + 2 * max(host.kind.gpus for host in deployment.at(site)) - 1
+    last = FIRST_GENERATOR_PORT + 2 * max(host.all_gpus for host in deployment.at(site)) - 1
     nodes = {**NAME_LABEL, COMPONENT_LABEL: "node"}
     relays = {
         "from": [{"podSelector": {"matchLabels": nodes}}],

@@ -140,11 +140,11 @@ def _task(deployment: Deployment, site: str, kinds: dict[str, list[Host]], name:
 
 
 def _resources(hosts: Sequence[Host], *, is_head: bool, is_open: bool, serves_environment: bool) -> Task:
-    gpus = max(host.kind.gpus for host in hosts) if any(host.gpus for host in hosts) else 0
+    gpus = max(host.all_gpus for host in hosts) if any(host.gpus for host in hosts) else 0
     memory_gib = max(sum(service.memory_gib for service in host.services) for host in hosts)
     found: Task = {"memory": f"{memory_gib}+", "job_recovery": {"max_restarts_on_errors": MAX_RESTARTS}}
     if gpus:
-        gpu = hosts[0].kind.gpu
+        gpu = hosts[0].gpu
         found["accelerators"] = {_NAMES.get(gpu, gpu): gpus}
     if is_head and is_open:
         found["ports"] = [PORTS[name] for name in (*_PUBLIC, *([ENVIRONMENT] if serves_environment else []))]

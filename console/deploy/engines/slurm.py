@@ -169,5 +169,5 @@ def _sizes(hosts: Sequence[Host]) -> list[str]:
         "--ntasks-per-node=1",
         "--exclusive",
         "--mem=0",
-        *([f"--gres=gpu:{max(host.kind.gpus for host in hosts)}"] if gpus else []),
+        *([f"--gres=gpu:{max(host.all_gpus for host in hosts)}"] if gpus else []),
     ]

@@ -60,16 +60,6 @@ def with_relays(problem: Problem, plan: PlanDocument) -> PlanDocument:
     return plan.model_copy(update={"relay": tuple(Relay(site=site, node=name) for site, name in best.items())})
 
 
-def center_error(problem: Problem, plan: PlanDocument) -> str | None:
-    """Why broker or scheduler cannot stand where the plan has them, naming the field; None if they can."""
-    known = node_classes(problem).keys() | host_classes(problem).keys()
-    stated = {"broker.node": plan.broker.node if plan.broker is not None else None, "scheduler": plan.scheduler}
-    for field, name in stated.items():
-        if name is not None and name not in known:
-            return f"{field}: there is no machine {name!r}; name one of the problem's nodes or hosts"
-    return None
-
-
 def weight_routes(model: CostModel, plan: PlanDocument) -> list[WeightRoute]:
     """How weights reach every site that generates, the head's first."""
     machines = model.nodes

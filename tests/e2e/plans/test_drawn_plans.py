@@ -19,7 +19,9 @@ from console.deploy.deployment import write_deployment
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of
+from services.scheduler.planning.service_places import with_center, with_relays
 from services.scheduler.planning.solve import solve
+from services.scheduler.problem.plan_document import node_classes
 from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.console import ROOT, write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
@@ -31,6 +33,11 @@ NUM_PLANS = int(os.environ.get("PENSTOCK_DRAWN_PLANS", "1"))
 PLACE = re.compile(r"process in its place.*")
 GENERATOR = re.compile(r"generator in its place.*")
 SCORING = re.compile(r"(scorer|reward) listens")
+
+
+def regions(problem):
+    """Of each machine."""
+    return {name: node.region for name, node in node_classes(problem).items()}
 
 
 def kind_of(plan) -> str:
@@ -65,6 +72,24 @@ def scoring(machines):
     return found
 
 
+def relaying(logs):
+    """Whether each machine's generators leave the link to others, by site: those that say how long they wait."""
+    found = {}
+    for log in logs:
+        for line in GENERATOR.findall(log.read_text()):
+            said = dict(re.findall(r"(\w+)='?([^'\s]+)", line))
+            if (site := said.get("site")) in ("home", "far"):
+                found[site, log.parent.parent.name] = float(said["relay_patience_s"]) > 0
+    return found
+
+
+def centers(machines, run):
+    """The machine of Redis, broker and scheduler, by whose folder has their logs; None is the run's own."""
+    folders = {each.name: each / "logs" for each in machines.iterdir()} | {None: run.log_of("trainer").parent}
+    services = ("redis", "broker", "scheduler")
+    return {(kind, name) for name, logs in folders.items() for kind in services if (logs / f"{kind}.log").exists()}
+
+
 def carry_out(problem, plan, model_dir, folder):
     """Deploy and run a plan; the plan that it followed, and where its processes stood."""
     data = write_rows(folder / "train.jsonl", *({"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)))
@@ -83,11 +108,18 @@ def carry_out(problem, plan, model_dir, folder):
         assert not run.folder.log_of("reward").exists() or plan.reward[0] == plan.train[0].node
         assert_balanced(run.summary(), num_samples=STEPS * 24)
         assert len(run.metrics()) == STEPS
+        machines, head = written / "machines", plan.train[0].node
+        stands = {kind: None if name == head else name for kind, name in plan.center.items()}
+        assert centers(machines, run.folder) == {*stands.items(), ("redis", stands["broker"])}
         lines = [json.loads(line) for line in (run.folder.path / "trajectories.jsonl").read_text().splitlines()]
     assert {line["score"]["model"] for line in lines} == {"guess"}
     assert any(len(line["score"]["turn_values"]) > 1 for line in lines)
     followed = document_of(ParseDict(followed, pb.Plan()))
-    machines = written / "machines"
+    relays = {each.site: each.node for each in plan.relay}
+    far = {each.node for each in followed.gen if regions(problem)[each.node] in relays}
+    assert relaying(machines.glob("*/logs/gen-*.log")) == {
+        (regions(problem)[name], name): name != relays[regions(problem)[name]] for name in far
+    }
     assert generators(machines.glob("*/logs/gen-*.log")) == Counter(
         {(each.node, each.tp, each.pp, each.batch): each.count for each in followed.gen}
     )
@@ -123,12 +155,18 @@ def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
             assert all(each.pp > 1 or each.tp > 1 for each in plan.gen)
         # No solver places reward workers; a person may.
         plan = plan.model_copy(update={"reward": (plan.gen[0].node,)})
+        plan = with_center(problem, with_relays(problem, plan), None)
+        if kind == "pipeline" and not carried_out:
+            assume(plan.relay)
+            assume(plan.broker.node != plan.train[0].node)
         carried_out[kind] += 1
         folder = tmp_path / f"run-{carried_out.total()}"
         folder.mkdir()
         followed, stood = carry_out(problem, plan, model_dir, folder)
         assert (followed.train, followed.mesh) == (plan.train, plan.mesh)
         assert (followed.score, followed.reward) == (plan.score, plan.reward)
+        assert (followed.broker, followed.scheduler) == (plan.broker, plan.scheduler)
+        assert followed.relay == with_relays(problem, followed).relay
         assert sorted(stood) == list(range(plan.num_processes))
         sizes = plan.mesh.sizes(plan.num_processes)
         firsts = [sum(sizes[:island]) for island in range(len(sizes))]

@@ -20,7 +20,9 @@ _SPEEDS = {"H800": 990, "L40S": 362, "L4": 121}
 
 @st.composite
 def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False) -> Problem:
-    """One to three unlike machines in one region, whose memory is some of the model's training state.
+    """One to three unlike machines whose memory is some of the model's training state, and perhaps one without GPUs.
+
+    They are in one region, or the last of several in another one.
 
     Wide weights take as much of a generator's memory as the state does of a trainer's: GPUs with less generate in twos.
     """
@@ -30,6 +32,9 @@ def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False
     sizes = st.sampled_from((2,) if has_wide_weights else (1, 2) if len(kinds) > 1 else (4,))
     nic_Gbps = draw(st.sampled_from((0.005, 0.05, 1)))
     nodes = [{"name": kind.lower(), "gpu": kind, "gpus": draw(sizes), "nic_Gbps": nic_Gbps} for kind in kinds]
+    is_spread = len(kinds) > 1 and draw(st.booleans())
+    for index, node in enumerate(nodes):
+        node["region"] = "far" if is_spread and index else "home"
     return Problem.model_validate(
         {
             "id": "drawn",
@@ -43,6 +48,10 @@ def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False
                 for kind in kinds
             },
             "nodes": nodes,
+            "hosts": [{"name": f"desk-{region}", "region": region} for region in ("home", "far")[: 1 + is_spread]]
+            if draw(st.booleans())
+            else [],
+            "links": [{"a": "home", "b": "far", "bw_Gbps": 10}] if is_spread else [],
             "model": {**model, "weight_bytes": 16 if has_wide_weights else 2},
             "constraints": {"gen_pp": 2},
             "workload": {

@@ -6,7 +6,7 @@ from console.run.run_plan import as_message
 from penstock.config import ConfigError, validate
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of, keep_center
-from services.scheduler.planning.service_places import center_error, weight_routes, with_center, with_relays
+from services.scheduler.planning.service_places import weight_routes, with_center, with_relays
 from services.scheduler.planning.solve import make_advised_plan, make_plan
 from services.scheduler.problem.plan_check import violations
 from services.scheduler.problem.plan_document import Broker, PlanDocument, Relay
@@ -79,10 +79,6 @@ def test_a_place_that_is_none_is_refused_with_its_field():
         assert violations(stated, FAR.model_copy(update={"relay": (relay,)}))[0].startswith(told)
     twice = (Relay(site="r1", node="l4-0"), Relay(site="r1", node="l4-1"))
     assert violations(stated, FAR.model_copy(update={"relay": twice})) == ["relay: site 'r1' has 2; state one"]
-    assert center_error(stated, FAR) is None
-    for change, field in (({"broker": Broker(node="x")}, "broker.node"), ({"scheduler": "x"}, "scheduler")):
-        told = center_error(stated, FAR.model_copy(update=change))
-        assert told == f"{field}: there is no machine 'x'; name one of the problem's nodes or hosts"
     for hosts, told in (
         ([{"name": "ctl", "region": "moon"}], "hosts.0.region: no node is in 'moon'"),
         ([{"name": "l4"}], "hosts.0.region: no node is in 'default'"),

@@ -12,17 +12,26 @@ from console.deploy.configurations import PLAIN_RUN
 from console.deploy.deployment import deployment, write_deployment
 from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
-from console.node.config import NodeConfig, read_node
+from console.node.config import HostConfig, NodeConfig, read_machine, read_node
 from console.node.scoring import scoring_config, scoring_misfits, scoring_places
 from console.node.training import missing_run, trainer_config
-from console.run.as_planned import as_planned
+from console.run.as_planned import as_planned, elsewhere
 from console.run.run_plan import as_message
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError, read_document, validate
 from services.reward.config import RewardConfig
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of
-from services.scheduler.problem.plan_document import Mesh, PlanDocument, Replicas, Scorers, TrainShare, read_plan
+from services.scheduler.planning.service_places import with_center, with_relays
+from services.scheduler.problem.plan_document import (
+    Broker,
+    Mesh,
+    PlanDocument,
+    Replicas,
+    Scorers,
+    TrainShare,
+    read_plan,
+)
 from services.scheduler.problem.problem import read_problem
 from tests.helpers.plans.problems import plan, problem
 
@@ -433,3 +442,64 @@ def test_scorers_are_not_put_into_containers(model):
     with pytest.raises(ConfigError, match=r"^algorithm.reference: service: --deploy writes no container for scorers"):
         deployed(model, run=run)
     assert deployed(model, run={**run, "scorers": 0})
+
+
+HOSTED = problem("tiny_04", "hosts=[{name: ctl, region: r0, machines: [desk]}]")
+APART = with_center(HOSTED, with_relays(HOSTED, PLAN), None)
+"""Redis, broker and scheduler on a machine without GPUs; the head trains."""
+
+
+def test_broker_redis_and_scheduler_stand_on_the_machine_of_the_plan(tmp_path):
+    assert APART.center == {"broker": "desk", "scheduler": "desk"}
+    files = deployed(CostModel(HOSTED), of=APART)
+    services = files["r0/docker-compose.yml"]["services"]
+    of_desk = {name for name, service in services.items() if service["profiles"] == ["desk"]}
+    assert of_desk == {"check-desk", "redis", "broker", "scheduler"}
+    assert services["broker"]["depends_on"].keys() == {"check-desk", "redis"}
+    # The other machines' profiles have no such services to wait for.
+    assert services["trainer"]["depends_on"].keys() == {"check-a100-0"}
+    assert services["run"]["depends_on"].keys() == {"check-a100-0", "reward", "trainer"}
+    assert files["r0/docker-compose.yml"]["volumes"] == {"redis": {}}
+    assert "volumes" not in files["r1/docker-compose.yml"]
+
+    for name in ("run.yaml", "r0/run.yaml"):
+        stated = files[name]
+        assert (stated["endpoints"]["broker"], stated["endpoints"]["scheduler"]) == ("desk:7301", "desk:7306")
+        assert not {"broker", "scheduler"} & stated.get("listen", {}).keys()
+    for name in ("r0/node-l40s-0.yaml", "r1/node-l4-0.yaml"):
+        assert (files[name]["generator"]["broker"], files[name]["scheduler"]) == ("desk:7301", "desk:7306")
+        assert files[name]["generator"]["weights"] == "a100-0:7304"
+    assert files["r0/broker.yaml"]["scheduler"] == files["r0/reward.yaml"]["broker"].replace("7301", "7306")
+    assert files["r0/broker.yaml"]["redis_url"] == "redis://127.0.0.1:7300/0"
+    assert "penstock certs issue broker --run" in files["README.md"]
+    checked = validate(MachineConfig, files["r0/machine-desk.yaml"], source="machine")
+    assert (checked.role, checked.readable, checked.gpus) == ("broker", {}, 0)
+    plain = deployed(CostModel(HOSTED), of=PLAN)
+    assert plain["r0/docker-compose.yml"]["services"]["broker"]["profiles"] == ["a100-0"]
+    assert "r0/node-desk.yaml" not in plain
+
+
+def test_without_containers_penstock_node_starts_them_there_and_the_run_waits_for_them(tmp_path):
+    written = tmp_path / "out"
+    write_deployment(written, CostModel(HOSTED), APART, address="127.0.0.1")
+    host = read_machine(written / "r0" / "node-desk.yaml")
+    assert isinstance(host, HostConfig)
+    assert (host.broker.listen, host.scheduler.listen) == ("127.0.0.1:7301", "127.0.0.1:7306")
+    assert host.broker.scheduler == "127.0.0.1:7306"
+    assert "redis_url" not in host.broker.model_fields_set, "its Redis is its own"
+    run = load_run_config(written / "run.yaml")
+    assert str(written / "r0" / "node-desk.yaml") in map(str, run.scheduler.nodes)
+    assert elsewhere(as_planned(run)) == {"broker": "127.0.0.1:7301", "scheduler": "127.0.0.1:7306"}
+
+    alone = run.model_copy(update={"endpoints": run.endpoints.model_copy(update={"broker": None})})
+    with pytest.raises(ConfigError, match=r"endpoints.broker: unset, and .*plan.yaml has the broker on desk"):
+        as_planned(alone)
+    files = deployed(CostModel(HOSTED), of=PLAN, address="127.0.0.1")
+    assert "broker" in files["run.yaml"]["listen"]
+    assert elsewhere(parse_run_config(files["run.yaml"] | {"scheduler": {}}, source="run")) == {}
+    for change, told in (
+        ({"broker": Broker(node="l4-0")}, "broker.node: l4-0; the broker stands on the head, a100-0, or on a machine"),
+        ({"scheduler": "nobody"}, "scheduler: nobody; the scheduler stands on the head"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            deployed(CostModel(HOSTED), of=PLAN.model_copy(update=change))

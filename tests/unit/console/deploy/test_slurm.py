@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from console.config.config import load_run_config
 from console.deploy.configurations import PLAIN_RUN
 from console.deploy.deployment import write_deployment
+from console.node.config import HostConfig, read_machine
 from penstock.config import ConfigError
 from penstock.process.grace_periods import STOP_GRACE_S
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.service_places import with_center
 from tests.helpers.plans.problems import plan, problem
 
 
@@ -104,3 +107,25 @@ def test_relative_paths_are_refused() -> None:
     run = {**PLAIN_RUN, "model": {"path": "models/mine"}}
     with pytest.raises(ConfigError, match=r"model.path: models/mine is relative"):
         write_deployment(Path("/nowhere"), CostModel(problem("tiny_04")), of, engine="slurm", run=run)
+
+
+def test_a_machine_without_gpus_is_a_component_that_runs_broker_and_scheduler(tmp_path: Path) -> None:
+    stated = problem("tiny_04", "hosts=[{name: ctl, region: r0}]")
+    of = with_center(stated, plan([("l4-0", 2, 4)], [("a100-0", 8)]), None)
+    run_document = {**PLAIN_RUN, "run": {"dir": "/shared/runs"}}
+    folder = tmp_path / "out"
+    write_deployment(folder, CostModel(stated), of, engine="slurm", run=run_document)
+    components = (folder / "job.sh").read_text().split("#SBATCH hetjob\n")
+    (mine,) = [part for part in components if "--nodelist=ctl-0\n" in part]
+    assert "--gres" not in mine
+    assert "expect ctl-0 0\n" in (folder / "submit.sh").read_text()
+    (folder / "settings.env").write_text(f"export PENSTOCK_SECRETS={tmp_path}\n")
+    path = install(tmp_path / "bin", penstock='echo "penstock $*"')
+    assert (
+        run(folder / "machine.sh", "start", SLURMD_NODENAME="ctl-0", **path).stdout == "penstock node node-ctl-0.yaml\n"
+    )
+    host = read_machine(folder / "r0" / "node-ctl-0.yaml")
+    assert isinstance(host, HostConfig)
+    assert (host.broker.listen, host.dir) == ("0.0.0.0:7301", Path("runs/ctl-0"))
+    head = load_run_config(folder / "r0" / "run.yaml")
+    assert (head.endpoints.broker, head.endpoints.scheduler) == ("ctl-0:7301", "ctl-0:7306")

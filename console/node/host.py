@@ -1,0 +1,61 @@
+"""Runs `penstock node` on a machine without GPUs: the broker with its Redis, and the scheduler, where a plan has them.
+
+Invariants:
+- The broker starts once its Redis answers, and ends before it.
+- Everything ends with this process, however it ends; what was stored is there when it starts again.
+"""
+
+from __future__ import annotations
+
+import os
+
+from console.config.derive import local_endpoint
+from console.config.run_folder import RunFolder
+from console.launch.embedded_redis import redis_spec, redis_url
+from console.launch.launcher import REDIS_READY_S
+from console.launch.service_group import ServiceProcesses
+from console.launch.supervisor import service_environment
+from console.node.config import HostConfig
+from penstock.config import NetworkConfig
+from penstock.process.tasks import race
+from penstock.security import Security
+from penstock.security.checks.inspection import LOOPBACK
+from penstock.security.checks.watching import CertificateWatch
+
+
+class HostAgent:
+    """One machine."""
+
+    def __init__(self, config: HostConfig, *, security: Security) -> None:
+        self._config = config
+        self._security = security
+        self._folder = RunFolder(config.dir.expanduser().absolute())
+        self._folder.create()
+        self._services = ServiceProcesses(self._folder, security=security, log=config.log, pauses=False)
+
+    async def run(self) -> None:
+        """Keep its services running until cancelled. Raises ServiceFailedError, FolderRefusedError, ConfigError."""
+        await self._start()
+        watch = CertificateWatch(self._security.tls_files, hosts=[LOOPBACK])
+        await race(self._services.watch(), watch.run())
+
+    async def leave(self) -> None:
+        """End its services, the broker before its Redis."""
+        await self._services.stop(["broker", "scheduler"])
+        await self._services.stop(["redis"])
+
+    async def _start(self) -> None:
+        config = self._config
+        if (scheduler := config.scheduler) is not None:
+            self._launch("scheduler", scheduler, scheduler.listen)
+        if (broker := config.broker) is None:
+            return
+        if "redis_url" not in broker.model_fields_set:
+            self._services.launch(redis_spec(self._folder, env=service_environment(os.environ, num_threads=1)))
+            await self._services.wait_ready("redis", timeout_s=REDIS_READY_S)
+            broker = broker.model_copy(update={"redis_url": redis_url(self._folder)})
+        self._launch("broker", broker, broker.listen)
+
+    def _launch(self, kind: str, settings: NetworkConfig, listen: str) -> None:
+        own = settings.model_copy(update={"insecure": settings.insecure or self._config.insecure})
+        self._services.launch_service(kind, own, name=kind, target=local_endpoint(listen).target)
