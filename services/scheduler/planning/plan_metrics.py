@@ -20,11 +20,10 @@ REVISION = Gauge("penstock_scheduler_plan_revision", "Revision of the plan in fo
 def observe(plan: pb.Plan) -> None:
     """Set the gauges of a plan's run."""
     REVISION.labels(plan.run_id).set(plan.revision)
-    for gauge, name in ((EXPECTED_TOKENS, "expected_tokens_per_second"), (COST, "cost_per_million_tokens")):
-        if plan.HasField(name):
-            gauge.labels(plan.run_id).set(getattr(plan, name))
-        else:
-            gauge.remove_by_labels({"run": plan.run_id})
+    if plan.HasField("expected_tokens_per_second"):
+        EXPECTED_TOKENS.labels(plan.run_id).set(plan.expected_tokens_per_second)
+    if plan.HasField("cost_per_million_tokens"):
+        COST.labels(plan.run_id).set(plan.cost_per_million_tokens)
 
 
 def forget(run_id: str) -> None:
