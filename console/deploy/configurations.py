@@ -18,7 +18,7 @@ from typing import Any
 from console.config.config import parse_run_config
 from console.config.data_section import canary_files, data_files, run_reward, source_rewards
 from console.config.derive import training_config
-from console.deploy.description import IN_CONTAINERS, PORTS, SCORER_PORT, Layout
+from console.deploy.description import CRITIC_PORT, IN_CONTAINERS, PORTS, SCORER_PORT, Layout
 from console.deploy.environments import is_served, reached_environment
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
@@ -30,7 +30,7 @@ from penstock.security.plain_text import is_local
 from penstock.storage.addresses import looks_like_address
 from services.generator.engines.registry import engine_keys
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument, host_classes, node_classes
+from services.scheduler.problem.plan_document import CriticPlace, PlanDocument, host_classes, node_classes
 
 PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/data/train.jsonl"}}
 """The default run configuration: paths that the user has to fill."""
@@ -84,6 +84,7 @@ class Configurations:
         """Machines beside the head with a reward worker."""
         self.head_rewards = not plan.reward or self.head.name in plan.reward
         """Whether the head has one."""
+        self._place_critic()
         self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
         self.is_insecure = bool(self.config.get("insecure", False))
         self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
@@ -136,6 +137,26 @@ class Configurations:
         for _, name, kind, document in documents:
             validate(kind, document, source=name)
         return {f"{self.site(name)}/{what}-{name}.yaml": document for what, name, _, document in documents}
+
+    def _place_critic(self) -> None:
+        """Name the critic's address, where its machine starts it. Raises ConfigError."""
+        place = self.plan.critic
+        if place is None:
+            return
+        stated = self.config["endpoints"].get("critic")
+        if stated is not None:
+            raise ConfigError(f"endpoints.critic: {stated}, and the plan has a critic on {place.node}; leave it out")
+        if self.config["algorithm"]["critic"] != "service":
+            raise ConfigError(
+                "algorithm.critic: trainer, and the plan has a critic; set it to service, or is_service of the "
+                "problem's tasks to false and plan again"
+            )
+        if place.is_beside_trainer and not self.layout.names_gpus:
+            raise ConfigError(
+                f"critic.is_beside_trainer: pods share no GPUs, and the critic is on those that train on {place.node}; "
+                "give it others in the plan, or deploy --for compose or slurm"
+            )
+        self.config["endpoints"]["critic"] = f"{self.host(place.node)}:{CRITIC_PORT}"
 
     def names(self) -> list[str]:
         """All machines: those that train first, those without GPUs last."""
@@ -281,11 +302,31 @@ class Configurations:
             **stated,
         }
 
-    def _scoring(self, machine: str) -> Document:
-        """Sections of a machine's file: for scorers, which revisions move, and for a reward worker that is there."""
+    def _critic(self, place: CriticPlace, own_folder: PurePath) -> Document:
+        config, trainer = self.config, self.config.get("trainer", {})
+        stated = {key: trainer[key] for key in ("device", "num_threads") if key in trainer}
+        recomputes = trainer.get("gradient_checkpointing")
+        if recomputes is None:
+            recomputes = self.model.critic.recomputes(place, self.model.nodes)
+        run = config["run"]
+        return {
+            "listen": f"{self.listen_host}:{CRITIC_PORT}",
+            "run_id": run["id"],
+            "model_path": str(config["model"]["path"]),
+            "state_dir": str(own_folder / "critic" / run["id"]),
+            "dtype": config["model"].get("dtype", "auto"),
+            "gradient_checkpointing": recomputes,
+            **{key: run[key] for key in ("checkpoint_every_steps",) if key in run},
+            **stated,
+        }
+
+    def _scoring(self, machine: str, own_folder: PurePath) -> Document:
+        """Sections of a machine's file: for scorers, which revisions move, for a critic or a reward worker there."""
         found: Document = {}
         if self.plan.score:
             found["scorer"] = self._service(self._scorer())
+        if (place := self.plan.critic) is not None and machine == place.node:
+            found["critic"] = self._service(self._critic(place, own_folder))
         if machine in self.rewards:
             found["reward"] = self._service(self._reward(PORTS["reward"] if self.address is None else 0))
         return found
@@ -336,7 +377,7 @@ class Configurations:
             "address": self.host(machine.name),
             "dir": str(own_folder),
             "generator": generator,
-            **self._scoring(machine.name),
+            **self._scoring(machine.name, own_folder),
             **({"trainer": self._service(self._moving_trainer(machine.name))} if self.moves_trainer else {}),
         }
         return self._service(document)

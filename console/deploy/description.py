@@ -21,6 +21,7 @@ PORTS: Mapping[str, int] = {
     "weights": 7305,
     "scheduler": 7306,
 }
+CRITIC_PORT = 7309
 SCORER_PORT = 7310
 """Of the scorer on a machine's first GPU; those on others have the ports that follow."""
 REDIS_MEMORY_GIB = 8
@@ -162,6 +163,8 @@ class Deployment:
     """The storage of checkpoints by which the trainer moves between machines; None if it stays."""
     serves_environment: bool = False
     """Whether the head serves the run's environment, to which others then show their certificates."""
+    critic_on: str | None = None
+    """The machine with a critic of its own."""
 
     @property
     def head(self) -> Host:

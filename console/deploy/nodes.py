@@ -37,7 +37,7 @@ class Machine:
 
 
 def machines(problem: Problem, plan: PlanDocument, *, is_one_host: bool, moves_trainer: bool = False) -> list[Machine]:
-    """All machines except those whose GPUs all train and that have no reward worker.
+    """All machines except those whose GPUs all train and that have neither the critic nor a reward worker.
 
     Revisions may use GPUs that the plan leaves idle; where they move the trainer, all.
     """
@@ -45,7 +45,8 @@ def machines(problem: Problem, plan: PlanDocument, *, is_one_host: bool, moves_t
     found, next_port = [], FIRST_GENERATOR_PORT
     for name, node in node_classes(problem).items():
         only_trains = training.get(name) == node.gpus and not moves_trainer
-        if only_trains and (name == plan.train[0].node or name not in plan.reward):
+        has_critic = plan.critic is not None and name == plan.critic.node
+        if only_trains and not has_critic and (name == plan.train[0].node or name not in plan.reward):
             continue
         found.append(Machine(name=name, kind=node, first_port=next_port))
         next_port += 2 * node.gpus if is_one_host else 0

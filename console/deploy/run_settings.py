@@ -116,6 +116,8 @@ def run_config(
     if plan.score:
         config["algorithm"] = {"reference": "service", **config["algorithm"]}
         config["scorers"] = 0
+    if plan.critic is not None:
+        config["algorithm"] = {"critic": "service", **config["algorithm"]}
     if plan.reward and plan.train[0].node not in plan.reward:
         config["rewards"] = 0
     if moves_trainer:

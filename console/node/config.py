@@ -15,6 +15,7 @@ from services.generator.config import GeneratorConfig
 from services.reward.config import RewardConfig
 from services.scheduler.config import SchedulerConfig
 from services.trainer.config import TrainerConfig
+from services.trainer.critic.config import CriticConfig
 from services.trainer.scorer.config import ScorerConfig
 
 
@@ -62,6 +63,9 @@ class NodeConfig(NetworkConfig):
     at the port of `listen` + i, or on a free one if that port is 0."""
     reward: RewardConfig | None = None
     """Configuration of its reward worker, if a plan may have one here."""
+    critic: CriticConfig | None = None
+    """Configuration of a critic of its own, if a plan may have it here, at the address that the run's
+    `endpoints.critic` names; the plan says on which GPUs, and so over how many processes it is sharded."""
     log: LogSection = LogSection()
     """Logs of its processes."""
 

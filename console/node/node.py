@@ -96,7 +96,7 @@ class NodeAgent:
         time_scale = config.generator.emulated.time_scale if config.generator.engine.is_emulated else 1.0
         self._running: dict[str, Placement] = {}
         self._scoring: dict[str, ScoringPlace] = {}
-        """Its scorers and its reward worker."""
+        """Its scorers, its critic and its reward worker."""
         self._trainer = TrainerProcesses(
             config,
             services=self._services,
@@ -235,8 +235,8 @@ class NodeAgent:
             settings,
             name=place.name,
             target=local_endpoint(settings.listen).target,
-            environment=visible((place.gpu,), self._gpus, first=self._config.first_gpu)
-            if self._gpus and place.gpu is not None
+            environment=visible(place.gpus, self._gpus, first=self._config.first_gpu)
+            if self._gpus and place.gpus
             else {},
         )
 

@@ -1,78 +1,91 @@
-"""Derives the scorers and the reward worker of one machine from a plan. Pure."""
+"""Derives the scorers, the critic and the reward worker of one machine from a plan. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from console.node.config import NodeConfig
 from penstock.v1 import scheduler_pb2 as pb
 from services.reward.config import RewardConfig
+from services.trainer.critic.config import CriticConfig
 from services.trainer.scorer.config import ScorerConfig
 
-REWARD, SCORER = "reward", "scorer"
+REWARD, SCORER, CRITIC = "reward", "scorer", "critic"
+_KINDS = {pb.ROLE_REWARD: REWARD, pb.ROLE_SCORER: SCORER, pb.ROLE_CRITIC: CRITIC}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringPlace:
-    """A process of this machine that scores."""
+    """A process of this machine that scores or values samples."""
 
     kind: str
     """Of `penstock serve`."""
-    gpu: int | None = None
-    """Its GPU's index on the machine; None for a reward worker."""
+    gpus: tuple[int, ...] = ()
+    """Indices on the machine; empty for a reward worker."""
 
     @property
     def name(self) -> str:
         """Its name on the machine."""
-        return self.kind if self.gpu is None else f"{self.kind}-{self.gpu}"
+        return f"{self.kind}-{self.gpus[0]}" if self.kind == SCORER else self.kind
 
 
 def scoring_places(plan: pb.Plan, config: NodeConfig) -> dict[str, ScoringPlace]:
     """What the plan places on this machine and its file has a section for, by name; see `scoring_misfits`."""
-    found = [
-        ScoringPlace(kind=SCORER, gpu=gpu)
-        for each in _mine(plan, config)
-        if each.role == pb.ROLE_SCORER and config.scorer is not None
-        for gpu in each.accelerator_indices
-        if config.first_gpu <= gpu < config.gpus
-    ]
-    if config.reward is not None and any(each.role == pb.ROLE_REWARD for each in _mine(plan, config)):
-        found.append(ScoringPlace(kind=REWARD))
+    found = []
+    for kind, each in _mine(plan, config):
+        if getattr(config, kind) is None:
+            continue
+        if kind == REWARD:
+            found.append(ScoringPlace(kind=kind))
+        elif kind == SCORER:
+            found += [ScoringPlace(kind=kind, gpus=(gpu,)) for gpu in each.accelerator_indices if _is_here(gpu, config)]
+        elif all(_is_here(gpu, config) for gpu in each.accelerator_indices):
+            found.append(ScoringPlace(kind=kind, gpus=tuple(each.accelerator_indices)))
     return {place.name: place for place in found}
 
 
 def scoring_misfits(plan: pb.Plan, config: NodeConfig) -> list[str]:
     """What the plan places here and cannot be started, in words."""
     found = []
-    for each in _mine(plan, config):
-        section = {pb.ROLE_SCORER: SCORER, pb.ROLE_REWARD: REWARD}.get(each.role)
-        if section is not None and getattr(config, section) is None:
-            found.append(f"a {section}; the machine's file has no section {section}")
-        elif section == SCORER and not all(config.first_gpu <= gpu < config.gpus for gpu in each.accelerator_indices):
-            found.append(f"scorers on GPUs {', '.join(map(str, each.accelerator_indices))}; there are {config.gpus}")
+    for kind, each in _mine(plan, config):
+        if getattr(config, kind) is None:
+            found.append(f"a {kind}; the machine's file has no section {kind}")
+        elif not all(_is_here(gpu, config) for gpu in each.accelerator_indices):
+            what = "scorers" if kind == SCORER else f"a {kind}"
+            found.append(f"{what} on GPUs {', '.join(map(str, each.accelerator_indices))}; there are {config.gpus}")
     return found
 
 
-def scoring_config(config: NodeConfig, place: ScoringPlace, *, free_port: int) -> ScorerConfig | RewardConfig:
+def scoring_config(
+    config: NodeConfig, place: ScoringPlace, *, free_port: int
+) -> ScorerConfig | CriticConfig | RewardConfig:
     """The configuration of a process; `free_port` is for one whose own is 0."""
-    base: ScorerConfig | RewardConfig | None = config.scorer if place.kind == SCORER else config.reward
+    base: ScorerConfig | CriticConfig | RewardConfig | None = getattr(config, place.kind)
     assert base is not None
     host, _, port = base.listen.rpartition(":")
-    own = int(port) + (place.gpu or 0) if int(port) else free_port
-    return base.model_copy(
-        update={
-            "insecure": base.insecure or config.insecure,
-            "listen": f"{host}:{own}",
-            "worker_id": f"{config.node_id}-{place.name}",
-        }
-    )
+    first = place.gpus[0] if place.kind == SCORER else 0
+    update: dict[str, object] = {
+        "insecure": base.insecure or config.insecure,
+        "listen": f"{host}:{int(port) + first if int(port) else free_port}",
+    }
+    if place.kind == CRITIC:
+        return base.model_copy(update={**update, "processes": len(place.gpus)})
+    return base.model_copy(update={**update, "worker_id": f"{config.node_id}-{place.name}"})
 
 
-def _mine(plan: pb.Plan, config: NodeConfig) -> list[pb.Assignment]:
-    return [each for each in plan.assignments if each.node_id == config.node_id]
+def _is_here(gpu: int, config: NodeConfig) -> bool:
+    return config.first_gpu <= gpu < config.gpus
+
+
+def _mine(plan: pb.Plan, config: NodeConfig) -> Iterator[tuple[str, pb.Assignment]]:
+    """The kind of process and the assignment of everything of that sort on this machine."""
+    for each in plan.assignments:
+        if each.node_id == config.node_id and (kind := _KINDS.get(each.role)) is not None:
+            yield kind, each
 
 
 def changed(running: Mapping[str, ScoringPlace], wanted: Mapping[str, ScoringPlace]) -> tuple[list[str], list[str]]:
     """Names of processes to stop, and to start."""
-    return [name for name in running if name not in wanted], [name for name in wanted if name not in running]
+    stops = [name for name, place in running.items() if wanted.get(name) != place]
+    return stops, [name for name, place in wanted.items() if running.get(name) != place]

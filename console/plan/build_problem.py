@@ -179,15 +179,16 @@ def _train_tasks(run: RunConfig | None, model: Path | None) -> list[Document]:
     tasks: list[Document] = [{"name": "actor_train", "kind": "train"}]
     if run is None:
         return tasks
-    # A critic of its own is beside the plan.
     if run.algorithm.has_trainer_reference:
         tasks.append({"name": "reference", "kind": "infer"})
     if run.algorithm.has_scorer:
         tasks.append({"name": "reference", "kind": "infer", "is_service": True, **_scale(run, model)})
-    if run.algorithm.has_trainer_critic:
+    # A critic that is started by hand is beside the plan.
+    if run.algorithm.has_trainer_critic or run.starts_critic:
+        place: Document = {"is_service": True} if run.starts_critic else {}
         tasks += [
-            {"name": "critic", "kind": "infer", "shares_weights": True},
-            {"name": "critic_train", "kind": "train"},
+            {"name": "critic", "kind": "infer", "shares_weights": True, **place},
+            {"name": "critic_train", "kind": "train", **place},
         ]
     return tasks
 

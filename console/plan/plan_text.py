@@ -16,6 +16,8 @@ from services.scheduler.problem.plan_document import PlanDocument, Replicas
 _LIMITS = {
     Limit.GENERATION: "generation limits: trainers wait for samples",
     Limit.TRAINING: "training limits: generators wait for the trainer",
+    Limit.SCORING: "scorers limit: generators and trainers wait for log-probs",
+    Limit.CRITIC: "the critic limits: the trainer waits for values",
     Limit.TAIL: "the longest samples limit: they must finish inside their staleness window",
 }
 _COST_MODELS = {
@@ -52,6 +54,10 @@ def _rows(report: FeasiblePlan) -> dict[tuple[str, ...], list[str]]:
     for scorers in report.plan.score:
         does = f"score, {scorers.gpus} of {nodes[scorers.node].gpus} GPUs"
         rows.setdefault((nodes[scorers.node].name, does, "", "", ""), []).append(scorers.node)
+    if (critic := report.plan.critic) is not None:
+        where = "the trainer's " if critic.is_beside_trainer else ""
+        does = f"critic, {where}{critic.gpus} of {nodes[critic.node].gpus} GPUs"
+        rows.setdefault((nodes[critic.node].name, does, "", "", ""), []).append(critic.node)
     for name in report.plan.reward:
         rows.setdefault((nodes[name].name, "reward worker", "", "", ""), []).append(name)
     for each in report.score.generation:

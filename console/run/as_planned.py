@@ -1,4 +1,4 @@
-"""Sets of a run what the plan that it begins with places: its trainer's mesh, scorers, reward workers, broker."""
+"""Sets of a run what its first plan places: the trainer's mesh, scorers, critic, reward workers, broker, scheduler."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def as_planned(config: RunConfig) -> RunConfig:
         config = config.model_copy(update={"scorers": 0})
     if plan.reward and plan.train and plan.train[0].node not in plan.reward:
         config = config.model_copy(update={"rewards": 0})
+    if plan.critic is not None and config.starts_critic:
+        raise ConfigError(
+            f"endpoints.critic: unset, and {config.scheduler.plan} has a critic on {plan.critic.node}; name its "
+            "address there, or take it out of the plan, and the run starts one"
+        )
     # A trainer that moves takes the mesh of the plan in force, whenever it starts.
     return config if config.moves_trainer else _with_mesh(config)
 

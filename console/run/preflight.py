@@ -295,6 +295,8 @@ async def _network_problems(config: RunConfig, security: Security) -> list[str]:
     single = ((name, getattr(endpoints, name)) for name in ("broker", "scheduler", "reward", "trainer", "critic"))
     # One that moves is started by its machine once there is a plan, and machines of a plan start when the run does.
     later = {*elsewhere(config), *(["trainer"] if config.moves_trainer else [])}
+    if config.scheduler.plan is not None and config.endpoints.critic is not None:
+        later |= {"critic"} if read_plan(config.scheduler.plan).critic is not None else set()
     wanted = [(name, target) for name, target in single if target is not None and name not in later]
     wanted += [("generators", target) for target in endpoints.generators or ()]
     checks = (

@@ -41,6 +41,10 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Log-probs of a frozen model, one process for each accelerator."""
     ROLE_SCHEDULER: _Role.ValueType  # 7
     """The scheduler."""
+    ROLE_CRITIC: _Role.ValueType  # 10
+    """Values, and the critic's own training: one process for each accelerator. Accelerators that a trainer of the machine
+    has as well are shared with it.
+    """
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """A part a machine can play."""
@@ -59,6 +63,10 @@ ROLE_SCORER: Role.ValueType  # 5
 """Log-probs of a frozen model, one process for each accelerator."""
 ROLE_SCHEDULER: Role.ValueType  # 7
 """The scheduler."""
+ROLE_CRITIC: Role.ValueType  # 10
+"""Values, and the critic's own training: one process for each accelerator. Accelerators that a trainer of the machine
+has as well are shared with it.
+"""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _LengthTest:

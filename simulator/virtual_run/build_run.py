@@ -10,6 +10,7 @@ from functools import partial
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.cost_model.replica import ReplicaModel
+from services.scheduler.cost_model.training_step import TrainingStep
 from services.scheduler.problem.plan_document import Layout, PlanDocument, TrainShare
 from services.scheduler.problem.problem import NodeClass
 from simulator.virtual_run.virtual_generator import GeneratorSpec
@@ -83,7 +84,7 @@ def from_plan(model: CostModel, plan: PlanDocument, mode: Mode) -> Setup:
     ]
     return Setup(
         generators=_filled(specs, (allowed + 1) * model.demand.samples_per_step),
-        trainer=_trainer(model, score.training.compute_s, score.training.exposed_allreduce_s),
+        trainer=_trainer(model, _compute_s(model, plan, score.training), score.training.exposed_allreduce_s),
         transfer_s={
             region: model.network.transfer_s(homes, region, model.demand.weight_bytes)
             for region in dict.fromkeys(spec.region for spec in specs)
@@ -169,6 +170,12 @@ def _filled(specs: Iterable[GeneratorSpec], samples: float) -> tuple[GeneratorSp
     specs = tuple(specs)
     share = min(1.0, samples / sum(spec.max_samples for spec in specs))
     return tuple(_limited(spec, math.ceil(spec.max_samples * share)) for spec in specs)
+
+
+def _compute_s(model: CostModel, plan: PlanDocument, step: TrainingStep) -> float:
+    """The longer of the trainer's and its critic's computation; both where they share GPUs."""
+    critic_s = model.demand.samples_per_step / model.critic.samples_per_second(plan.critic, model.nodes)
+    return max(step.compute_s + step.critic_s, critic_s)
 
 
 def _trainer(model: CostModel, compute_s: float, exposed_allreduce_s: float) -> TrainerSpec:

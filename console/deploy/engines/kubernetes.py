@@ -80,6 +80,11 @@ def kubernetes_files(deployment: Deployment) -> Files:
 def _check(deployment: Deployment) -> None:
     if deployment.moving_by is not None:
         raise ConfigError("--moves-trainer: not for kubernetes; deploy --for compose or slurm, or leave it out")
+    if deployment.critic_on is not None:
+        raise ConfigError(
+            f"--for kubernetes: the plan has a critic on {deployment.critic_on}, whose pod has no volume for its "
+            "steps; deploy --for compose or slurm, or take critic out of the plan"
+        )
     names = " and ".join(host.name for host in deployment.training)
     if len(deployment.training) > 1 and not deployment.has_storage:
         raise ConfigError(

@@ -34,6 +34,11 @@ class PoolMemory:
         self.least_gpus = {node.name: self._least_gpus(node) for node in problem.nodes}
         """GPUs of the smallest pool that a GPU of each entry can be part of; infinite if it can be in none."""
 
+    def needed_bytes(self, num_gpus: int) -> float:
+        """Of each of that many GPUs that hold equal parts."""
+        working = self._alone_bytes if num_gpus == 1 else self._working_bytes
+        return self._state_bytes / num_gpus + working
+
     def fits(self, pool: Sequence[tuple[NodeClass, int]]) -> bool:
         """Whether these GPUs can train together: entries, each with its number of GPUs."""
         if not self.is_even:
@@ -54,7 +59,7 @@ class PoolMemory:
         smallest = min((node for node, _ in pool), key=lambda node: self._usable_bytes[node.name])
         working = self._alone_bytes if num_gpus == 1 else self._working_bytes
         return (
-            f"training needs {(self._state_bytes / num_gpus + working) / 1e9:.1f} GB of each of {num_gpus} GPUs, "
+            f"training needs {self.needed_bytes(num_gpus) / 1e9:.1f} GB of each of {num_gpus} GPUs, "
             f"{working / 1e9:.1f} GB of them for passes of train_pack_tokens, and a GPU of {smallest.name} offers "
             f"{self._usable_bytes[smallest.name] / 1e9:.1f} GB"
         )

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from services.scheduler.cost_model.critic import CriticModel
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.layouts import layouts, usable_bytes
 from services.scheduler.cost_model.network import Network
@@ -37,6 +38,7 @@ class Limit(StrEnum):
     GENERATION = "generation"
     TRAINING = "training"
     SCORING = "scoring"
+    CRITIC = "critic"
     TAIL = "tail"
     """The longest sample must finish inside its staleness window."""
 
@@ -118,6 +120,8 @@ class CostModel:
         """Samples per second of one training GPU, by node entry."""
         self.gpu_scoring_rate = {node.name: self._scoring_rate(node) for node in problem.nodes}
         """Samples per second of one scorer, by node entry; 0 where its model does not fit, infinite without a task."""
+        self.critic = CriticModel(problem, self.network, self.usable_bytes)
+        """A critic of its own, if the workload has one."""
         self._models = {
             (node.name, layout): ReplicaModel(problem, self.demand, node, *layout)
             for node in problem.nodes
@@ -186,9 +190,12 @@ class CostModel:
         if (reason := placement_error(plan, self.nodes)) is not None:
             return Infeasible(reason)
         pool: Pool = [(self.nodes[share.node], share.gpus) for share in plan.train]
-        if (reason := self._memory_error(plan, pool) or self._scoring_error(plan)) is not None:
+        errors = (check(plan) for check in (self._memory_error, self._scoring_error, self._critic_error))
+        if (reason := next(filter(None, errors), None)) is not None:
             return Infeasible(reason)
         step = self.pools.step(plan, self.nodes)
+        if plan.critic is not None:
+            step = replace(step, critic_s=self.critic.added_s(plan.critic, self.nodes))
         if math.isinf(step.step_s):
             regions = ", ".join(sorted({node.region for node, _ in pool}))
             return Infeasible(f"the training pool spans regions that are not linked: {regions}")
@@ -213,13 +220,21 @@ class CostModel:
                 )
         return None
 
-    def _memory_error(self, plan: PlanDocument, pool: Pool) -> str | None:
-        if not plan.gen or not pool:
+    def _critic_error(self, plan: PlanDocument) -> str | None:
+        place = plan.critic
+        if (reason := self.critic.error(plan, self.nodes)) is not None or place is None or not place.is_beside_trainer:
+            return reason
+        taken = self.critic.gpu_bytes(place.gpus)
+        reason = self.pools.error_beside(plan, self.nodes, machine=place.node, taken_bytes=taken)
+        return None if reason is None else f"critic.is_beside_trainer: beside the critic {reason}"
+
+    def _memory_error(self, plan: PlanDocument) -> str | None:
+        if not plan.gen or not plan.train:
             key, verb = ("train", "trains") if plan.gen else ("gen", "generates")
             return f"{key}: empty, so nothing {verb}"
         if (reason := self.pools.error(plan, self.nodes)) is not None:
             return reason
-        regions = sorted({node.region for node, _ in pool})
+        regions = sorted({self.nodes[share.node].region for share in plan.train})
         if self.problem.constraints.train_single_region and len(regions) > 1:
             return f"training spans the regions {', '.join(regions)}, and constraints.train_single_region forbids that"
         for replicas in plan.gen:
@@ -301,11 +316,17 @@ class _Scoring:
         states = self._states(share)
         trained = self._samples_per_step / self._step.step_s
         scored = self._model.scored(self._plan)
-        ceiling = min(trained, scored, self._tail(states))
+        valued = self._model.critic.samples_per_second(self._plan.critic, self._model.nodes)
+        ceiling = min(trained, scored, valued, self._tail(states))
         upper = min(ceiling, self._generated(states, 0.0))
         if self._generated(states, upper) >= upper:
             throughput = upper
-            limits = ((trained, Limit.TRAINING), (scored, Limit.SCORING), (ceiling, Limit.TAIL))
+            limits = (
+                (trained, Limit.TRAINING),
+                (scored, Limit.SCORING),
+                (valued, Limit.CRITIC),
+                (ceiling, Limit.TAIL),
+            )
             limit = next((limit for rate, limit in limits if upper == rate), Limit.GENERATION)
         else:
             # Only the transfer of weights makes generation fall as training speeds up.

@@ -31,11 +31,13 @@ class TrainingStep:
     exposed_allreduce_s: float
     """The part that computation does not hide."""
     overhead_s: float
+    critic_s: float = 0.0
+    """Of a critic of its own on the trainer's GPUs."""
 
     @property
     def step_s(self) -> float:
         """Time of the whole step."""
-        return self.compute_s + self.exposed_allreduce_s + self.overhead_s
+        return self.compute_s + self.exposed_allreduce_s + self.overhead_s + self.critic_s
 
 
 def gpu_samples_per_second(problem: Problem, demand: Demand, node: NodeClass) -> float:

@@ -44,6 +44,7 @@ class TrainingPools:
             self.memory = MeshMemory(problem, demand, usable_bytes)
             self.steps = MeshSteps(problem, demand, network)
             self.search = MeshSearch(problem, self.memory, self.steps)
+        self._usable_bytes = usable_bytes
         self._found: dict[tuple[tuple[str, int], ...], Trained | None] = {}
 
     def error(self, plan: PlanDocument, nodes: Nodes) -> str | None:
@@ -56,6 +57,15 @@ class TrainingPools:
             return error
         islands = islands_of(plan.train, plan.mesh, nodes)
         return _shares_error(islands, plan.mesh) or self.memory.error(islands, plan.mesh)
+
+    def error_beside(self, plan: PlanDocument, nodes: Nodes, *, machine: str, taken_bytes: float) -> str | None:
+        """The same where something else takes that much memory of each GPU that trains on one machine."""
+        node = nodes[machine].model_copy(update={"name": f"{machine} with a critic"})
+        problem = self._problem.model_copy(update={"nodes": (*self._problem.nodes, node)})
+        left = {**self._usable_bytes, node.name: self._usable_bytes[nodes[machine].name] - taken_bytes}
+        memory = PoolMemory(problem, self._demand, left)
+        pools = TrainingPools(problem, self._demand, self._network, memory, left)
+        return pools.error(plan, {**nodes, machine: node})
 
     def step(self, plan: PlanDocument, nodes: Nodes) -> TrainingStep:
         """A step of the pool of a plan, which can train."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.scorer_placement import with_scorers
+from services.scheduler.planning.critic_placement import with_services
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
 from services.scheduler.solvers.interface import Solution, Solver, TimeLeft, infeasibility, part_of
@@ -149,7 +149,7 @@ def _quickly(
             found = solver.solve(rest, time_left=time_left, seed=seed, starts=starts)
         return found
 
-    found = with_scorers(model, search, time_left=time_left)
+    found = with_services(model, search, time_left=time_left)
     if found.plan is None or found.score.samples_per_second <= 0:
         return None
     return found.score.samples_per_second, found.plan

@@ -5,12 +5,14 @@ Everything that `trainer.processes` and `trainer.parallel` of a run need survive
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.problem.plan_document import (
     SHARE_DIGITS,
     Broker,
+    CriticPlace,
     Mesh,
     PlanDocument,
     Relay,
@@ -53,10 +55,18 @@ def put_trainers(message: pb.Plan, plan: PlanDocument, shares: Sequence[float] =
 def put_services(message: pb.Plan, plan: PlanDocument, first: Mapping[str, int]) -> None:
     """Add everything that is not trained or generated.
 
-    Scorers of a machine are on its GPUs from `first` on.
+    `first` is how many of each machine's GPUs train or generate; services have the next ones, unless they share some.
     """
+    taken = Counter(first)
+    if (critic := plan.critic) is not None:
+        begin = 0 if critic.is_beside_trainer else taken[critic.node]
+        indices = range(begin, begin + critic.gpus)
+        message.assignments.add(
+            node_id=critic.node, role=pb.ROLE_CRITIC, accelerator_indices=indices, num_replicas=critic.gpus
+        )
+        taken[critic.node] += 0 if critic.is_beside_trainer else critic.gpus
     for each in plan.score:
-        begin = first.get(each.node, 0)
+        begin = taken[each.node]
         indices = range(begin, begin + each.gpus)
         message.assignments.add(
             node_id=each.node, role=pb.ROLE_SCORER, accelerator_indices=indices, num_replicas=each.gpus
@@ -100,6 +110,7 @@ def document_of(plan: pb.Plan) -> PlanDocument:
         reward=tuple(reward),
         broker=Broker(node=center[pb.ROLE_BROKER]) if pb.ROLE_BROKER in center else None,
         scheduler=center.get(pb.ROLE_SCHEDULER),
+        critic=_critic_of(plan),
         relay=tuple(Relay(site=each.site, node=each.node_id) for each in plan.weight_relays),
     )
 
@@ -110,6 +121,21 @@ def keep_center(plan: pb.Plan, before: pb.Plan) -> None:
     kept = [each for each in before.assignments if each.role in CENTER]
     del plan.assignments[:]
     plan.assignments.extend([*others, *kept])
+
+
+def _critic_of(message: pb.Plan) -> CriticPlace | None:
+    """Its place; beside the trainer if they have accelerators in common."""
+    found = next((each for each in message.assignments if each.role == pb.ROLE_CRITIC), None)
+    if found is None:
+        return None
+    trained = {
+        index
+        for each in message.assignments
+        if (each.role, each.node_id) == (pb.ROLE_TRAINER, found.node_id)
+        for index in each.accelerator_indices
+    }
+    indices = found.accelerator_indices
+    return CriticPlace(node=found.node_id, gpus=len(indices) or 1, is_beside_trainer=not trained.isdisjoint(indices))
 
 
 def trainers_of(message: pb.Plan) -> tuple[tuple[TrainShare, ...], Mesh | None]:

@@ -91,18 +91,24 @@ def report_of(model: CostModel, solution: Solution, *, solve_s: float) -> PlanRe
     return FeasiblePlan(model=model, solution=solution, solve_s=solve_s, plan=solution.plan, score=solution.score)
 
 
+_BOTTLENECKS = {
+    Limit.TAIL: "the longest samples: they must finish inside their staleness window",
+    Limit.SCORING: "scoring: scorers compute as fast as they can; add GPUs to them",
+    Limit.CRITIC: "the critic: it computes as fast as it can; give it more or faster GPUs of one machine",
+}
+
+
 def bottleneck(score: Score) -> str:
     """What to speed up first, in a few words."""
-    if score.limit is Limit.TAIL:
-        return "the longest samples: they must finish inside their staleness window"
-    if score.limit is Limit.SCORING:
-        return "scoring: scorers compute as fast as they can; add GPUs to them"
+    if (alone := _BOTTLENECKS.get(score.limit)) is not None:
+        return alone
     if score.limit is Limit.TRAINING:
         step = score.training
         parts = {
             "computation": step.compute_s,
             "the all-reduce that computation does not hide": step.exposed_allreduce_s,
             "the fixed time of a step": step.overhead_s,
+            "the critic on its GPUs": step.critic_s,
         }
         longest = max(parts, key=lambda part: parts[part])
         return f"training: {longest}, {parts[longest]:.3g} s of a step of {step.step_s:.3g} s"

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.problem.plan_document import Scorers
-from services.scheduler.problem.problem import NodeClass, Problem
+from services.scheduler.problem.problem import NodeClass, Problem, TrainTask
 from services.scheduler.solvers.interface import Solution, TimeLeft, part_of
 from services.scheduler.solvers.scored import ordered_nodes
 
@@ -20,13 +20,15 @@ Search = Callable[[CostModel, TimeLeft], Solution]
 """A search for a plan without scorers."""
 
 
-def with_scorers(model: CostModel, search: Search, *, time_left: TimeLeft) -> Solution:
+def with_scorers(model: CostModel, search: Search, *, time_left: TimeLeft, kept: tuple[Scorers, ...] = ()) -> Solution:
     """The best plan found with scorers on one entry's machines; without their task, what the search finds.
 
-    Whether another plan is better is not proved, and there is no bound.
+    Whether another plan is better is not proved, and there is no bound. Those that are `kept` stay where they are.
     """
     if model.problem.workload.scored_task is None:
         return search(model, time_left)
+    if kept:
+        return around(model, kept, search, time_left=time_left)
     best: Solution | None = None
     entries = [node for node in ordered_nodes(model.problem) if model.gpu_scoring_rate[node.name]]
     for index, node in enumerate(entries):
@@ -46,8 +48,11 @@ def with_scorers(model: CostModel, search: Search, *, time_left: TimeLeft) -> So
 
 def around(model: CostModel, scorers: tuple[Scorers, ...], search: Search, *, time_left: TimeLeft) -> Solution:
     """What the search finds on the GPUs that these scorers leave, with them."""
-    rest = model.over(_without(model.problem, {each.node: each.gpus for each in scorers}))
-    found = search(rest, time_left)
+    taken = {each.node: each.gpus for each in scorers}
+    rest = without(model.problem, taken, model.problem.workload.pool_tasks)
+    if not rest.nodes:
+        return Solution(None, Infeasible("score: scorers leave no GPU for the rest"), None, False, 0, "")
+    found = search(model.over(rest), time_left)
     if found.plan is None:
         return found
     plan = found.plan.model_copy(update={"score": scorers})
@@ -58,7 +63,7 @@ def _rest_rate(model: CostModel, solution: Solution) -> float:
     """What a plan would reach with scorers that never limit it."""
     if solution.plan is None:
         return 0.0
-    alone = model.over(_without(model.problem, {}))
+    alone = model.over(without(model.problem, {}, model.problem.workload.pool_tasks))
     return alone.score(solution.plan.model_copy(update={"score": ()})).samples_per_second
 
 
@@ -83,8 +88,8 @@ def _packed(node: NodeClass, gpus: int) -> tuple[Scorers, ...]:
     return tuple(found)
 
 
-def _without(problem: Problem, taken: dict[str, int]) -> Problem:
-    """The problem without these GPUs of its machines, and without the task of scorers."""
+def without(problem: Problem, taken: dict[str, int], tasks: tuple[TrainTask, ...]) -> Problem:
+    """The problem without these GPUs of its machines, and with these tasks."""
     nodes = list[NodeClass]()
     for node in problem.nodes:
         names = [node.machine(index) for index in range(node.count)]
@@ -94,7 +99,7 @@ def _without(problem: Problem, taken: dict[str, int]) -> Problem:
                 name = node.name if gpus == node.gpus else f"{node.name}-with-{gpus}"
                 update = {"name": name, "gpus": gpus, "count": len(alike), "machines": alike}
                 nodes.append(node.model_copy(update=update))
-    workload = problem.workload.model_copy(update={"train_tasks": problem.workload.pool_tasks})
+    workload = problem.workload.model_copy(update={"train_tasks": tasks})
     regions = {node.region for node in nodes}
     links = tuple(link for link in problem.links if {link.a, link.b} <= regions)
     return problem.model_copy(update={"nodes": tuple(nodes), "workload": workload, "links": links})

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
+from services.scheduler.planning.critic_placement import with_services
 from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
 from services.scheduler.planning.relayout import relaid
-from services.scheduler.planning.scorer_placement import around, with_scorers
 from services.scheduler.planning.service_places import with_center, with_relays, without_places
 from services.scheduler.problem.plan_check import check_plan, violations
-from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.plan_document import CriticPlace, PlanDocument
 from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import SOLVERS, make_solver
@@ -56,12 +56,16 @@ def make_plan(
         running: A plan in force whose training pool is kept: only generators are planned, whichever the solver.
     """
     budget_s = time_left()
+    before = starts[0] if running is None and starts else running
+    critic = None if before is None else before.critic
+    if critic is not None and critic.is_beside_trainer:
+        # A critic stays where its steps are, and so does a trainer that is to be beside it.
+        running = before
     if running is None:
         begins = tuple(map(without_places, starts))
-        solution = solve(model, solver, time_left=time_left, seed=seed, starts=begins)
+        solution = solve(model, solver, time_left=time_left, seed=seed, starts=begins, critic=critic)
     else:
         solution = _checked(model, _regenerated(model, without_places(running), time_left=time_left))
-    before = starts[0] if running is None and starts else running
     solution = _with_rewards(model, solution, before)
     if solution.plan is not None:
         solution = replace(solution, plan=with_relays(model.problem, solution.plan))
@@ -80,14 +84,12 @@ def _with_rewards(model: CostModel, solution: Solution, before: PlanDocument | N
 
 
 def _regenerated(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
-    """Generators around a plan's trainers, and its scorers; those of a plan that lacks some are placed as well."""
+    """Generators around a plan's trainers, scorers and critic; those services that it lacks are placed as well."""
 
     def search(rest: CostModel, time_left: TimeLeft) -> Solution:
         return regenerate(rest, running, time_left=time_left)
 
-    if running.score and model.problem.workload.scored_task is not None:
-        return around(model, running.score, search, time_left=time_left)
-    return with_scorers(model, search, time_left=time_left)
+    return with_services(model, search, time_left=time_left, critic=running.critic, scorers=running.score)
 
 
 def make_advised_plan(
@@ -114,15 +116,26 @@ def make_advised_plan(
     )
 
 
-def solve(model: CostModel, solver: str, *, time_left: TimeLeft, seed: int = 0, starts: Plans = ()) -> Solution:
-    """The checked plan of the named solver in SOLVERS; `starts` as in Solver. Raises ProblemTooLargeError."""
+def solve(
+    model: CostModel,
+    solver: str,
+    *,
+    time_left: TimeLeft,
+    seed: int = 0,
+    starts: Plans = (),
+    critic: CriticPlace | None = None,
+) -> Solution:
+    """The checked plan of the named solver in SOLVERS. Raises ProblemTooLargeError.
+
+    `starts` as in Solver; a `critic` is one that stays where it is.
+    """
 
     def search(rest: CostModel, time_left: TimeLeft) -> Solution:
         if (reason := infeasibility(rest)) is not None:
             return Solution(None, Infeasible(reason), 0.0, True, 0, solver)
         return make_solver(solver).solve(rest, time_left=time_left, seed=seed, starts=starts)
 
-    return _checked(model, with_scorers(model, search, time_left=time_left))
+    return _checked(model, with_services(model, search, time_left=time_left, critic=critic))
 
 
 def _checked(model: CostModel, solution: Solution) -> Solution:

@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import combinations
 
 from penstock.errors import InternalError
-from penstock.model.training_memory import frozen_bytes
+from penstock.model.training_memory import TrainingMode, frozen_bytes, working_bytes
 from services.scheduler.problem.plan_document import PlanDocument, Replicas
 from services.scheduler.problem.plan_mesh_check import mesh_violations, problem_shape
 from services.scheduler.problem.problem import NodeClass, Problem
@@ -43,6 +43,7 @@ def violations(problem: Problem, plan: PlanDocument) -> list[str]:
         *_degrees(problem, machines, plan),
         *_training_memory(problem, machines, plan),
         *_scoring(problem, machines, plan),
+        *_critic(problem, machines, plan),
         *_regions(problem, machines, plan),
         *_relays(machines, plan),
     ]
@@ -53,8 +54,9 @@ def _named(plan: PlanDocument) -> list[tuple[str, str]]:
     scores = [(f"score.{index}.node", each.node) for index, each in enumerate(plan.score)]
     rewards = [(f"reward.{index}", name) for index, name in enumerate(plan.reward)]
     relays = [(f"relay.{index}.node", each.node) for index, each in enumerate(plan.relay)]
+    critic = [] if plan.critic is None else [("critic.node", plan.critic.node)]
     trains = [(f"train.{index}.node", each.node) for index, each in enumerate(plan.train)]
-    return generates + trains + scores + rewards + relays
+    return generates + trains + scores + rewards + critic + relays
 
 
 def _capacity(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
@@ -65,6 +67,8 @@ def _capacity(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
         used[share.node] += share.gpus
     for scorers in plan.score:
         used[scorers.node] += scorers.gpus
+    if plan.critic is not None and not plan.critic.is_beside_trainer:
+        used[plan.critic.node] += plan.critic.gpus
     shares = Counter(share.node for share in plan.train)
     return [
         *(f"train: machine {name} is listed {times} times" for name, times in shares.items() if times > 1),
@@ -130,11 +134,17 @@ def _training_memory(problem: Problem, machines: dict[str, NodeClass], plan: Pla
         if not task.shares_weights:
             bytes_per_param = problem.cost_model.train_bytes_per_param if task.kind == "train" else 2.0
             needed_GB += bytes_per_param * problem.model.params * task.scale / 1e9
+    # What a critic takes of each GPU of the pool, by machine.
+    taken_GB: dict[str, float] = {}
+    if plan.critic is not None and plan.critic.is_beside_trainer:
+        taken_GB[plan.critic.node] = _critic_GB(problem, plan.critic.gpus)
     if problem.cost_model.train_pack_tokens:
-        return mesh_violations(problem, machines, plan, needed_GB)
+        return mesh_violations(problem, machines, plan, needed_GB, taken_GB)
     if plan.mesh is not None:
         return ["mesh: what islands and stages need is only known with cost_model.train_pack_tokens; state that"]
-    offered_GB = sum(share.gpus * _usable_GB(problem, machines[share.node]) for share in plan.train)
+    offered_GB = sum(
+        share.gpus * (_usable_GB(problem, machines[share.node]) - taken_GB.get(share.node, 0.0)) for share in plan.train
+    )
     if offered_GB >= needed_GB * (1 - 1e-12):
         return []
     gpus = sum(share.gpus for share in plan.train)
@@ -158,6 +168,41 @@ def _scoring(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocumen
         for index, each in enumerate(plan.score)
         if (offered_GB := _usable_GB(problem, machines[each.node])) < needed_GB * (1 - 1e-12)
     ]
+
+
+def _critic(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
+    """A critic where a trained service needs one and nowhere else, with memory for its shards, beside the trainer's."""
+    is_needed = any(task.is_service and task.kind == "train" for task in problem.workload.train_tasks)
+    if is_needed != (plan.critic is not None):
+        return [
+            f"critic: {'un' if is_needed else ''}set, and the workload has {'a' if is_needed else 'no'} task for it"
+        ]
+    if plan.critic is None:
+        return []
+    place = plan.critic
+    trained = sum(share.gpus for share in plan.train if share.node == place.node)
+    if place.is_beside_trainer and trained != place.gpus:
+        return [f"critic.gpus: {place.gpus}, and beside the trainer it shares {trained} GPUs of {place.node}"]
+    needed_GB, offered_GB = _critic_GB(problem, place.gpus), _usable_GB(problem, machines[place.node])
+    if offered_GB >= needed_GB * (1 - 1e-12):
+        return []
+    return [
+        f"critic.node: each of {place.gpus} GPUs needs {needed_GB:.1f} GB, and one of {place.node} offers "
+        f"{offered_GB:.1f} GB"
+    ]
+
+
+def _critic_GB(problem: Problem, gpus: int) -> float:
+    """What a critic of its own takes of each of its GPUs: its shard and a pass, recomputed where that takes less."""
+    scale = sum(task.scale for task in problem.workload.train_tasks if task.is_service and task.kind == "train")
+    needed = problem.cost_model.train_bytes_per_param * problem.model.params * scale / gpus
+    if pack_tokens := problem.cost_model.train_pack_tokens:
+        modes = [
+            TrainingMode(num_shards=gpus, pack_tokens=pack_tokens, is_half=True, checkpoints_layers=recomputes)
+            for recomputes in (True, False)
+        ]
+        needed += min(working_bytes(problem_shape(problem), mode) for mode in modes)
+    return needed / 1e9
 
 
 def _regions(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:

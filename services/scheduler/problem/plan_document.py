@@ -5,6 +5,7 @@
      "mesh":  {"islands": [8, 4]},
      "score": [{"node": "h20-1", "gpus": 1}],
      "reward": ["h20-0"],
+     "critic": {"node": "h20-1", "gpus": 2},
      "broker": {"node": "cpu-0"}, "scheduler": "cpu-0",
      "relay": [{"site": "oslo", "node": "h20-0"}]}
 
@@ -12,7 +13,8 @@
 machine in the training pool, one process of the trainer each, whose ranks follow the list. The first machine of the
 pool is the head, where the trainer's first process is; it sends weights to generators over its region's links. Without
 a mesh all processes shard one copy of the model, and tokens follow the GPUs' speed. Each GPU of `score` has a scorer,
-and each machine of `reward` a reward worker; without it the head has one. Redis is where the broker is; broker and
+and each machine of `reward` a reward worker; without it the head has one. A critic of its own is
+sharded over its GPUs, which are beside the trainer's or the trainer's own. Redis is where the broker is; broker and
 scheduler are on the head if the plan does not name their machines. The generators of a `relay` fetch each version over
 the link of their site and pass it on there.
 """
@@ -105,6 +107,16 @@ class Relay(StrictModel):
     """Machine of it whose generators fetch a version first; the others of the site take it from them."""
 
 
+class CriticPlace(StrictModel):
+    """Where a critic of its own is: on one machine."""
+
+    node: str
+    gpus: Count = 1
+    """A process each, over which it is sharded."""
+    is_beside_trainer: bool = False
+    """On the GPUs of the machine that train, all of them, which it shares; otherwise on others."""
+
+
 class Mesh(StrictModel):
     """The directions in which the processes of the pool divide a step, in the order of their ranks."""
 
@@ -164,6 +176,7 @@ class PlanDocument(StrictModel):
     mesh: Mesh | None = None
     score: tuple[Scorers, ...] = Field(default=(), max_length=MAX_NODES)
     reward: tuple[str, ...] = Field(default=(), max_length=MAX_NODES)
+    critic: CriticPlace | None = None
     broker: Broker | None = None
     """Unset: on the head."""
     scheduler: str | None = None
@@ -198,6 +211,8 @@ class PlanDocument(StrictModel):
             yield f"reward.{index}", name, 0
         for index, relay in enumerate(self.relay):
             yield f"relay.{index}.node", relay.node, 0
+        if self.critic is not None:
+            yield "critic.node", self.critic.node, 0 if self.critic.is_beside_trainer else self.critic.gpus
 
     def stated(self) -> dict[str, Any]:
         """What it states, for JSON and YAML."""
@@ -208,6 +223,8 @@ class PlanDocument(StrictModel):
         for each in found["gen"]:
             if each["pp"] == 1:
                 del each["pp"]
+        if "critic" in found and not found["critic"]["is_beside_trainer"]:
+            del found["critic"]["is_beside_trainer"]
         return found
 
 
@@ -232,7 +249,7 @@ def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | No
 
     The cost model checks whether the model fits into memory.
     """
-    if (error := _pool_error(plan)) is not None:
+    if (error := _pool_error(plan) or _critic_error(plan)) is not None:
         return error
     used: Counter[str] = Counter()
     for field, node, gpus in plan.places():
@@ -243,6 +260,20 @@ def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | No
         if gpus > nodes[node].gpus:
             return f"machine {node} has {nodes[node].gpus} GPUs, and the plan uses {gpus}"
     return None
+
+
+def _critic_error(plan: PlanDocument) -> str | None:
+    """Why the critic is not where the trainer is; None if it need not be, or is."""
+    critic = plan.critic
+    if critic is None or not critic.is_beside_trainer:
+        return None
+    gpus = next((share.gpus for share in plan.train if share.node == critic.node), 0)
+    if gpus == critic.gpus:
+        return None
+    return (
+        f"critic.gpus: {critic.gpus}, and {gpus} of {critic.node} train; beside the trainer it is on all of these: "
+        "name their number, or leave out is_beside_trainer"
+    )
 
 
 def _pool_error(plan: PlanDocument) -> str | None:

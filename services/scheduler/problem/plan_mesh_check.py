@@ -5,7 +5,7 @@ Part of the independent check (`plan_check`): rank by rank, from the problem and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.model.decoder_shape import ModelShape
 from penstock.model.training_memory import TrainingMode, working_bytes
@@ -16,7 +16,11 @@ _TOLERANCE = 1e-12
 
 
 def mesh_violations(
-    problem: Problem, machines: Mapping[str, NodeClass], plan: PlanDocument, state_GB: float
+    problem: Problem,
+    machines: Mapping[str, NodeClass],
+    plan: PlanDocument,
+    state_GB: float,
+    taken_GB: Mapping[str, float],
 ) -> list[str]:
     """What the processes lack, or could not be configured to do; empty if nothing.
 
@@ -25,8 +29,10 @@ def mesh_violations(
         machines: Each machine's entry.
         plan: With a pool, and perhaps a mesh.
         state_GB: Of one copy of everything that is trained and held.
+        taken_GB: What others take of each GPU that trains, by machine; nothing of machines that are not listed.
     """
-    return list(_structure(problem, plan)) or _memory(problem, machines, plan, state_GB)
+    offered_GB = [_usable_GB(problem, machines[share.node]) - taken_GB.get(share.node, 0.0) for share in plan.train]
+    return list(_structure(problem, plan)) or _memory(problem, offered_GB, plan, state_GB)
 
 
 def _structure(problem: Problem, plan: PlanDocument) -> Iterator[str]:
@@ -58,27 +64,26 @@ def _structure(problem: Problem, plan: PlanDocument) -> Iterator[str]:
             yield f"train: processes {first} to {first + together - 1} have packs together, and unlike shares"
 
 
-def _memory(problem: Problem, machines: Mapping[str, NodeClass], plan: PlanDocument, state_GB: float) -> list[str]:
+def _memory(problem: Problem, offered_GB: Sequence[float], plan: PlanDocument, state_GB: float) -> list[str]:
     """Of the ways to train, with layers recomputed or not, which all processes share, the one that lacks least."""
-    ways = [_lacking(problem, machines, plan, state_GB, recomputes=recomputes) for recomputes in (True, False)]
+    ways = [_lacking(problem, offered_GB, plan, state_GB, recomputes=recomputes) for recomputes in (True, False)]
     return min(ways, key=len)
 
 
 def _lacking(
-    problem: Problem, machines: Mapping[str, NodeClass], plan: PlanDocument, state_GB: float, *, recomputes: bool
+    problem: Problem, offered_GB: Sequence[float], plan: PlanDocument, state_GB: float, *, recomputes: bool
 ) -> list[str]:
     found = []
-    for index, share in enumerate(plan.train):
-        offered_GB = _usable_GB(problem, machines[share.node])
+    for index, (share, each_GB) in enumerate(zip(plan.train, offered_GB, strict=True)):
         first = sum(before.gpus for before in plan.train[:index])
         needed_GB = max(
             _needed_GB(problem, plan, rank, state_GB, recomputes=recomputes)
             for rank in range(first, first + share.gpus)
         )
-        if offered_GB < needed_GB * (1 - _TOLERANCE):
+        if each_GB < needed_GB * (1 - _TOLERANCE):
             found.append(
                 f"train.{index}.node: each of {plan.num_processes} GPUs needs up to {needed_GB:.2f} GB there, and "
-                f"one of {share.node} offers {offered_GB:.2f} GB"
+                f"one of {share.node} offers {each_GB:.2f} GB"
             )
     return found
 

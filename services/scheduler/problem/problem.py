@@ -190,16 +190,13 @@ class TrainTask(StrictModel):
     shares_weights: bool = False
     """True if its weights are already in memory for another task."""
     is_service: bool = False
-    """Computed by scorers (`penstock serve scorer`) on GPUs of their own, not by the training pool: log-probs of a
-    reference or a teacher."""
+    """Computed by a service of its own, not by the training pool: log-probs of a frozen reference or teacher by scorers
+    (`penstock serve scorer`); what is trained, and what shares its weights, by a critic (`penstock serve critic`)."""
 
-    @model_validator(mode="after")
-    def _can_be_a_service(self) -> Self:
-        if self.is_service and (self.kind != "infer" or self.shares_weights):
-            raise ValueError(
-                "is_service: scorers hold a frozen model of their own; set kind to infer, and leave out shares_weights"
-            )
-        return self
+    @property
+    def is_critics(self) -> bool:
+        """Whether a critic of its own computes it."""
+        return self.is_service and (self.kind == "train" or self.shares_weights)
 
 
 class Workload(StrictModel):
@@ -225,15 +222,26 @@ class Workload(StrictModel):
     @property
     def scored_task(self) -> TrainTask | None:
         """What scorers compute; None if a plan needs none."""
-        return next((task for task in self.train_tasks if task.is_service), None)
+        return next((task for task in self.train_tasks if task.is_service and not task.is_critics), None)
+
+    @property
+    def critic_tasks(self) -> tuple[TrainTask, ...]:
+        """What a critic of its own computes; empty if a plan needs none."""
+        return tuple(task for task in self.train_tasks if task.is_critics)
 
     @model_validator(mode="after")
-    def _scorers_have_one_task(self) -> Self:
+    def _services_have_one_model_each(self) -> Self:
         services = len(self.train_tasks) - len(self.pool_tasks)
-        if services > 1 or not self.pool_tasks:
+        trained = sum(task.kind == "train" for task in self.critic_tasks)
+        if services - len(self.critic_tasks) > 1 or trained > 1 or not self.pool_tasks:
             raise ValueError(
-                f"train_tasks: {services} of {len(self.train_tasks)} are services; a run has one model in scorers at "
-                "most, and trains"
+                f"train_tasks: {services} of {len(self.train_tasks)} are services; a run has one model in scorers and "
+                "one critic at most, and trains"
+            )
+        if self.critic_tasks and not trained:
+            raise ValueError(
+                f"train_tasks: {self.critic_tasks[0].name} shares the weights of a critic, and no service is trained; "
+                "add that task (kind train), or leave out shares_weights or is_service"
             )
         return self
 

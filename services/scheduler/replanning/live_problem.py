@@ -53,6 +53,10 @@ class Live:
         gen = [each.model_copy(update={"node": back[each.node]}) for each in plan.gen if each.node in back]
         train = [each.model_copy(update={"node": back[each.node]}) for each in plan.train if each.node in back]
         score = [each.model_copy(update={"node": back[each.node]}) for each in plan.score if each.node in back]
+        critic = plan.critic
+        if critic is not None:
+            # It cannot go on without the disk of its machine, so it never passes for another one.
+            critic = critic.model_copy(update={"node": back.get(critic.node, f"{critic.node} (gone)")})
         # Trainers of which some are gone are no mesh any more.
         return PlanDocument(
             gen=tuple(gen),
@@ -60,6 +64,7 @@ class Live:
             mesh=plan.mesh if len(train) == len(plan.train) else None,
             score=tuple(score),
             reward=tuple(back.get(name, name) for name in plan.reward),
+            critic=critic,
         )
 
 

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.flaky(reruns=0), py
 NUM_PLANS = int(os.environ.get("PENSTOCK_DRAWN_PLANS", "1"))
 PLACE = re.compile(r"process in its place.*")
 GENERATOR = re.compile(r"generator in its place.*")
-SCORING = re.compile(r"(scorer|reward) listens")
+SCORING = re.compile(r"(scorer|reward|critic) listens")
 
 
 def regions(problem):
@@ -108,6 +108,7 @@ def carry_out(problem, plan, model_dir, folder):
         assert not run.folder.log_of("reward").exists() or plan.reward[0] == plan.train[0].node
         assert_balanced(run.summary(), num_samples=STEPS * 24)
         assert len(run.metrics()) == STEPS
+        assert all(("loss/value_loss" in line) is (plan.critic is not None) for line in run.metrics())
         machines, head = written / "machines", plan.train[0].node
         stands = {kind: None if name == head else name for kind, name in plan.center.items()}
         assert centers(machines, run.folder) == {*stands.items(), ("redis", stands["broker"])}
@@ -126,6 +127,7 @@ def carry_out(problem, plan, model_dir, folder):
     assert scoring(machines) == Counter(
         {(each.node, "scorer"): each.gpus for each in plan.score}
         | {(name, "reward"): 1 for name in plan.reward if name != plan.train[0].node}
+        | ({} if plan.critic is None else {(plan.critic.node, "critic"): 1})
     )
     return followed, places(log)
 
@@ -142,7 +144,7 @@ def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(clusters(model_dir, has_wide_weights=kind == "pipeline"), st.integers(0, 3))
+    @given(clusters(model_dir, has_wide_weights=kind == "pipeline", has_critic=kind == "islands"), st.integers(0, 3))
     def run_one(problem, seed):
         if carried_out.total() >= NUM_PLANS:
             return
@@ -164,7 +166,8 @@ def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
         folder.mkdir()
         followed, stood = carry_out(problem, plan, model_dir, folder)
         assert (followed.train, followed.mesh) == (plan.train, plan.mesh)
-        assert (followed.score, followed.reward) == (plan.score, plan.reward)
+        assert (followed.score, followed.reward, followed.critic) == (plan.score, plan.reward, plan.critic)
+        assert (plan.critic is not None) is (kind == "islands")
         assert (followed.broker, followed.scheduler) == (plan.broker, plan.scheduler)
         assert followed.relay == with_relays(problem, followed).relay
         assert sorted(stood) == list(range(plan.num_processes))

@@ -19,13 +19,17 @@ _SPEEDS = {"H800": 990, "L40S": 362, "L4": 121}
 
 
 @st.composite
-def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False) -> Problem:
+def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False, has_critic: bool = False) -> Problem:
     """One to three unlike machines whose memory is some of the model's training state, and perhaps one without GPUs.
 
     They are in one region, or the last of several in another one.
 
     Wide weights take as much of a generator's memory as the state does of a trainer's: GPUs with less generate in twos.
     """
+    critic: list[dict[str, Any]] = [
+        {"name": "critic", "kind": "infer", "shares_weights": True, "is_service": True},
+        {"name": "critic_train", "kind": "train", "is_service": True},
+    ]
     model = read_numbers(model_dir)
     state_GB = 16 * model["params"] / 1e9
     kinds = draw(st.lists(st.sampled_from(sorted(_SPEEDS)), min_size=1, max_size=3, unique=True))
@@ -63,6 +67,7 @@ def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False
                 "train_tasks": [
                     {"name": "actor", "kind": "train"},
                     {"name": "reference", "kind": "infer", "is_service": draw(st.booleans())},
+                    *(critic if has_critic else ()),
                 ],
             },
             # Slow arithmetic makes it worth while to train on several GPUs.

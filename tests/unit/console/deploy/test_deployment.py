@@ -13,18 +13,19 @@ from console.deploy.deployment import deployment, write_deployment
 from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
 from console.node.config import HostConfig, NodeConfig, read_machine, read_node
-from console.node.scoring import scoring_config, scoring_misfits, scoring_places
+from console.node.scoring import ScoringPlace, scoring_config, scoring_misfits, scoring_places
 from console.node.training import missing_run, trainer_config
 from console.run.as_planned import as_planned, elsewhere
 from console.run.run_plan import as_message
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError, read_document, validate
 from services.reward.config import RewardConfig
-from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.planning.plan_message import document_of
 from services.scheduler.planning.service_places import with_center, with_relays
 from services.scheduler.problem.plan_document import (
     Broker,
+    CriticPlace,
     Mesh,
     PlanDocument,
     Replicas,
@@ -357,11 +358,60 @@ def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, 
     assert read.lengths.state_dir.is_relative_to("/runs")
 
 
-def test_a_critic_is_not_put_into_a_container(model):
+CRITIC_TASKS = (
+    "workload.train_tasks=[{name: actor, kind: train}, {name: critic_train, kind: train, is_service: true}, "
+    "{name: critic, kind: infer, shares_weights: true, is_service: true}]"
+)
+
+
+def test_a_critic_that_no_plan_places_is_named_or_refused(model):
     run = {**PLAIN_RUN, "algorithm": {"name": "ppo", "critic": "service"}}
     with pytest.raises(ConfigError, match=r"^algorithm.critic: service: --deploy writes no container for a critic"):
         deployed(model, run=run)
     deployed(model, run={**run, "endpoints": {"critic": "far:7309"}})
+
+
+def test_the_critics_machine_starts_it_where_the_run_calls_it(tmp_path):
+    model = CostModel(problem("tiny_04", CRITIC_TASKS, "model.ffn=12288", "cost_model.train_pack_tokens=512"))
+    split = plan([("l4-0", 2, 4)], [("a100-0", 8)])
+    own = split.model_copy(update={"critic": CriticPlace(node="l40s-0", gpus=8)})
+    shared = split.model_copy(update={"critic": CriticPlace(node="a100-0", gpus=8, is_beside_trainer=True)})
+    run = {**PLAIN_RUN, "run": {"id": "r", "checkpoint_every_steps": 5}, "trainer": {"num_threads": 3}}
+    for document, machine, indices in ((own, "l40s-0", range(8)), (shared, "a100-0", range(8))):
+        assert not isinstance(model.score(document), Infeasible)
+        assert document_of(as_message(document)) == document
+        files = deployed(model, of=document, run=run)
+        for name in ("run.yaml", "r0/run.yaml"):
+            parsed = parse_run_config(files[name], source=name)
+            assert (parsed.endpoints.critic, parsed.algorithm.name) == (f"{machine}:7309", "ppo")
+            assert parsed.algorithm.has_critic_service
+        node = validate(NodeConfig, files[f"r0/node-{machine}.yaml"], source="")
+        assert scoring_places(as_message(document), node) == {
+            "critic": ScoringPlace(kind="critic", gpus=tuple(indices))
+        }
+        config = scoring_config(node, ScoringPlace(kind="critic", gpus=tuple(indices)), free_port=1)
+        assert (config.listen, config.run_id, config.processes) == ("0.0.0.0:7309", "r", 8)
+        assert (str(config.state_dir), str(config.model_path)) == (f"/runs/{machine}/critic/r", "/data/model")
+        assert (config.checkpoint_every_steps, config.num_threads) == (5, 3)
+        # On GPUs of its own all activations have room.
+        assert config.gradient_checkpointing is (document is shared)
+        assert validate(NodeConfig, files["r1/node-l4-0.yaml"], source="").critic is None
+        assert f"node-{machine}" in files["r0/docker-compose.yml"]["services"]
+        with pytest.raises(ConfigError, match=r"^endpoints.critic: far:1, and the plan has a critic on "):
+            deployed(model, of=document, run={**run, "endpoints": {"critic": "far:1"}})
+        with pytest.raises(ConfigError, match=r"^algorithm.critic: trainer, and the plan has a critic; set it to"):
+            deployed(model, of=document, run={**run, "algorithm": {"critic": "trainer"}})
+        places = {"run": {"id": "r"}, "model": {"path": "/m"}, "data": {"train": "/d"}}
+        assert "r0/node-a100-0.yaml" in deployed(model, of=shared, run=places, engine="slurm")
+        with pytest.raises(
+            ConfigError, match=r"^(critic.is_beside_trainer: pods share no GPUs|--for kubernetes: the pl)"
+        ):
+            deployed(model, of=document, run=run, engine="kubernetes")
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(own.stated()))
+    begins = {"scheduler": {"problem": "p.yaml", "plan": str(path)}, "algorithm": {"name": "ppo", "critic": "service"}}
+    with pytest.raises(ConfigError, match=r"endpoints.critic: unset, and .*plan.yaml has a critic on l40s-0"):
+        as_planned(parse_run_config({**run, **begins}, source="run.yaml"))
 
 
 @pytest.mark.parametrize("engine", ["compose", "slurm"])

@@ -141,6 +141,12 @@ def test_a_run_gives_what_flags_do_not(sources, tmp_path):
         ("reference", "infer"),
     ]
     assert (workload.output_len.longest, constants.max_num_seqs, constants.train_pack_tokens) == (777, 33, 1024)
+    own = yaml.safe_load(run.read_text())
+    for elsewhere, planned in (({}, ["critic", "critic_train"]), ({"critic": "far:7309"}, [])):
+        algorithm = {**own["algorithm"], "name": "ppo", "critic": "service"}
+        run.write_text(yaml.safe_dump({**own, "algorithm": algorithm, "endpoints": elsewhere}))
+        problem = built(Sources(inventory=sources.inventory, data=sources.data, run=run), document()).problem
+        assert [task.name for task in problem.workload.critic_tasks] == planned
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""Finds the place of a critic of its own, around any search for the rest of a plan.
+
+    on its own GPUs      for each entry 1, 2, 4, ... of a machine's, as long as the critic is what limits; the rest is
+                         planned without these
+    beside the trainer   the rest is planned as if the pool computed the critic's tasks, then each machine of that pool
+                         is tried
+
+The fastest plan counts. Which places are tried depends on nothing but the rates found, and a faster search tries no
+fewer of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit, Score
+from services.scheduler.planning.scorer_placement import Search, with_scorers, without
+from services.scheduler.problem.plan_document import CriticPlace, PlanDocument, Scorers
+from services.scheduler.problem.problem import NodeClass
+from services.scheduler.solvers.interface import Solution, TimeLeft, part_of
+from services.scheduler.solvers.scored import ordered_nodes
+
+
+def with_services(
+    model: CostModel,
+    alone: Search,
+    *,
+    time_left: TimeLeft,
+    critic: CriticPlace | None = None,
+    scorers: tuple[Scorers, ...] = (),
+) -> Solution:
+    """The best plan found with everything that the workload's services need; without any, what the search finds.
+
+    Args:
+        model: The problem and its cost model.
+        alone: Finds plans without services.
+        time_left: Time left for all searches.
+        critic: Where a critic is that stays; None places it, if the workload has one.
+        scorers: Those that stay where they are; empty places them, likewise.
+    """
+
+    def search(rest: CostModel, time_left: TimeLeft) -> Solution:
+        return with_scorers(rest, alone, time_left=time_left, kept=scorers)
+
+    if not model.problem.workload.critic_tasks:
+        return search(model, time_left)
+    if critic is not None:
+        return _at(model, critic, search, time_left=time_left)
+    found = list[Solution]()
+    entries = [node for node in ordered_nodes(model.problem) if model.critic.fits(node, node.gpus)]
+    for index, node in enumerate(entries):
+        share = 1 / (len(entries) - index + 1)
+        found += _on_own_gpus(model, node, search, time_left=part_of(time_left, share))
+    found.append(_beside_trainer(model, search, time_left=time_left))
+    return max(found, key=lambda solution: solution.score.samples_per_second)
+
+
+def _on_own_gpus(model: CostModel, node: NodeClass, search: Search, *, time_left: TimeLeft) -> Iterator[Solution]:
+    """Plans with a critic on the last machine of an entry, on more of its GPUs as long as it limits."""
+    sizes = [gpus for gpus in _sizes(node) if model.critic.fits(node, gpus)]
+    for index, gpus in enumerate(sizes):
+        place = CriticPlace(node=node.machine(node.count - 1), gpus=gpus)
+        solution = _at(model, place, search, time_left=part_of(time_left, 1 / (len(sizes) - index)))
+        yield solution
+        if not isinstance(solution.score, Score) or solution.score.limit is not Limit.CRITIC:
+            return
+
+
+def _sizes(node: NodeClass) -> Iterator[int]:
+    """Powers of two below the machine's GPUs, and these."""
+    gpus = 1
+    while gpus < node.gpus:
+        yield gpus
+        gpus *= 2
+    yield node.gpus
+
+
+def _beside_trainer(model: CostModel, search: Search, *, time_left: TimeLeft) -> Solution:
+    """The best plan with the critic on the GPUs of one machine that train."""
+    pooled = [task.model_copy(update={"is_service": False}) for task in model.problem.workload.critic_tasks]
+    workload = model.problem.workload
+    tasks = tuple(task for task in workload.train_tasks if not task.is_critics)
+    rest = model.problem.model_copy(update={"workload": workload.model_copy(update={"train_tasks": (*tasks, *pooled)})})
+    found = search(model.over(rest), time_left)
+    if found.plan is None:
+        return found
+    places = [CriticPlace(node=share.node, gpus=share.gpus, is_beside_trainer=True) for share in found.plan.train]
+    return max(
+        (_placed(model, found, found.plan, place) for place in places),
+        key=lambda solution: solution.score.samples_per_second,
+    )
+
+
+def _at(model: CostModel, place: CriticPlace, search: Search, *, time_left: TimeLeft) -> Solution:
+    """What the search finds beside a critic there."""
+    if place.node not in model.nodes:
+        return _nothing(f"critic.node: there is no machine {place.node!r}, which has the critic's steps; bring it back")
+    tasks = tuple(task for task in model.problem.workload.train_tasks if not task.is_critics)
+    taken = {} if place.is_beside_trainer else {place.node: place.gpus}
+    rest = without(model.problem, taken, tasks)
+    if not rest.nodes:
+        return _nothing("critic: it leaves no GPU for the rest")
+    found = search(model.over(rest), time_left)
+    return found if found.plan is None else _placed(model, found, found.plan, place)
+
+
+def _nothing(reason: str) -> Solution:
+    return Solution(None, Infeasible(reason), None, False, 0, "")
+
+
+def _placed(model: CostModel, solution: Solution, plan: PlanDocument, place: CriticPlace) -> Solution:
+    """The solution with a critic there; none if it has no room."""
+    plan = plan.model_copy(update={"critic": place})
+    score = model.score(plan)
+    kept = plan if isinstance(score, Score) else None
+    return replace(solution, plan=kept, score=score, upper_bound_samples_per_second=None, is_optimal=False)
