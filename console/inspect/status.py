@@ -16,6 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from console.advice.of_run import live_advice
+from console.advice.rules import Advice
 from console.config.run_folder import ProcessRecord
 from console.inspect.certificates import certificate_lines
 from console.inspect.exposure import exposure_lines
@@ -23,7 +25,10 @@ from console.inspect.find_run import Target, ask, find_run, get_trainer
 from console.launch.supervisor import ProcessState
 from console.view.forecast_quality import Document, fetch_lengths, length_lines
 from console.view.formats import duration, plain_console, plain_table
+from console.view.outcome import read_lines
+from console.view.run_view import BUSY_WINDOW_S, idle_ratio
 from penstock import flush_interval, heartbeat_interval
+from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
 from penstock.errors import PenstockError, UnknownRunError
 from penstock.security import Security
@@ -60,6 +65,8 @@ class Picture:
     """Present and imminent problems of certificates."""
     exposure: Sequence[str] = ()
     """Services that other machines can reach in plain text."""
+    advice: Sequence[Advice] = ()
+    """What limits the run and would help; empty without the run's folder."""
 
 
 def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_watched: bool, as_json: bool) -> int:
@@ -88,7 +95,7 @@ def pictures(target: Target) -> Iterator[Picture]:
         run, problem = None, ""
         assert target.broker is not None
         try:
-            run = asyncio.run(ask(target.broker, lambda client: client.get_run(target.run_id)))
+            run = asyncio.run(ask(target.broker, lambda client: _get_run(client, target.run_id)))
         except UnknownRunError as error:
             raise ConfigError(str(error)) from error
         except PenstockError as error:
@@ -108,8 +115,15 @@ def pictures(target: Target) -> Iterator[Picture]:
             lengths=asyncio.run(fetch_lengths(target.run_id, target.scheduler, Security.from_environment())),
             certificates=asyncio.run(certificate_lines(target, Security.from_environment())),
             exposure=asyncio.run(exposure_lines(target, run, Security.from_environment())),
+            advice=_advice(target, run),
         )
         time.sleep(WATCH_EVERY_S)
+
+
+async def _get_run(client: BrokerClient, run_id: str) -> broker_pb2.GetRunResponse:
+    """The run with its generators' last busy spans, which are asked for by the run's clock."""
+    run = await client.get_run(run_id)
+    return await client.get_run(run_id, busy_since_s=unix_s(run.now_time) - BUSY_WINDOW_S)
 
 
 def _ask_trainer(target: Target) -> tuple[trainer_pb2.GetTrainerResponse | None, str]:
@@ -125,6 +139,16 @@ def _ask_trainer(target: Target) -> tuple[trainer_pb2.GetTrainerResponse | None,
 def _processes_down(target: Target) -> list[ProcessRecord]:
     records = target.folder.records() if target.folder is not None else []
     return [record for record in records if record.state != ProcessState.READY or not record.is_alive]
+
+
+def _advice(target: Target, run: broker_pb2.GetRunResponse | None) -> list[Advice]:
+    if target.folder is None or run is None or run.is_closed:
+        return []
+    try:
+        return live_advice(read_lines(target.folder.metrics), run, idle_ratio=idle_ratio(run))
+    except OSError:
+        # A status without advice is still a status.
+        return []
 
 
 def _print(picture: Picture, *, as_json: bool) -> None:
@@ -148,6 +172,7 @@ def render(picture: Picture) -> RenderableType:
         parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
     parts += [Text(line) for line in (*_trainer_lines(picture), *picture.certificates, *picture.exposure)]
     parts += [Text(_process_line(record)) for record in picture.processes]
+    parts += [Text(f"advice: {one.text}") for one in picture.advice]
     return Group(*parts)
 
 
@@ -238,6 +263,7 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "lengths": picture.lengths,
         "certificates": list(picture.certificates),
         "exposure": list(picture.exposure),
+        "advice": [{"text": one.text, "numbers": dict(one.numbers)} for one in picture.advice],
         "processes_down": [
             {"name": record.name, "state": record.state, "why": record.why, "since_s": record.since_s or None}
             for record in picture.processes

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Iterable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from console.advice.of_run import final_advice
 from console.config.config import RunConfig, to_yaml
 from console.config.derive import training_config
 from console.config.folder_lock import locked
@@ -49,7 +50,7 @@ from console.view.forecast_quality import Document, fetch_lengths
 from console.view.formats import duration
 from console.view.html_report import write_report
 from console.view.live_display import choose_display
-from console.view.outcome import add_to_summary, closing_lines, keep_results
+from console.view.outcome import add_to_summary, closing_lines, keep_results, read_lines, read_summary
 from console.view.run_view import RunView
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
@@ -276,8 +277,18 @@ class _Run:
         restarts = {record.name: record.num_restarts for record in self._launcher.services.records.values()}
         if finished is not None:
             keep_results(self._folder, finished, self._view.history)
-            add_to_summary(self._folder, restarts=dict(sorted(restarts.items())), lengths=self._lengths)
+            add_to_summary(
+                self._folder,
+                restarts=dict(sorted(restarts.items())),
+                lengths=self._lengths,
+                occupancy=self._view.occupancy.document(),
+            )
+            self._add_advice()
         return self._folder.metrics.is_file() and write_report(self._folder)
+
+    def _add_advice(self) -> None:
+        advice = final_advice(read_lines(self._folder.metrics), read_summary(self._folder.summary) or {})
+        add_to_summary(self._folder, advice=[{"text": one.text, "numbers": dict(one.numbers)} for one in advice])
 
     def _make_session(self) -> RunSession:
         addresses = self._launcher.addresses

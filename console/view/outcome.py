@@ -87,6 +87,7 @@ def closing_lines(folder: RunFolder, finished: trainer_pb2.RunFinished | None, *
         lines.append(f"{outcome}: {finished.message}" if is_shown_here else outcome)
     if finished is not None and summary is not None:
         lines += summary_lines(summary)
+        lines += [f"advice: {advice['text']}" for advice in summary.get("advice") or ()]
     if has_report:
         lines.append(f"report: {folder.report}")
     return lines

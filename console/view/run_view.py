@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+from console.advice.measured import Occupancy
 from console.config.run_folder import ProcessRecord
 from penstock.v1 import broker_pb2, trainer_pb2
 from penstock.wire.timestamps import unix_s
@@ -64,6 +65,8 @@ class RunView:
     """The broker's state; None until it has answered, or while it does not."""
     generator_idle_ratio: float | None = None
     """Fraction of the last seconds in which generators decoded nothing, averaged over generators, 0 to 1."""
+    occupancy: Occupancy = field(default_factory=Occupancy)
+    """Where samples were and how idle generators were, since the first step."""
     history: dict[int, Step] = field(default_factory=dict)
     """The steps of the surviving history by version."""
     _recent: deque[Step] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
@@ -110,10 +113,17 @@ class RunView:
     def set_run(self, run: broker_pb2.GetRunResponse | None) -> None:
         """Take in the broker's state."""
         self.run = run
-        self.generator_idle_ratio = _idle_ratio(run) if run is not None else None
+        self.generator_idle_ratio = idle_ratio(run) if run is not None else None
+        if run is not None and self.step is not None and not run.is_closed:
+            self.occupancy.add(
+                run.audit.in_flight_by_state,
+                num_generators=len(run.generators),
+                idle_ratio=self.generator_idle_ratio,
+            )
 
 
-def _idle_ratio(run: broker_pb2.GetRunResponse) -> float | None:
+def idle_ratio(run: broker_pb2.GetRunResponse) -> float | None:
+    """The share of the last BUSY_WINDOW_S in which generators decoded nothing, mean over them; None if unknown."""
     begin_s = unix_s(run.now_time) - BUSY_WINDOW_S
     ratios = []
     for generator in run.generators:
