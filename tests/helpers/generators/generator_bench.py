@@ -46,7 +46,10 @@ class Bench:
         return await call(self.stub.GetGenerator, generator_pb2.GetGeneratorRequest(), peer="generator")
 
     @asynccontextmanager
-    async def running(self, engine, *, through_proxy=False, records_routes=False, environment=None, **settings):
+    async def running(
+        self, engine, *, through_proxy=False, records_routes=False, environment=None, broker=None, **settings
+    ):
+        """`broker` is the address of a real one, in place of the scripted one."""
         async with AsyncExitStack() as stack:
             _, target = await stack.enter_async_context(serving(self.broker.service(), self.store.service()))
             if through_proxy:
@@ -56,7 +59,7 @@ class Bench:
             config = GeneratorConfig(
                 listen="127.0.0.1:0",
                 run_id="r",
-                broker=target,
+                broker=broker or target,
                 weights=target,
                 model_path=self.tmp_path / "model",
                 cache_dir=self.tmp_path / "cache",
