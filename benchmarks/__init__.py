@@ -22,6 +22,7 @@ SUITES = {
     "fleet": "dispatch over emulated GPUs through real services",
     "generator": "in-flight updates and concurrency of a vLLM engine",
     "gpu": "everything that needs a GPU, as one page (make gpu-check)",
+    "placement": "sessions of several turns where their prefix is cached, next to the least loaded generator",
     "ranker": "forecasts of completion lengths",
     "reward.scores": "scores a second through broker, Redis and a reward worker",
     "scale": "unit costs of a broker under a thousand generators, and what fleets need",

@@ -93,7 +93,7 @@ def tool(*, delays_s: tuple[float, float], num_turns: int) -> type[Environment]:
 
 async def measure(workload: Workload, delays_s: tuple[float, float] | None) -> Rate:
     """The rate of one generator with tools of these delays, or of single turns without an environment."""
-    async with _broker() as target, Connection(target) as broker:
+    async with memory_broker() as target, Connection(target) as broker:
         await _submit(broker, num_groups=_num_groups(workload), has_environment=delays_s is not None)
         if delays_s is None:
             return await _rate(broker, workload, None)
@@ -110,7 +110,8 @@ async def measure(workload: Workload, delays_s: tuple[float, float] | None) -> R
 
 
 @asynccontextmanager
-async def _broker() -> AsyncIterator[str]:
+async def memory_broker() -> AsyncIterator[str]:
+    """A broker on an in-memory store, in this process; its address."""
     registry = make_run_registry(MemoryStore(), registry=CollectorRegistry(), clock=SystemClock())
     server = make_server(registry, listen="127.0.0.1:0", security=NO_SECURITY)
     port = await server.start()

@@ -214,6 +214,10 @@ class EngineStats:
     """Tokens sampled, yielded or not: grows as long as the engine works, even if they are not consumed."""
     install_signs: int | None = None
     """Changes while an installation of weights makes progress; None without one."""
+    prompt_tokens: int = 0
+    """Tokens of prompts and prefixes that the engine was given; 0 where it has no prefix cache."""
+    cached_tokens: int = 0
+    """Those of them whose keys and values were in its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ class StatsRecorder(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is unty
         self.kv_cache_usage = 0.0
         self.num_preemptions = 0
         self.num_sampled_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.sampled = asyncio.Event()
         """Set after a step that sampled tokens; cleared by the waiter."""
         self._num_expected_preemptions = 0
@@ -46,6 +48,8 @@ class StatsRecorder(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is unty
         if iteration_stats is not None:
             self._count_preemptions(iteration_stats.num_preempted_reqs)
             self.num_sampled_tokens += iteration_stats.num_generation_tokens
+            self.num_prompt_tokens += iteration_stats.prompt_token_stats.total
+            self.num_cached_tokens += iteration_stats.prompt_token_stats.cached_tokens
             if iteration_stats.num_generation_tokens:
                 self.sampled.set()
 

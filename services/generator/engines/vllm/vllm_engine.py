@@ -235,6 +235,8 @@ class VllmEngine:
             tokens_generated=self._tokens_generated,
             tokens_sampled=recorder.num_sampled_tokens if recorder else 0,
             install_signs=self._install_signs.current,
+            prompt_tokens=recorder.num_prompt_tokens if recorder else 0,
+            cached_tokens=recorder.num_cached_tokens if recorder else 0,
         )
 
     async def stop(self) -> None:
