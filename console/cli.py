@@ -104,7 +104,10 @@ def quickstart(
 @command(app)
 def serve(  # noqa: PLR0913, PLR0917 - one argument for each option
     kind: Annotated[
-        str, typer.Argument(metavar="SERVICE", help="broker, generator, reward, trainer, scheduler, scorer or critic.")
+        str,
+        typer.Argument(
+            metavar="SERVICE", help="broker, generator, reward, trainer, scheduler, scorer, critic or sandbox."
+        ),
     ],
     overrides: _Overrides = None,
     config: Annotated[
@@ -128,6 +131,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one argument for each option
       penstock serve reward run_id=my-run broker=broker:7301 tokenizer_path=models/mine reward.model=exact_match
       penstock serve scorer run_id=my-run broker=broker:7301 model_path=models/mine
       penstock serve critic run_id=my-run model_path=models/mine state_dir=runs/my-critic --listen 0.0.0.0:7309
+      penstock serve sandbox programs.num_cells=8 --listen 0.0.0.0:7312
     """
     from console.serve.serve import serve_command
     from penstock.notices.watch import NoticeSources

@@ -17,6 +17,7 @@ from penstock.v1 import (
     environment_pb2,
     generator_pb2,
     reward_pb2,
+    sandbox_pb2,
     scheduler_pb2,
     shards_pb2,
     trainer_pb2,
@@ -33,6 +34,7 @@ MODULES = (
     weights_pb2,
     generator_pb2,
     reward_pb2,
+    sandbox_pb2,
     environment_pb2,
     scheduler_pb2,
 )

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from console.config.data_section import run_reward, source_rewards
 from penstock.config import ConfigError, StrictModel, read_document, validate
+from penstock.security import NO_SECURITY, Security
 from services.reward.config import RewardModelConfig
 
 SUFFIXES = (".yaml", ".yml")
@@ -30,3 +31,8 @@ def read_reward_settings(path: Path) -> RewardDocument:
     data = document.get("data")
     sources = document.get("sources") or source_rewards(data if isinstance(data, dict) else {})
     return validate(RewardDocument, {"reward": reward, "sources": sources}, source=str(path))
+
+
+def own_security(config: RewardModelConfig) -> Security:
+    """What a command that scores shows the run's own services; nothing where it calls none. Raises ConfigError."""
+    return Security.from_environment() if config.calls_sandboxes else NO_SECURITY

@@ -78,10 +78,10 @@ def _sandboxes() -> list[Finding]:
     for kind in KINDS:
         try:
             tried_sandbox(kind)
-            problem = ""
+            told = kind
         except SandboxError as error:
-            problem = f": {error}"
-        findings.append(Finding(f"sandbox for programs (reward code): {kind}{problem}", is_ok=not problem))
+            told = str(error)
+        findings.append(Finding(f"sandbox for programs (reward code): {told}", is_ok=told == kind))
     return findings
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from console.config.reward_settings import own_security
 from penstock.config import ConfigError
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.rewards.check import check_server
@@ -28,7 +29,7 @@ async def check_configured(config: RewardModelConfig) -> list[CheckResult]:
     else:
         results = []
     try:
-        model = build_model(config, judges=judges)
+        model = build_model(config, judges=judges, security=own_security(config))
     except RewardLoadError as error:
         return [*results, CheckResult(name="loads", status=FAILED, detail=str(error))]
     try:

@@ -32,12 +32,16 @@ class ServiceKind(StrEnum):
     SCHEDULER = "scheduler"
     SCORER = "scorer"
     CRITIC = "critic"
+    SANDBOX = "sandbox"
 
     @property
     def package(self) -> str:
         """Where its configuration and its server are."""
-        is_trainers = self in (ServiceKind.SCORER, ServiceKind.CRITIC)
-        return f"services.trainer.{self}" if is_trainers else f"services.{self}"
+        return f"services.{_INSIDE.get(self, '')}{self}"
+
+
+_INSIDE = {ServiceKind.SCORER: "trainer.", ServiceKind.CRITIC: "trainer.", ServiceKind.SANDBOX: "reward."}
+"""Of what services some are a part."""
 
 
 def serve_command(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from console.config.reward_settings import SUFFIXES, RewardDocument, read_reward_settings
+from console.config.reward_settings import SUFFIXES, RewardDocument, own_security, read_reward_settings
 from console.recording.reader import read_samples
 from console.recording.recorded_sample import Recorded
 from console.recording.writer import RecordingWriter, open_writer
@@ -73,7 +73,7 @@ async def _rescored(file: Path, out: Path, settings: RewardDocument, texts: Text
     models: list[RewardModel] = []
     try:
         for config in configs:
-            models.append(build_model(config, judges=judges))
+            models.append(build_model(config, judges=judges, security=own_security(config)))
             await models[-1].probe()
         graders = [Grader(model, config=config, texts=texts) for model, config in zip(models, configs, strict=True)]
         writer = open_writer(out)

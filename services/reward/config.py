@@ -96,6 +96,11 @@ class RewardModelConfig(ModelConfig):
         """The first reward that compares with a row's reference answer; empty if none does."""
         return next((each.model for each in self.models if each.model in NEED_ANSWERS), "")
 
+    @property
+    def calls_sandboxes(self) -> bool:
+        """Whether programs run elsewhere, by a service that is shown the caller's own credentials."""
+        return any(each.model == "code" and each.code.sandbox == "remote" for each in self.models)
+
     @model_validator(mode="before")
     @classmethod
     def _a_string_is_the_model_and_a_list_the_parts(cls, value: Any) -> Any:

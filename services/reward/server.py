@@ -46,7 +46,7 @@ async def serve(config: RewardConfig) -> None:
     serve_metrics(config.metrics_address, security)
     judges = Security.from_environment(JUDGES, insecure=config.insecure)
     rewards, by_source = distinct_rewards(config.reward, config.sources)
-    models = [await _model(reward, judges) for reward in rewards]
+    models = [await _model(reward, judges, security) for reward in rewards]
     max_leases = sum(_BATCHES_HELD_A_CALL * reward.max_concurrent_batches * reward.max_batch_size for reward in rewards)
     session = ScoringSession(
         Connection(config.broker, security=security),
@@ -91,9 +91,9 @@ async def serve(config: RewardConfig) -> None:
             await each.close()
 
 
-async def _model(config: RewardModelConfig, judges: Security) -> RewardModel:
+async def _model(config: RewardModelConfig, judges: Security, security: Security) -> RewardModel:
     try:
-        model = build_model(config, judges=judges)
+        model = build_model(config, judges=judges, security=security)
         await _check(model)
         return model
     except RewardLoadError as error:

@@ -8,63 +8,70 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from penstock.rewards import BatchReward, RewardItem, RewardLoadError, RewardResult, ScoreStatus, UnscorableError
+from penstock.rewards import (
+    BatchReward,
+    ModelAwayError,
+    RewardItem,
+    RewardLoadError,
+    RewardResult,
+    ScoreStatus,
+    UnscorableError,
+)
+from penstock.security import NO_SECURITY, Security
 from services.reward.code.cell import Job, Verdict
+from services.reward.code.cells import Cells, LocalCells
 from services.reward.code.config import CodeConfig
 from services.reward.code.program import program_of
-from services.reward.code.sandbox import Limits, SandboxError
+from services.reward.code.remote_cells import RemoteCells
+from services.reward.code.sandbox import SandboxError
 from services.reward.code.sandboxes import find_sandbox
-from services.reward.code.suites import Assertions, Streams, Suite, suite_of
-from services.reward.models.child import START_TIMEOUT_S, Child, ChildEndedError, Children
-
-MAX_LINE_BYTES = 64 * 1024
-_SLACK_S = 10.0
-"""For making sandboxes and comparing, beside what programs may take."""
+from services.reward.code.suites import suite_of
 
 
 class CodeReward(BatchReward):
-    """Runs programs in `num_cells` child processes, each in a sandbox."""
+    """Runs programs in cells, each in a sandbox."""
 
     name = "code"
 
-    def __init__(self, config: CodeConfig, *, drops_at_limit: bool = False) -> None:
+    def __init__(self, config: CodeConfig, *, drops_at_limit: bool = False, security: Security = NO_SECURITY) -> None:
         """`drops_at_limit` gives a program that exceeds a limit the status CANDIDATE_LIMIT, in place of a failed test.
 
-        Raises RewardLoadError: no sandbox works here.
+        `security` is what the run's own services are shown. Raises RewardLoadError: no sandbox works here.
         """
-        try:
-            self.sandbox, _ = find_sandbox(config.sandbox)
-        except SandboxError as error:
-            raise RewardLoadError(f"reward 'code' needs a sandbox, and none works here: {error}") from error
         self._config = config
         self._drops_at_limit = drops_at_limit
-        self._limits = Limits(
-            cpu_s=config.cpu_s,
-            wall_s=config.wall_s,
-            memory_bytes=config.memory_mb * 1024**2,
-            max_processes=config.max_processes,
-            output_bytes=config.output_kb * 1024,
-            life_s=config.wall_s + _SLACK_S + START_TIMEOUT_S,
-        )
-        self._cells = Children(
-            [
-                Child("services.reward.code.cell", self.sandbox, max_line_bytes=MAX_LINE_BYTES)
-                for _ in range(config.num_cells)
-            ]
-        )
+        self._cells = _cells(config, security)
 
     async def score(self, items: Sequence[RewardItem]) -> Sequence[RewardResult]:
-        """One result per item, in order."""
+        """One result per item, in order. Raises ModelAwayError."""
         return await self.score_within(items, timeout_s=float("inf"))
 
     async def score_within(self, items: Sequence[RewardItem], *, timeout_s: float) -> Sequence[RewardResult]:
-        """One result per item, in order; those not reached within `timeout_s` seconds time out."""
+        """One result per item, in order; those not reached within `timeout_s` seconds time out.
+
+        Raises ModelAwayError: programs cannot be run at present.
+        """
         deadline_s = asyncio.get_running_loop().time() + min(timeout_s, 1e6)
-        return await asyncio.gather(*(self._score_one(item, deadline_s) for item in items))
+        results: list[RewardResult] = []
+        for found in await asyncio.gather(
+            *(self._score_one(item, deadline_s) for item in items), return_exceptions=True
+        ):
+            if isinstance(found, BaseException):
+                raise found
+            results.append(found)
+        return results
+
+    async def check(self) -> str:
+        """Where programs run. Raises RewardLoadError and ModelAwayError."""
+        return await self._cells.check()
+
+    async def probe(self) -> None:
+        """Return when programs can be run. Raises ModelAwayError."""
+        await self._cells.probe()
 
     async def close(self) -> None:
-        """End the child processes."""
-        await self._cells.stop()
+        """End child processes and connections."""
+        await self._cells.close()
 
     async def _score_one(self, item: RewardItem, deadline_s: float) -> RewardResult:
         try:
@@ -79,21 +86,17 @@ class CodeReward(BatchReward):
             suite=suite,
             command=self._config.command,
             readable=[str(path) for path in self._config.readable],
-            limits=self._limits,
+            limits=self._config.limits,
             stops_early=self._config.credit == "all",
         )
         try:
-            async with self._cells.lent(deadline_s=deadline_s) as cell:
-                found = await cell.ask(job.to_json(), timeout_s=self._longest_s(suite), deadline_s=deadline_s)
+            return self._result(await self._cells.run(job, deadline_s=deadline_s))
+        except ModelAwayError:
+            raise
         except TimeoutError:
             return RewardResult(status=ScoreStatus.TIMEOUT, message="no verdict in time: more num_cells, or timeout_s")
-        except ChildEndedError as error:
-            return RewardResult(status=ScoreStatus.SANDBOX_ERROR, message=f"the process that runs programs: {error}")
-        return self._result(Verdict(**found))
-
-    def _longest_s(self, suite: Suite) -> float:
-        num_starts = suite.num_tests if isinstance(suite, Streams) else 2 if isinstance(suite, Assertions) else 1
-        return num_starts * self._config.wall_s + _SLACK_S
+        except SandboxError as error:
+            return RewardResult(status=ScoreStatus.SANDBOX_ERROR, message=str(error))
 
     def _result(self, verdict: Verdict) -> RewardResult:
         if verdict.error:
@@ -105,3 +108,13 @@ class CodeReward(BatchReward):
         share = verdict.num_passed / verdict.num_tests
         value = share if self._config.credit == "share" else float(verdict.num_passed == verdict.num_tests)
         return RewardResult(value, {"passed": share, "exceeded_limit": float(bool(verdict.limit))})
+
+
+def _cells(config: CodeConfig, security: Security) -> Cells:
+    if config.sandbox_service is not None:
+        return RemoteCells(config.sandbox_service, limits=config.limits, security=security)
+    try:
+        sandbox, _ = find_sandbox(config.sandbox)
+    except SandboxError as error:
+        raise RewardLoadError(f"reward 'code' needs a sandbox, and none works here: {error}") from error
+    return LocalCells(sandbox, config.num_cells)

@@ -69,6 +69,8 @@ class BuiltInSettings:
     config: ModelConfig
     judges: Security = NO_SECURITY
     """What third parties' reward models are shown."""
+    security: Security = NO_SECURITY
+    """What the run's own services are shown."""
 
 
 def _format(settings: BuiltInSettings) -> BatchReward:
@@ -93,7 +95,8 @@ def _ngram_repetition(settings: BuiltInSettings) -> BatchReward:
 
 
 def _code(settings: BuiltInSettings) -> BatchReward:
-    return CodeReward(settings.config.code, drops_at_limit=settings.config.candidate_limit == "drop")
+    drops = settings.config.candidate_limit == "drop"
+    return CodeReward(settings.config.code, drops_at_limit=drops, security=settings.security)
 
 
 def _judge(settings: BuiltInSettings) -> BatchReward:
@@ -122,23 +125,24 @@ _ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
 _MOST_AT_ONCE_S = 0.01
 
 
-def build_model(config: RewardModelConfig | str, *, judges: Security = NO_SECURITY) -> RewardModel:
-    """The reward model of a configuration, or of a name alone; servers at grpc://host:port are shown `judges`.
+def build_model(
+    config: RewardModelConfig | str, *, judges: Security = NO_SECURITY, security: Security = NO_SECURITY
+) -> RewardModel:
+    """The reward model of a configuration, or of a name alone.
 
-    Raises RewardLoadError.
+    Servers at grpc://host:port are shown `judges`, the run's own services `security`. Raises RewardLoadError.
     """
     if isinstance(config, str):
         config = RewardModelConfig(model=config)
     for each in config.models:
         check_name(each.model)
+
+    def build(own: ModelConfig) -> RewardModel:
+        return _build(BuiltInSettings(config=own, judges=judges, security=security))
+
     if not config.parts:
-        return _build(BuiltInSettings(config=config, judges=judges))
-    return CompositeModel(
-        [
-            Part(name=each.component, weight=each.weight, model=_build(BuiltInSettings(config=each, judges=judges)))
-            for each in config.parts
-        ]
-    )
+        return build(config)
+    return CompositeModel([Part(name=each.component, weight=each.weight, model=build(each)) for each in config.parts])
 
 
 def _build(settings: BuiltInSettings) -> RewardModel:

@@ -49,7 +49,8 @@ class ReasoningGymReward(BatchReward):
         """
         try:
             require_package("reward 'reasoning_gym'")
-            sandbox, _ = find_sandbox(config.sandbox)
+            # Its package is here; a service elsewhere runs programs alone.
+            sandbox, _ = find_sandbox("auto" if config.sandbox == "remote" else config.sandbox)
         except ConfigError as error:
             raise RewardLoadError(str(error)) from error
         except SandboxError as error:

@@ -9,17 +9,19 @@ import secrets
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from penstock.rewards import RewardItem
 from services.reward.code.code_reward import CodeReward
-from services.reward.code.config import CodeConfig
+from services.reward.code.config import CodeConfig, ProgramsConfig
 from services.reward.code.sandbox import SandboxError
 from services.reward.code.sandboxes import find_sandbox
 from tests.helpers.rewards.attacks import ATTACKS, program
+from tests.helpers.rewards.sandbox_service import sandbox_service
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.timeout(600)]
@@ -27,7 +29,7 @@ pytestmark = [pytest.mark.timeout(600)]
 
 def reason_to_skip(kind: str) -> str:
     try:
-        find_sandbox(kind)
+        find_sandbox("auto" if kind == "remote" else kind)
     except SandboxError as error:
         return str(error)
     return ""
@@ -49,10 +51,32 @@ def suites(secret: str) -> dict[str, dict[str, object]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["sandlock", "bubblewrap", pytest.param("container", marks=pytest.mark.docker)])
+KINDS = ["sandlock", "bubblewrap", pytest.param("container", marks=pytest.mark.docker), "remote"]
+EACH_OF_A_SERVICE = 10
+"""Every so many attacks go to a service, whose programs are run as its sandbox runs them here."""
+
+
+@asynccontextmanager
+async def configured(kind: str) -> AsyncIterator[CodeConfig]:
+    """Settings that run programs in that kind of sandbox, and what they need."""
+    limits = {"cpu_s": 1, "wall_s": 1, "memory_mb": 128, "max_processes": 4, "output_kb": 64, "num_cells": 4}
+    if kind != "remote":
+        yield CodeConfig(sandbox=kind, **limits)
+        return
+    most = ProgramsConfig(**limits | {"cpu_s": 30, "wall_s": 60})
+    async with sandbox_service(most) as target:
+        yield CodeConfig(sandbox="remote", sandbox_service=target, **limits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_no_attack_escapes_or_scores(kind: str, tmp_path: Path) -> None:
     if why := reason_to_skip(kind):
         pytest.skip(why)
+    async with configured(kind) as config:
+        await attack(kind, config, tmp_path)
+
+
+async def attack(kind: str, config: CodeConfig, tmp_path: Path) -> None:
     secret, name = f"SECRET-{secrets.token_hex(8)}", f"penstock-{secrets.token_hex(8)}"
     path, mark = tmp_path / "tests.json", tmp_path / "mark"
     path.write_text(secret)
@@ -66,11 +90,12 @@ async def test_no_attack_escapes_or_scores(kind: str, tmp_path: Path) -> None:
         before = {one: one.stat().st_mode for one in (path, mark)}
         targets = {"path": str(path), "port": port, "name": name, "mark": str(mark)}
         # Outside of a sandbox they do work.
-        attack = program(ATTACKS["read: the tests' file"], **targets)
-        alone = await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", attack], text=True)
+        reading = program(ATTACKS["read: the tests' file"], **targets)
+        alone = await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", reading], text=True)
         assert alone.strip() == secret
         attacks = [(title, shape) for title in ATTACKS for shape in suites(secret) if _is_apt(title, shape)]
         assert len(attacks) >= 200
+        attacks = attacks[:: EACH_OF_A_SERVICE if kind == "remote" else 1]
         items = [
             RewardItem(completion=program(ATTACKS[title], **targets), metadata=suites(secret)[shape])
             for title, shape in attacks
@@ -79,7 +104,6 @@ async def test_no_attack_escapes_or_scores(kind: str, tmp_path: Path) -> None:
             RewardItem(completion=program(f"loot = {secret!r}", **targets), metadata=row)
             for row in suites(secret).values()
         ]
-        config = CodeConfig(sandbox=kind, cpu_s=1, wall_s=1, memory_mb=128, max_processes=4, output_kb=64, num_cells=4)
         attacked, careful = CodeReward(config), CodeReward(config.model_copy(update={"wall_s": 60, "cpu_s": 30}))
         try:
             results = await attacked.score(items)
@@ -87,7 +111,7 @@ async def test_no_attack_escapes_or_scores(kind: str, tmp_path: Path) -> None:
         finally:
             await attacked.close()
             await careful.close()
-        scored = [attack for attack, result in zip(attacks, results, strict=True) if result.value]
+        scored = [each for each, result in zip(attacks, results, strict=True) if result.value]
         assert scored == []
         assert {result.status for result in results} == {"ok"}
         assert [result.value for result in after] == [1.0] * len(right)

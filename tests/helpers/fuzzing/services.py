@@ -22,6 +22,7 @@ from penstock.v1 import (
     environment_pb2,
     generator_pb2,
     reward_pb2,
+    sandbox_pb2,
     scheduler_pb2,
     shards_pb2,
     trainer_pb2,
@@ -31,7 +32,11 @@ from penstock.v1 import (
 from services.broker.brokers.shard_service import ShardService
 from services.generator.engine.engine import UpdateMode
 from services.generator.service import GeneratorServicer
+from services.reward.code.cell import Verdict
+from services.reward.code.config import ProgramsConfig
+from services.reward.code.wire import limits_message
 from services.reward.models.build import build_model
+from services.reward.sandbox.service import SandboxServicer
 from services.scheduler.config import LengthsConfig
 from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
@@ -41,6 +46,7 @@ from services.trainer.service import TrainerService
 from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
 from tests.helpers.brokers.members import NotedShards
 from tests.helpers.brokers.trajectories import groups
+from tests.helpers.rewards.sandbox_service import ScriptedCells
 from tests.helpers.trainers.critics import critic_packs, open_critic, opening
 
 SERVICES = [
@@ -54,6 +60,7 @@ SERVICES = [
         (generator_pb2, "GeneratorService"),
         (shards_pb2, "ShardService"),
         (environment_pb2, "EnvironmentService"),
+        (sandbox_pb2, "SandboxService"),
     )
 ]
 
@@ -157,6 +164,7 @@ def make_services() -> list[Service]:
         service_of(ShardService(shards, shards)),
         service_of(CriticService("r", open_critic())),
         environment_service(EnvironmentServicer(Done, max_sessions=8, max_idle_s=0.1)),
+        service_of(SandboxServicer(ScriptedCells(Verdict(num_tests=1)), sandbox="none", programs=ProgramsConfig())),
     ]
 
 
@@ -191,6 +199,12 @@ def valid_requests(method: MethodDescriptor) -> list[Message]:
         ),
         "Reset": environment_pb2.ResetRequest(session_id="s", answer="2", metadata_json="{}"),
         "Step": environment_pb2.StepRequest(session_id="s", text="2"),
+        "RunProgram": sandbox_pb2.RunProgramRequest(
+            program="print(1)",
+            tests_kind=sandbox_pb2.TESTS_KIND_STREAMS,
+            tests_json='{"inputs": [""], "outputs": ["1"]}',
+            limits=limits_message(ProgramsConfig().limits),
+        ),
         "DrainGenerator": generator_pb2.DrainGeneratorRequest(grace=Duration(seconds=1)),
     }
     return [known[method.name]] if method.name in known else []
