@@ -253,6 +253,30 @@ def report(run_dir: RunDir) -> int:
 
 
 @command(app)
+def view(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN_DIR...", help="Run folders; several are shown side by side.")
+    ],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on; port 0 is a free one.")
+    ] = "127.0.0.1:0",
+    broker: Broker = None,
+) -> int:
+    """Show runs on a page in the browser: curves, samples, where time goes, what is wrong; until Ctrl-C.
+
+    Works during a run, after it and after a crash, and changes nothing. With --broker a run's id will do where there is
+    no folder of it here.
+
+    Examples:
+      penstock view runs/run-20260101-120000
+      penstock view runs/a runs/b --listen 0.0.0.0:8080
+    """
+    from console.page.view_command import view_command
+
+    return view_command(runs, listen=listen, broker=broker)
+
+
+@command(app)
 def ps(directory: RunsDir = Path("runs")) -> int:
     """List the processes of local runs.
 

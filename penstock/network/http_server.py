@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 
@@ -45,8 +46,57 @@ def _without_traceback(record: logging.LogRecord) -> bool:
     return True
 
 
-async def listen_http(runner: web.AppRunner, listen: str, *, setting: str, ssl_context: ssl.SSLContext | None) -> str:
+class _BoundedSite(web.BaseSite):
+    """A listener that ends connections beyond a number of them as they come."""
+
+    def __init__(
+        self, runner: web.AppRunner, host: str, port: int, *, ssl_context: ssl.SSLContext | None, most: int | None
+    ) -> None:
+        super().__init__(runner, ssl_context=ssl_context)
+        self._host, self._port, self._most = host, port, most
+
+    @property
+    def name(self) -> str:
+        """The address that was asked for."""
+        return f"{'https' if self._ssl_context else 'http'}://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        await super().start()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            self._connection, self._host, self._port, ssl=self._ssl_context, backlog=self._backlog
+        )
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        server = self._runner.server
+        is_full = server is None or (self._most is not None and len(server.connections) >= self._most)
+        return _Refusal() if server is None or is_full else server()
+
+
+class _Refusal(asyncio.Protocol):
+    """Ends its connection."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
+async def listen_http(
+    runner: web.AppRunner,
+    listen: str,
+    *,
+    setting: str,
+    ssl_context: ssl.SSLContext | None,
+    max_connections: int | None = None,
+) -> str:
     """Listen on host:port; returns the base address, with the port that was chosen for 0.
+
+    Args:
+        runner: The application, set up.
+        listen: host:port.
+        setting: Where that comes from.
+        ssl_context: None for plain text.
+        max_connections: Connections at once, beyond which new ones are closed as they come.
 
     Raises:
         PortUnavailableError: It cannot be listened on; the message names `setting` as the place to choose another.
@@ -54,7 +104,8 @@ async def listen_http(runner: web.AppRunner, listen: str, *, setting: str, ssl_c
     logging.getLogger("aiohttp.server").addFilter(_without_traceback)
     host, _, port = listen.rpartition(":")
     try:
-        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context).start()
+        site = _BoundedSite(runner, host.strip("[]"), int(port), ssl_context=ssl_context, most=max_connections)
+        await site.start()
     except (OSError, ValueError) as error:
         raise PortUnavailableError(
             f"cannot listen on {listen} ({setting}): {error}; stop the other process or choose another port"

@@ -52,7 +52,7 @@ def write_recording(path: Path, samples: Sequence[Recorded], *, max_bytes: int |
 
 
 def trace_line(service: str, instance: str, *spans: Mapping[str, Any]) -> str:
-    """A line of traces.jsonl: one process' spans, each with name, attributes, start and end in s since BEGIN_S."""
+    """A line of traces.jsonl: spans of one process, each with a name, a start and an end (seconds since BEGIN_S)."""
     resource = {"service.name": service, "service.instance.id": instance, "rl.run.id": "r"}
     made = [_span(**span) for span in spans]
     group = {"resource": {"attributes": _attributes(resource)}, "scopeSpans": [{"spans": made}]}

@@ -16,6 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from console.page.server import serving_page
 from console.probe.link_server import Peer, serving_transfers
 from penstock.network.metrics_server import serve_metrics
 from penstock.security import NO_SECURITY, Security
@@ -39,6 +40,7 @@ PROBE = {
     ("GET", "/probe/bytes"): {"generator", "trainer"},
     ("POST", "/probe/bytes"): {"generator", "trainer"},
 }
+PAGE = {("GET", path): {"observer"} for path in ("/", "/static/{name}", "/api/{what}")}
 OPENAI = {
     ("POST", "/v1/chat/completions"): {"environment"},
     ("POST", "/v1/completions"): {"environment"},
@@ -76,6 +78,12 @@ async def probe(security: Security) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
+async def page(security: Security) -> AsyncIterator[str]:
+    async with serving_page([], "127.0.0.1:0", security=security, setting="--listen") as link:
+        yield link.partition("/?")[0]
+
+
+@asynccontextmanager
 async def openai(security: Security) -> AsyncIterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         # The broker behind it takes the endpoint's certificate: its calls are answered at once, not retried in vain.
@@ -91,6 +99,7 @@ LISTENERS = {
     "metrics": (metrics, METRICS),
     "openai": (openai, OPENAI),
     "probe": (probe, PROBE),
+    "page": (page, PAGE),
 }
 
 
@@ -120,7 +129,7 @@ async def ask(
 
 def urls(base: str, routes: dict[tuple[str, str], set[str]]) -> list[tuple[str, str, str, set[str]]]:
     """Each route's method, path, an address of it, and the roles that it is open to."""
-    values = {"run_id": "r", "id": "s", "name": "c"}
+    values = {"run_id": "r", "id": "s", "name": "c", "what": "runs"}
     return [
         (method, path, base + re.sub(r"\{(\w+)[^}]*\}", lambda found: values[found[1]], path), roles)
         for (method, path), roles in routes.items()
@@ -219,6 +228,7 @@ def test_every_route_is_added_with_its_roles():
     adders = r"\.add_(get|post|put|patch|delete|head|view|route|static|routes|subapp|resource)\("
     assert files_with(adders) == ["penstock/security/http_access.py"]
     assert files_with(r"web\.Application\(") == [
+        "console/page/server.py",
         "console/probe/link_server.py",
         "penstock/transfer/content_server.py",
         "services/generator/openai/app.py",
@@ -228,7 +238,7 @@ def test_every_route_is_added_with_its_roles():
     ]
 
 
-@pytest.mark.parametrize("name", ["weights", "openai", "probe"])
+@pytest.mark.parametrize("name", ["weights", "openai", "probe", "page"])
 async def test_the_routes_are_those_written_here(monkeypatch, name):
     stated: dict[tuple[str, str], set[str]] = {}
     add = HttpAccess.add
@@ -246,7 +256,7 @@ async def test_the_routes_are_those_written_here(monkeypatch, name):
 
 def test_the_security_page_lists_every_route():
     page = (ROOT / "docs" / "security.md").read_text()
-    assert set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", page)) == {*WEIGHTS, *METRICS, *OPENAI, *PROBE}
+    assert set(re.findall(r"`(GET|POST|DELETE) (/[^`]*)`", page)) == {*WEIGHTS, *METRICS, *OPENAI, *PROBE, *PAGE}
 
 
 def test_services_without_routes_of_their_own_do_without_aiohttp():
