@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from console.config.environment_section import EnvironmentSection, check_environment
+from console.config.page_section import PageSection
 from console.config.reward_settings import RewardDocument
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import (
@@ -237,6 +238,8 @@ class RunConfig(RunSections, NetworkConfig):
     """Logs."""
     tracing: TracingSection = TracingSection()
     """Traces."""
+    page: PageSection = PageSection()
+    """The page."""
     site: str = Field(default="", max_length=128)
     """Site of this machine; generators that are started here fetch one copy of each version and relay it to each other,
     which pays if the trainer is elsewhere. If empty, each fetches its own."""

@@ -2,6 +2,7 @@
 
     config.yaml metrics.jsonl summary.json report.html checkpoints/   configuration and results
     trajectories.jsonl     the trained samples, with `record`
+    samples.jsonl          without it a few of them, for the page
     traces.jsonl           spans; traces-00002.jsonl ... are newer (docs/tracing.md)
     plans.jsonl            every plan followed, with `scheduler.problem`
     console.lock           locked by the console that uses the folder (`console.config.folder_lock`)

@@ -43,8 +43,9 @@ from console.run.as_planned import elsewhere
 from console.run.follow import RunSession, TrainerLostError
 from console.run.machine_report import report_machine
 from console.run.preflight import check_run
+from console.run.run_page import serve_run_page
 from console.run.run_plan import RunPlan
-from console.run.run_recorder import TRAJECTORIES, RunRecorder
+from console.run.run_recorder import KEPT_SAMPLES, TRAJECTORIES, RunRecorder
 from console.view.closed_output import discard
 from console.view.forecast_quality import Document, fetch_lengths
 from console.view.formats import duration
@@ -162,6 +163,7 @@ class _Run:
             self._helpers += [
                 asyncio.create_task(session.poll()),
                 asyncio.create_task(report_machine(self._config, self._launcher.addresses, self._view, self._security)),
+                asyncio.create_task(self._serve_page()),
             ]
             await self._unless_interrupted(self._start(session, is_resume=is_resume), watcher)
             finished = await self._follow(session, watcher)
@@ -176,6 +178,10 @@ class _Run:
         finally:
             await self._end([watcher, *self._helpers])
         return self._conclude(finished, self._refusal or problem)
+
+    async def _serve_page(self) -> None:
+        note, security = self._display.note, self._security
+        await serve_run_page(self._config.page, self._folder, self._view, security=security, note=note)
 
     async def _watch(self) -> None:
         """Wait until a service is given up or the folder is full, and raise that error."""
@@ -325,17 +331,19 @@ class _Run:
         )
 
     def _make_recorder(self) -> RunRecorder | None:
-        record = self._config.record
-        if record is False:
+        record, page = self._config.record, self._config.page
+        if record is False and not page.groups_per_step:
             return None
+        own = KEPT_SAMPLES if record is False else TRAJECTORIES
         return RunRecorder(
             run_id=self._config.run.id,
             broker=self._launcher.addresses.broker.target,
-            path=record if isinstance(record, Path) else self._folder.path / TRAJECTORIES,
+            path=record if isinstance(record, Path) else self._folder.path / own,
             security=self._security,
             note=self._display.note,
             on_refusal=self._launcher.services.take_refusal,
-            max_bytes=self._config.record_max_bytes,
+            max_bytes=page.max_sample_bytes if record is False else self._config.record_max_bytes,
+            groups_per_step=page.groups_per_step if record is False else 0,
         )
 
     def _force(self) -> None:

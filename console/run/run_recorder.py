@@ -1,4 +1,4 @@
-"""Records every trained step of a run into its folder, for `penstock run` with `record`.
+"""Records every trained step of a run into its folder, for `penstock run` with `record`; or a few groups of each.
 
 A recorder that cannot continue reports it and ends; the run continues without it. Only a disk that refuses the
 recording ends the run too, which can then be resumed. Steps discarded before they were recorded are reported as a gap.
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from console.recording.recorded_sample import RecordingError
 from console.recording.step_recorder import Recording, missing_line, record, resume_point
+from console.recording.thinned_writer import ThinnedWriter
 from console.recording.writer import RecordingWriter, open_writer
 from penstock.clients.export import StepExport
 from penstock.errors import NotRetainedError, PenstockError
@@ -21,9 +22,11 @@ from penstock.security import Security
 
 FINISH_S = 15.0
 """Time to fetch the last step when the run ends."""
+KEPT_FINISH_S = 3.0
+"""The same where only a few samples are kept."""
 SETTLE_S = 5.0
 """Time to open the file, and to finish a step being recorded: if interrupted, it is recorded twice."""
-TRAJECTORIES = "trajectories.jsonl"
+TRAJECTORIES, KEPT_SAMPLES = "trajectories.jsonl", "samples.jsonl"
 
 
 class RunRecorder:
@@ -37,6 +40,9 @@ class RunRecorder:
         note: Called with messages for the user.
         on_refusal: Called when the disk refused a write.
         max_bytes: Size at which the recording continues in another file; None means one file.
+        groups_per_step: 0 records all samples. Else so many groups of each step are kept, in a file of `max_bytes` that
+            is thinned when it is full (`console.recording.thinned_writer`); they are a help, of which the user is told
+            only if they fail.
     """
 
     def __init__(
@@ -49,7 +55,10 @@ class RunRecorder:
         note: Callable[[str], None],
         on_refusal: Callable[[OSError, Path], None] = lambda error, path: None,
         max_bytes: int | None = None,
+        groups_per_step: int = 0,
     ) -> None:
+        self._groups_per_step = groups_per_step
+        self._what = "samples for the page" if groups_per_step else "recording"
         self._run_id, self._broker, self._path = run_id, broker, path
         self._security, self._note, self._on_refusal = security, note, on_refusal
         self._max_bytes = max_bytes
@@ -84,7 +93,7 @@ class RunRecorder:
             return
         if not self._is_over:
             try:
-                async with asyncio.timeout(FINISH_S):
+                async with asyncio.timeout(KEPT_FINISH_S if self._groups_per_step else FINISH_S):
                     await self._export(self._writer, follow=False)
             except (PenstockError, RecordingError, OSError) as error:
                 self._problem(f"the last steps could not be fetched: {str(error) or 'no answer in time'}")
@@ -95,16 +104,16 @@ class RunRecorder:
 
     def closing_lines(self) -> Iterator[str]:
         """Closing message for the user."""
-        if self._recording.num_samples:
+        if self._recording.num_samples and not self._groups_per_step:
             steps = f"steps {self._recording.first_version} to {self._recording.last_version}"
             yield f"recording: {self._path} ({self._recording.num_samples} samples, {steps})"
         for problem in self._problems:
-            yield f"recording: {problem}"
+            yield f"{self._what}: {problem}"
 
     async def _run(self) -> None:
         try:
             self._next = await asyncio.to_thread(resume_point, self._path, self._run_id)
-            self._writer = await asyncio.to_thread(open_writer, self._path, is_followed=True, max_bytes=self._max_bytes)
+            self._writer = await asyncio.to_thread(self._open)
             self._has_settled.set()
             while True:
                 try:
@@ -123,6 +132,11 @@ class RunRecorder:
             if isinstance(error, OSError):
                 self._on_refusal(error, self._path)
 
+    def _open(self) -> RecordingWriter:
+        if self._groups_per_step and self._max_bytes is not None:
+            return ThinnedWriter(self._path, max_bytes=self._max_bytes)
+        return open_writer(self._path, is_followed=True, max_bytes=self._max_bytes)
+
     async def _export(self, writer: RecordingWriter, *, follow: bool) -> None:
         version, history = self._next
         async with Connection(self._broker, security=self._security) as broker:
@@ -133,6 +147,7 @@ class RunRecorder:
                 next_version=version,
                 history=history,
                 waits_for_run=follow,
+                max_groups_per_step=self._groups_per_step,
             )
             export.outage.on_notice = self._note_outage
             try:
@@ -149,9 +164,9 @@ class RunRecorder:
 
     def _note_outage(self, text: str) -> None:
         if text and not self._has_noted_outage:
-            self._note(f"recording: {text}")
+            self._note(f"{self._what}: {text}")
         self._has_noted_outage = bool(text)
 
     def _problem(self, text: str) -> None:
         self._problems.append(text)
-        self._note(f"recording: {text}")
+        self._note(f"{self._what}: {text}")

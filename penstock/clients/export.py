@@ -47,6 +47,8 @@ class StepExport:
     """Whether to wait for a run that is not open yet."""
     patience_s: float | None = None
     """How long to wait for a broker that is away; None waits indefinitely."""
+    max_groups_per_step: int = 0
+    """Groups of each step that are wanted, spread evenly over it; 0 means all."""
 
     def __post_init__(self) -> None:
         """Get ready to call."""
@@ -89,6 +91,7 @@ class StepExport:
             follow=self.follow,
             history=self.history,
             accepts_group_pieces=True,
+            max_groups_per_step=self.max_groups_per_step,
         )
         call: Any = self._stub.ExportTrajectories(request)
         peer = self.broker.peer

@@ -2711,6 +2711,7 @@ class ExportTrajectoriesRequest(_message.Message):
     FOLLOW_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     ACCEPTS_GROUP_PIECES_FIELD_NUMBER: _builtins.int
+    MAX_GROUPS_PER_STEP_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     from_policy_version: _builtins.int
@@ -2725,6 +2726,8 @@ class ExportTrajectoriesRequest(_message.Message):
     """Whether it reads ExportTrajectoriesResponse.piece; else a group that fits no message ends the export with
     INVALID_ARGUMENT.
     """
+    max_groups_per_step: _builtins.int
+    """At most so many of the groups, or puts, of each step, spread evenly over it; 0 means all of them."""
     def __init__(
         self,
         *,
@@ -2733,10 +2736,11 @@ class ExportTrajectoriesRequest(_message.Message):
         follow: _builtins.bool = ...,
         history: _builtins.int | None = ...,
         accepts_group_pieces: _builtins.bool = ...,
+        max_groups_per_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "accepts_group_pieces", b"accepts_group_pieces", "follow", b"follow", "from_policy_version", b"from_policy_version", "history", b"history", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "accepts_group_pieces", b"accepts_group_pieces", "follow", b"follow", "from_policy_version", b"from_policy_version", "history", b"history", "max_groups_per_step", b"max_groups_per_step", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
     _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015

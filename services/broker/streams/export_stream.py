@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -52,6 +52,8 @@ class Cursor:
     """First step that it lacks; 0 means the oldest one retained."""
     history: int | None
     """The run's history counter as the client knows it; None if it has nothing yet."""
+    max_groups: int = 0
+    """Records wanted of each step; 0 means all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class Plan:
     """Its records in order of submission; empty if the step is not done yet."""
     num_lost: int
     """Number of samples of the step that have no record left."""
+    max_groups: int
+    """Records wanted of the step; 0 means all."""
     is_closed: bool
     """Whether the run is closed."""
 
@@ -85,7 +89,7 @@ def plan(state: RunState, cursor: Cursor) -> Plan:
             policy_version=cursor.next_version,
             oldest_policy_version=run.policy_version + 1,
         )
-    names = _names(state, version)
+    names = _names(state, version, cursor.max_groups)
     num_lost = tallies.num_lost_samples(state, version) if version > run.forgotten_version else 0
     if not names and not num_lost and version <= run.policy_version:
         oldest = min((kept for kept in state.index.trained if kept > version), default=run.policy_version + 1)
@@ -94,12 +98,22 @@ def plan(state: RunState, cursor: Cursor) -> Plan:
             policy_version=version,
             oldest_policy_version=oldest,
         )
-    return Plan(version=version, history=run.history, names=names, num_lost=num_lost, is_closed=run.is_closed)
+    return Plan(
+        version=version,
+        history=run.history,
+        names=names,
+        num_lost=num_lost,
+        max_groups=cursor.max_groups,
+        is_closed=run.is_closed,
+    )
 
 
-def _names(state: RunState, version: int) -> tuple[str, ...]:
+def _names(state: RunState, version: int, most: int) -> tuple[str, ...]:
+    """The step's records in order of submission; of more than `most` some at even distances, unless that is 0."""
     records = sorted((state.groups.sequence(name), name) for name in state.index.trained.get(version, ()))
-    return tuple(name for _sequence, name in records)
+    num = len(records)
+    chosen = records if not most or num <= most else [records[index * num // most] for index in range(most)]
+    return tuple(name for _sequence, name in chosen)
 
 
 def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
@@ -116,7 +130,9 @@ async def export(run_registry: RunRegistry, request: broker_pb2.ExportTrajectori
     """All responses of an ExportTrajectories call."""
     require(request.from_policy_version >= 0, "from_policy_version", request.from_policy_version, "at least 0")
     cursor = Cursor(
-        next_version=request.from_policy_version, history=request.history if request.HasField("history") else None
+        next_version=request.from_policy_version,
+        history=request.history if request.HasField("history") else None,
+        max_groups=request.max_groups_per_step,
     )
     replica = run_registry.replica(request.run_id)
     must_verify, spoke_s = True, 0.0
@@ -147,7 +163,7 @@ async def export(run_registry: RunRegistry, request: broker_pb2.ExportTrajectori
                 for group in groups:
                     yield _whole(group, planned)
             is_sent = planned.is_due and num_sent == len(planned.names)
-            cursor = Cursor(next_version=planned.version + is_sent, history=planned.history)
+            cursor = replace(cursor, next_version=planned.version + is_sent, history=planned.history)
             is_silent = time.monotonic() - spoke_s >= SIGN_OF_LIFE_S
             if (is_sent and num_missing) or (request.follow and (is_sent or is_silent)):
                 spoke_s = time.monotonic()
@@ -161,7 +177,7 @@ async def export(run_registry: RunRegistry, request: broker_pb2.ExportTrajectori
 
 def _records(state: RunState, *, planned: Plan, start: int) -> list[GroupRecord]:
     """Copies of a few of the step's records from position `start`; none if the step has changed."""
-    if state.run.history != planned.history or _names(state, planned.version) != planned.names:
+    if state.run.history != planned.history or _names(state, planned.version, planned.max_groups) != planned.names:
         return []
     records = (state.groups[name] for name in planned.names[start : start + MAX_BATCH_RECORDS])
     weight = partial(_num_tokens, row_bytes=row_bytes(state))

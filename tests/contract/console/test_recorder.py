@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -324,3 +325,40 @@ async def test_a_run_is_recorded_into_files_of_a_size_and_replayed_from_them(tmp
     assert names(path) == whole(1, "a", "b") + whole(2, "c", "d") + whole(3, "e", "f")
     assert [part.name for part in parts_of(path)] == ["run.jsonl", "run-00002.jsonl", "run-00003.jsonl"]
     assert resume_point(path, RUN) == (3, 0)
+
+
+async def test_a_run_keeps_a_few_groups_of_each_step_in_a_bounded_file(broker: RunningBroker, tmp_path: Path) -> None:
+    path, notes = tmp_path / "samples.jsonl", []
+
+    def keeper(max_bytes: int) -> RunRecorder:
+        return RunRecorder(
+            run_id=RUN,
+            broker=target_of(broker),
+            path=path,
+            security=NO_SECURITY,
+            note=notes.append,
+            max_bytes=max_bytes,
+            groups_per_step=1,
+        )
+
+    recorder = keeper(2**20)
+    recorder.start()
+    for version in range(3):
+        await train_step(broker, f"{version}a", f"{version}b", version=version)
+    await until(lambda: path.exists() and len(names(path)) == 6)
+    await recorder.finish()
+    assert names(path) == whole(1, "0a") + whole(2, "1a") + whole(3, "2a")
+    assert (notes, list(recorder.closing_lines())) == ([], [])
+    # Continued with less room: older steps go, the first and the newest stay.
+    most = 2 * path.stat().st_size
+    recorder = keeper(most)
+    recorder.start()
+    for version in range(3, 9):
+        await train_step(broker, f"{version}a", f"{version}b", version=version)
+    await until(lambda: names(path)[-1][0] == 9)
+    await recorder.finish()
+    assert path.stat().st_size <= most
+    versions = sorted({version for version, *_ in names(path)})
+    assert (versions[0], versions[-2:]) == (1, [8, 9])
+    assert len(versions) < 9
+    assert os.listdir(tmp_path) == [path.name]

@@ -232,3 +232,13 @@ async def test_a_client_that_stops_reading_is_not_read_ahead_for(monkeypatch: py
         assert in_buffers < total / 3
         assert len((await follower.step())[2]) == 47
         assert sum(loaded) > total
+
+
+async def test_a_few_groups_of_each_step_are_sent_if_only_those_are_wanted(broker: RunningBroker) -> None:
+    await train_step(broker, "a", "b")
+    await train_step(broker, "c", "d", version=1)
+    follower = _Follower(broker, max_groups_per_step=1)
+    assert [await follower.step(), await follower.step()] == [(1, 0, ("a",)), (2, 0, ("c",))]
+    assert (await broker.open(version=1, max_staleness=4)).num_groups_rewound == 2
+    trained = await ack_step(Trainer.connect(broker.channel, "again"), 2, version=1)
+    assert await follower.step() == (2, 1, (min(trained),))
