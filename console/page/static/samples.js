@@ -1,0 +1,197 @@
+/** What does it say? The samples of a step, sorted and searched, and one of them in full. */
+
+import { choice, debounced, el, fill, notice } from "./dom.js";
+import { numberText, printable } from "./format.js";
+import { load, query } from "./load.js";
+import { addressOf, changeRoute, readRoute } from "./route.js";
+import { chosenRun, runChoice } from "./runs.js";
+import { sampleDetail } from "./sample.js";
+
+const PAGE_SIZE = 50;
+const SEARCH_AFTER_MS = 300;
+const SORTS = /** @type {[string, string][]} */ ([
+  ["best", "best score"],
+  ["worst", "worst score"],
+  ["longest", "longest"],
+  ["changed", "most changed since sampled"],
+  ["order", "as trained"],
+]);
+
+/** @type {import("./runs.js").View} */
+export const samplesView = { id: "samples", question: "What does it say?", show: showSamples };
+
+/**
+ * @param {HTMLElement} root
+ * @param {import("./runs.js").Page} page
+ */
+function showSamples(root, page) {
+  const controls = el("div", { class: "controls" });
+  const list = el("section", { class: "sample-list", "aria-label": "Samples of the step" });
+  const detail = el("section", { class: "sample-detail", "aria-label": "The chosen sample" });
+  fill(root, controls, el("div", { class: "panes" }, list, detail));
+  let listedFor = "";
+  /** @type {any} */
+  let listed = null;
+  const one = sampleDetail(detail, page);
+
+  async function update() {
+    const { parameters } = readRoute();
+    const run = chosenRun(page);
+    const { step, sort = "best", search, offset } = parameters;
+    const answer = await load(query("/api/samples", { run: run.index, step, sort, search, offset, limit: PAGE_SIZE }));
+    const state = JSON.stringify([run.index, step, sort, search, offset, parameters.key]);
+    if (answer !== listed || state !== listedFor) {
+      drawSampleControls(controls, page, answer, parameters);
+      drawList(list, answer, parameters);
+      listed = answer;
+      listedFor = state;
+    }
+    root.classList.toggle("has-key", Boolean(parameters.key));
+    await one.update(parameters.at, parameters.key);
+  }
+
+  return { update, close: () => {} };
+}
+
+/**
+ * @param {Element} root
+ * @param {import("./runs.js").Page} page
+ * @param {any} answer
+ * @param {Record<string, string>} parameters
+ */
+function drawSampleControls(root, page, answer, parameters) {
+  const search = debounced(SEARCH_AFTER_MS, (text) => changeRoute({ search: text, offset: null }));
+  fill(
+    root,
+    runChoice(page),
+    stepChooser(answer),
+    choice("Sort", SORTS, parameters.sort ?? "best", (sort) => changeRoute({ sort, offset: null })),
+    el(
+      "label",
+      { class: "field grow" },
+      el("span", {}, "Search"),
+      el("input", {
+        type: "search",
+        value: parameters.search ?? "",
+        placeholder: "in prompts and completions",
+        maxlength: 200,
+        oninput: (/** @type {any} */ event) => search(event.target.value),
+      }),
+    ),
+  );
+}
+
+/**
+ * The step: typed, or by one to either side; "newest" follows the run.
+ * @param {any} answer
+ */
+function stepChooser(answer) {
+  if (!answer.steps_with_samples) return null;
+  const [first, last] = answer.steps_with_samples;
+  const go = (/** @type {number | null} */ step) =>
+    changeRoute({
+      step: step === null ? null : Math.max(first, Math.min(last, step)),
+      offset: null,
+      key: null,
+      at: null,
+    });
+  const button = (
+    /** @type {string} */ text,
+    /** @type {string} */ label,
+    /** @type {number | null} */ step,
+    /** @type {boolean} */ isOff,
+  ) => el("button", { type: "button", "aria-label": label, disabled: isOff, onclick: () => go(step) }, text);
+  return el(
+    "div",
+    { class: "field" },
+    el("label", { for: "step" }, `Step, ${first} to ${last}`),
+    el(
+      "div",
+      { class: "joined" },
+      button("‹", "Step before", answer.step - 1, answer.step <= first),
+      el("input", {
+        id: "step",
+        type: "number",
+        min: first,
+        max: last,
+        value: answer.step,
+        onchange: (/** @type {any} */ event) => go(Number(event.target.value)),
+      }),
+      button("›", "Step after", answer.step + 1, answer.step >= last),
+      button("newest", "Newest step", null, !readRoute().parameters.step),
+    ),
+  );
+}
+
+/**
+ * @param {Element} root
+ * @param {any} answer
+ * @param {Record<string, string>} parameters
+ */
+function drawList(root, answer, parameters) {
+  if (!answer.samples.length) {
+    fill(root, notice(emptyText(answer, parameters)));
+    return;
+  }
+  const offset = Number(parameters.offset ?? 0);
+  const last = offset + answer.samples.length;
+  const turn = (/** @type {string} */ text, /** @type {number} */ to, /** @type {boolean} */ isOff) =>
+    el("button", { type: "button", disabled: isOff, onclick: () => changeRoute({ offset: to || null }) }, text);
+  fill(
+    root,
+    el("p", { class: "muted" }, `${offset + 1} to ${last} of ${answer.total.toLocaleString("en-US")}`),
+    el(
+      "ol",
+      {},
+      answer.samples.map((/** @type {any} */ sample) => el("li", {}, row(sample, parameters))),
+    ),
+    answer.total > answer.samples.length &&
+      el(
+        "div",
+        { class: "joined" },
+        turn("Before", Math.max(0, offset - PAGE_SIZE), offset === 0),
+        turn("Next", last, last >= answer.total),
+      ),
+  );
+}
+
+/**
+ * @param {any} answer
+ * @param {Record<string, string>} parameters
+ */
+function emptyText(answer, parameters) {
+  if (parameters.search) return `No sample of step ${answer.step} holds "${parameters.search}".`;
+  if (!answer.steps_with_samples) {
+    return "No samples are recorded. A run keeps them with `record=true`; a live run's broker holds those of its newest steps.";
+  }
+  return `Step ${answer.step} has no samples here.`;
+}
+
+/**
+ * @param {any} sample
+ * @param {Record<string, string>} parameters
+ */
+function row(sample, parameters) {
+  const staleness = sample.staleness ? `${numberText(sample.staleness)} stale` : "fresh";
+  return el(
+    "a",
+    {
+      class: "row",
+      href: addressOf("samples", { ...parameters, key: sample.key, at: sample.step, against: null }),
+      "aria-current": sample.key === parameters.key ? "true" : null,
+    },
+    el(
+      "span",
+      { class: `score ${sample.status === "ok" ? "" : "bad"}` },
+      sample.status === "ok" ? numberText(sample.score) : sample.status,
+    ),
+    el(
+      "span",
+      { class: "muted facts" },
+      `${numberText(sample.tokens)} tokens, ${staleness}`,
+      el("span", { class: "key" }, printable(sample.key)),
+    ),
+    el("span", { class: "prompt line" }, printable(sample.prompt)),
+    el("span", { class: "completion line" }, printable(sample.completion)),
+  );
+}

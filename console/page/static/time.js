@@ -1,0 +1,256 @@
+/** Where does time go? A lane for each process, the critical path in a sentence, and shares of what is in view. */
+
+import { choice, debounced, el, fill, notice, table } from "./dom.js";
+import { durationText, printable, timeText } from "./format.js";
+import { KIND_NAMES, kindColour } from "./lane_kinds.js";
+import { LaneCanvas } from "./lanes.js";
+import { load, query } from "./load.js";
+import { addressOf, changeRoute, noteInRoute, readRoute } from "./route.js";
+import { chosenRun, runChoice } from "./runs.js";
+
+const ASK_AFTER_MS = 250;
+const WINDOWS = /** @type {[string, string][]} */ ([
+  ["", "all"],
+  ["3600", "last hour"],
+  ["300", "last 5 minutes"],
+  ["60", "last minute"],
+  ["10", "last 10 s"],
+]);
+
+/** The choice that stands for a part of the run chosen by other means. */
+const SHOWN = "shown";
+
+/** @type {import("./runs.js").View} */
+export const timeView = { id: "time", question: "Where does time go?", show: showTime };
+
+/**
+ * @param {HTMLElement} root
+ * @param {import("./runs.js").Page} page
+ */
+function showTime(root, page) {
+  const controls = el("div", { class: "controls" });
+  const sentence = el("p", { class: "sentence" });
+  const facts = el("p", { class: "facts muted", "aria-live": "polite" });
+  const legend = el("div", { class: "legend" });
+  const shares = el("div", {});
+  let timer = 0;
+  const lanes = new LaneCanvas({
+    onRange: (from, to) => {
+      noteInRoute({ from: from.toFixed(4), to: to.toFixed(4) });
+      clearTimeout(timer);
+      timer = window.setTimeout(() => void update().catch(() => {}), ASK_AFTER_MS);
+    },
+    onPoint: (span) => drawFacts(facts, page, span),
+  });
+  fill(root, controls, sentence, lanes.element, legend, facts, shares);
+  /** @type {any} */
+  let drawn = null;
+  let drawnFor = "";
+
+  async function update() {
+    const { parameters } = readRoute();
+    const run = chosenRun(page).index;
+    const { from, to, sample, at } = parameters;
+    const whole = await load(query("/api/lanes", { run, from, to }));
+    const life = sample ? await load(query("/api/sample", { run, step: at, key: sample })) : null;
+    const state = JSON.stringify([run, from, to, sample, parameters.lanes]);
+    if (whole === drawn && state === drawnFor) return;
+    drawn = whole;
+    const answer = {
+      ...whole,
+      lanes: whole.lanes.filter((/** @type {any} */ lane) => isWanted(lane, parameters.lanes)),
+    };
+    drawnFor = state;
+    drawTimeControls(controls, page, answer, lanes);
+    fill(sentence, answer.sentence ? printable(answer.sentence) : "");
+    sentence.hidden = !answer.sentence;
+    lanes.element.hidden = !answer.lanes.length;
+    lanes.draw(life ? [sampleLane(life), ...answer.lanes] : answer.lanes, {
+      from: Number(from ?? answer.from),
+      to: Number(to ?? answer.to),
+      begin: answer.begin,
+      end: answer.end,
+      sample: sample ?? null,
+    });
+    drawKinds(legend, answer);
+    drawShares(shares, answer);
+  }
+
+  return {
+    update,
+    close: () => {
+      clearTimeout(timer);
+      lanes.close();
+    },
+  };
+}
+
+/**
+ * @param {any} lane
+ * @param {string | undefined} text
+ */
+function isWanted(lane, text) {
+  return !text || `${lane.name} ${lane.kind}`.toLowerCase().includes(text.toLowerCase());
+}
+
+/**
+ * The times of one sample as a lane above the others.
+ * @param {any} sample
+ */
+function sampleLane(sample) {
+  const { submit_s, lease_s, finish_s, score_s, trained_s } = sample.times ?? {};
+  const stages = [
+    [submit_s, lease_s, "queued", "waits for a generator"],
+    [lease_s, finish_s, "decoding", "is generated"],
+    [finish_s, score_s, "scoring", "is scored"],
+    [score_s, trained_s, "waiting", "waits for training"],
+  ];
+  const spans = stages.filter(([from, to]) => from && to && to >= from).map((stage) => [...stage, sample.key]);
+  return { name: `sample ${sample.key}`, kind: "sample", spans };
+}
+
+/**
+ * @param {Element} root
+ * @param {import("./runs.js").Page} page
+ * @param {any} answer
+ * @param {LaneCanvas} lanes
+ */
+function drawTimeControls(root, page, answer, lanes) {
+  const { parameters } = readRoute();
+  const seconds = Number(parameters.to ?? answer.to) - Number(parameters.from ?? answer.from);
+  const show = (/** @type {string} */ length) => {
+    if (length !== SHOWN)
+      changeRoute(length ? { from: answer.end - Number(length), to: answer.end } : { from: null, to: null });
+  };
+  const filter = debounced(200, (text) => changeRoute({ lanes: text }));
+  const button = (/** @type {string} */ text, /** @type {string} */ label, /** @type {() => void} */ work) =>
+    el("button", { type: "button", "aria-label": label, onclick: work }, text);
+  const isAll = !parameters.from && !parameters.to;
+  const shown = /** @type {[string, string][]} */ (isAll ? WINDOWS : [[SHOWN, durationText(seconds)], ...WINDOWS]);
+  fill(
+    root,
+    runChoice(page),
+    choice("Shown", shown, isAll ? "" : SHOWN, show),
+    el(
+      "div",
+      { class: "joined" },
+      button("‹", "Earlier", () => lanes.pan(-0.3)),
+      button("−", "Zoom out", () => lanes.zoom(2)),
+      button("+", "Zoom in", () => lanes.zoom(0.5)),
+      button("›", "Later", () => lanes.pan(0.3)),
+    ),
+    el(
+      "label",
+      { class: "field" },
+      el("span", {}, "Lanes"),
+      el("input", {
+        type: "search",
+        placeholder: "part of a name",
+        value: parameters.lanes ?? "",
+        oninput: (/** @type {any} */ event) => filter(event.target.value),
+      }),
+    ),
+    parameters.sample &&
+      el(
+        "button",
+        { type: "button", onclick: () => changeRoute({ sample: null, at: null }) },
+        `Without sample ${printable(parameters.sample)}`,
+      ),
+    el(
+      "span",
+      { class: "muted hint" },
+      "Drag to move, Ctrl and wheel to zoom; by keys: arrows, + and −, Tab to the lanes first",
+    ),
+    answer.merged && el("span", { class: "muted hint" }, "Short spans are drawn together: zoom in for single ones."),
+    !answer.lanes.length &&
+      notice(
+        parameters.lanes
+          ? "No lane has this in its name."
+          : "No times are recorded yet. Lanes appear with the first step.",
+      ),
+  );
+}
+
+/**
+ * @param {Element} root
+ * @param {any} answer
+ */
+function drawKinds(root, answer) {
+  const kinds = new Set(
+    answer.lanes.flatMap((/** @type {any} */ lane) => lane.spans.map((/** @type {any} */ span) => span[2])),
+  );
+  const mark = (/** @type {string} */ kind) => {
+    const box = el("i", {});
+    box.style.backgroundColor = kindColour(kind);
+    return el("span", { class: "mark" }, box, KIND_NAMES[kind] ?? kind);
+  };
+  fill(root, [...kinds].sort().map(mark));
+}
+
+/**
+ * What the span that is pointed at is.
+ * @param {Element} root
+ * @param {import("./runs.js").Page} page
+ * @param {{ lane: string, span: any[] } | null} pointed
+ */
+function drawFacts(root, page, pointed) {
+  if (!pointed) {
+    fill(root, "Point at a span to read it.");
+    return;
+  }
+  const [from, to, kind, label, key] = pointed.span;
+  const run = chosenRun(page).index;
+  const margin = (to - from) * 0.1;
+  fill(
+    root,
+    el("strong", {}, printable(pointed.lane)),
+    ` ${KIND_NAMES[kind] ?? kind}${label && label !== kind ? `, ${printable(label)}` : ""}: ${durationText(to - from)} from ${timeText(from)} `,
+    el(
+      "button",
+      {
+        type: "button",
+        class: "quiet",
+        onclick: () => changeRoute({ from: (from - margin).toFixed(4), to: (to + margin).toFixed(4) }),
+      },
+      "zoom to it",
+    ),
+    key && el("a", { href: addressOf("samples", { run, key }) }, ` sample ${printable(key)}`),
+  );
+}
+
+/**
+ * Shares of the time in view, by kind of process.
+ * @param {Element} root
+ * @param {any} answer
+ */
+function drawShares(root, answer) {
+  /** @type {Map<string, { lanes: number, seconds: Map<string, number> }>} */
+  const groups = new Map();
+  for (const lane of answer.lanes) {
+    const group = groups.get(lane.kind) ?? { lanes: 0, seconds: new Map() };
+    group.lanes += 1;
+    for (const [from, to, kind] of lane.spans) {
+      const within = Math.min(to, answer.to) - Math.max(from, answer.from);
+      if (within > 0) group.seconds.set(kind, (group.seconds.get(kind) ?? 0) + within);
+    }
+    groups.set(lane.kind, group);
+  }
+  const kinds = [...new Set([...groups.values()].flatMap((group) => [...group.seconds.keys()]))].sort();
+  if (!kinds.length) {
+    fill(root);
+    return;
+  }
+  const whole = answer.to - answer.from;
+  const share = (/** @type {number | undefined} */ seconds, /** @type {number} */ lanes) =>
+    seconds ? `${((100 * seconds) / (whole * lanes)).toFixed(1)} %` : "-";
+  const rows = [...groups].map(([kind, group]) => [
+    `${group.lanes} × ${kind}`,
+    ...kinds.map((each) => share(group.seconds.get(each), group.lanes)),
+  ]);
+  fill(
+    root,
+    table(["Share of the time in view", ...kinds.map((kind) => KIND_NAMES[kind] ?? kind)], rows, {
+      numbers: kinds.map((_, place) => place + 1),
+    }),
+  );
+}
