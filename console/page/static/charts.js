@@ -181,6 +181,9 @@ function datasets(line, colours) {
 function options(xTitle, colours, lines) {
   const first = Math.min(...lines.map((line) => line.x[0] ?? 0));
   const last = Math.max(...lines.map((line) => line.x.at(-1) ?? 0));
+  const values = lines.flatMap((line) => line.y.filter((value) => value !== null));
+  const least = values.reduce((a, b) => Math.min(a, b), Infinity);
+  const most = values.reduce((a, b) => Math.max(a, b), -Infinity);
   const axis = {
     type: "linear",
     grid: { color: colours.grid, drawTicks: false },
@@ -208,7 +211,13 @@ function options(xTitle, colours, lines) {
         ticks: { ...axis.ticks, maxTicksLimit: 7 },
         title: { display: true, text: xTitle, color: colours.muted, font: { size: 11 }, padding: 0 },
       },
-      y: { ...axis, ticks: { ...axis.ticks, maxTicksLimit: 6 } },
+      // What is never negative begins at 0, unless it stays far above.
+      y: {
+        ...axis,
+        min: least >= 0 && (least < most / 2 || most === 0) ? 0 : undefined,
+        suggestedMax: most === least ? most + 1 : undefined,
+        ticks: { ...axis.ticks, maxTicksLimit: 6 },
+      },
     },
     plugins: {
       legend: { display: false },

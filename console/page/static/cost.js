@@ -26,8 +26,8 @@ function showCost(root, page) {
       el(
         "dl",
         { class: "tiles" },
-        tile("Price of an hour", dollarsText(answer.dollars_per_hour)),
-        tile("A million trained tokens", dollarsText(answer.dollars_per_million_tokens)),
+        tile("Price of an hour", answer.dollars_per_hour),
+        tile("A million trained tokens", answer.dollars_per_million_tokens),
       ),
       siteTable(answer.sites ?? []),
       planTable(answer.plan, answer.measured ?? {}),
@@ -40,16 +40,18 @@ function showCost(root, page) {
 
 /**
  * @param {string} title
- * @param {string} value
+ * @param {number | null} dollars
  */
-function tile(title, value) {
-  return el("div", {}, el("dt", {}, title), el("dd", {}, value));
+function tile(title, dollars) {
+  return dollars !== null && el("div", {}, el("dt", {}, title), el("dd", {}, dollarsText(dollars)));
 }
 
 /** @param {any[]} sites */
 function siteTable(sites) {
   if (!sites.length)
-    return notice("No GPUs are known of this run: it computes on CPUs, or ended without saying what it had.");
+    return notice(
+      "GPUs and prices are known of runs that follow a plan (`scheduler.problem`), which states them. This one follows none.",
+    );
   const gpus = (/** @type {Record<string, number>} */ counts) =>
     Object.entries(counts ?? {})
       .map(([type, count]) => `${count} × ${printable(type)}`)
@@ -59,27 +61,28 @@ function siteTable(sites) {
 }
 
 /**
- * @param {Record<string, any> | null} plan
- * @param {Record<string, any>} measured
+ * @param {Record<string, any> | null} plan `expected_NAME` stands beside the measured `NAME`
+ * @param {Record<string, any>} measured `over` says in which time
  */
 function planTable(plan, measured) {
-  const names = [...new Set([...Object.keys(plan ?? {}), ...Object.keys(measured)])];
-  if (!names.length) return null;
-  const ratio = (/** @type {any} */ planned, /** @type {any} */ found) =>
-    typeof planned === "number" && typeof found === "number" && planned ? `${numberText(found / planned)} ×` : "-";
-  const rows = names.map((name) => [
-    printable(name.replaceAll("_", " ")),
-    valueText(plan?.[name]),
-    valueText(measured[name]),
-    ratio(plan?.[name], measured[name]),
-  ]);
-  const title = plan ? "The plan against what was measured" : "Measured; this run follows no plan";
-  return el(
-    "section",
-    {},
-    el("h2", {}, title),
-    table(["", "Planned", "Measured", "Of the plan"], rows, { numbers: [1, 2, 3], label: title }),
+  const { over, ...found } = measured;
+  const { explanation, ...rest } = plan ?? {};
+  const planned = Object.fromEntries(
+    Object.entries(rest).map(([name, value]) => [name.replace(/^expected_/, ""), value]),
   );
+  const names = [...new Set([...Object.keys(planned), ...Object.keys(found)])];
+  const ratio = (/** @type {any} */ expected, /** @type {any} */ value) =>
+    typeof expected === "number" && typeof value === "number" && expected ? `${numberText(value / expected)} ×` : "-";
+  const rows = names.map((name) => {
+    const cells = [printable(name.replaceAll("_", " ")), valueText(found[name])];
+    return plan ? [...cells, valueText(planned[name]), ratio(planned[name], found[name])] : cells;
+  });
+  const title = `${plan ? "The plan against what was measured" : "Measured"}${over ? ` over ${printable(over)}` : ""}`;
+  const head = ["", "Measured", ...(plan ? ["Planned", "Of the plan"] : [])];
+  return [
+    names.length > 0 && el("section", {}, el("h2", {}, title), table(head, rows, { numbers: [1, 2, 3], label: title })),
+    explanation && el("details", {}, el("summary", {}, "Why this plan"), el("pre", {}, printable(explanation))),
+  ];
 }
 
 /** @param {string[]} advice */

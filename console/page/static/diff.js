@@ -5,7 +5,7 @@
 
 /** @typedef {{ kind: "same" | "removed" | "added", text: string }} Part */
 
-const MAX_EDITS = 1200;
+const MAX_EDITS = 600;
 
 /**
  * @param {string} before

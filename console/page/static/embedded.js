@@ -29,7 +29,8 @@ export function embeddedAnswer(path) {
   if (url.pathname === "/api/series") return heldSeries(held, run, url.searchParams);
   if (url.pathname === "/api/samples") return heldSamples(held, run, url.searchParams);
   const plain = held[`${url.pathname}?run=${run}`];
-  if (plain && url.pathname !== "/api/sample") return plain;
+  const isOfOne = url.pathname === "/api/sample" || url.searchParams.has("sample");
+  if (plain && !isOfOne) return plain;
   throw new Error(`This part of the run ${LEFT_OUT}`);
 }
 
@@ -52,7 +53,7 @@ const ORDERS = {
   best: (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity),
   worst: (a, b) => (a.score ?? Infinity) - (b.score ?? Infinity),
   longest: (a, b) => b.tokens - a.tokens,
-  changed: (a, b) => b.staleness - a.staleness,
+  changed: (a, b) => Math.abs(b.change ?? 0) - Math.abs(a.change ?? 0),
   order: () => 0,
 };
 

@@ -24,11 +24,22 @@ export function durationText(seconds) {
   if (size < 1) return `${numberText(seconds * 1e3)} ms`;
   if (size < 60) return `${Number(seconds.toPrecision(3))} s`;
   const whole = Math.round(seconds);
-  if (size < 3600) return `${Math.trunc(whole / 60)} min ${Math.abs(whole % 60)} s`;
+  if (size < 3600) return twoUnits(whole, 60, "min", "s");
   const minutes = Math.round(seconds / 60);
-  if (size < 86400) return `${Math.trunc(minutes / 60)} h ${Math.abs(minutes % 60)} min`;
+  if (size < 86400) return twoUnits(minutes, 60, "h", "min");
   const hours = Math.round(seconds / 3600);
-  return `${Math.trunc(hours / 24)} d ${Math.abs(hours % 24)} h`;
+  return twoUnits(hours, 24, "d", "h");
+}
+
+/**
+ * @param {number} small
+ * @param {number} each how many of the small unit the large one has
+ * @param {string} largeName
+ * @param {string} smallName
+ */
+function twoUnits(small, each, largeName, smallName) {
+  const rest = Math.abs(small % each);
+  return `${Math.trunc(small / each)} ${largeName}${rest ? ` ${rest} ${smallName}` : ""}`;
 }
 
 /**

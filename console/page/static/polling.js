@@ -2,6 +2,18 @@
 
 const FASTEST_MS = 3_000;
 const SLOWEST_MS = 15_000;
+const READING_MS = 700;
+
+/**
+ * Asks again soon while the server is still reading the files that an answer is made of.
+ * @param {Element} root asks no more once it left the page
+ * @param {any} answer `indexed`: which part is read, 0 to 1
+ * @param {() => Promise<void>} update
+ */
+export function askWhileReading(root, answer, update) {
+  if (answer.indexed === undefined || answer.indexed >= 1) return;
+  window.setTimeout(() => void (root.isConnected && update().catch(() => {})), READING_MS);
+}
 
 /**
  * Calls `ask` again and again: every 3 s while something changes, less often otherwise, never in a hidden tab.

@@ -31,17 +31,31 @@ export function sampleDetail(root, page) {
     }
     const { parameters } = readRoute();
     const run = chosenRun(page).index;
-    const sample = await load(query("/api/sample", { run, step, key }));
+    const sample = await load(query("/api/sample", { run, step, key, offset: parameters.token }));
     const against = parameters.against ? await otherAnswer(run, parameters.against) : null;
-    const state = JSON.stringify([parameters.against, parameters.colour]);
+    const state = JSON.stringify([parameters.against, parameters.colour, parameters.token]);
     if (sample === drawn && state === drawnFor) return;
     if (sample !== drawn) root.scrollTop = 0;
-    tokens.draw(sample.tokens ?? [], parameters.colour ?? "advantage");
+    tokens.draw(withAdvantage(sample), parameters.colour ?? "advantage");
     fill(root, ...sections(sample, { step, against, tokens, parameters, run }));
     drawn = sample;
     drawnFor = state;
   }
   return { update };
+}
+
+/**
+ * The tokens; where training gave them no advantages of their own, with the one that their sample has in its group.
+ * @param {any} sample
+ * @returns {import("./tokens.js").Token[]}
+ */
+function withAdvantage(sample) {
+  const tokens = sample.tokens ?? [];
+  const ofGroup = sample.group_advantage;
+  if (typeof ofGroup !== "number") return tokens;
+  return tokens.map((/** @type {any} */ token) =>
+    token.mask === 0 ? token : { ...token, advantage: token.advantage ?? ofGroup },
+  );
 }
 
 /**
@@ -58,21 +72,44 @@ async function otherAnswer(run, against) {
  * @param {{ step: string | undefined, against: any, tokens: TokenText, parameters: Record<string, string>, run: number }} how
  */
 function sections(sample, { step, against, tokens, parameters, run }) {
-  const back = addressOf("samples", { ...parameters, key: null, at: null, against: null });
+  const back = addressOf("samples", { ...parameters, key: null, at: null, against: null, token: null });
   return [
     el("a", { class: "back", href: back }, "‹ all samples"),
     el("h2", {}, printable(sample.key), step && el("small", {}, ` step ${step}`)),
-    scoreSection(sample.score ?? {}),
+    scoreSection(sample.score ?? {}, sample.group_advantage),
     section("Prompt", messages(sample.prompt ?? [])),
+    sample.answer && section("Reference answer", el("pre", { class: "text" }, printable(sample.answer))),
     section(
       "Completion",
       tokens.element,
+      moreTokens(sample, parameters),
       !sample.tokens?.length && el("pre", { class: "text" }, printable(sample.completion)),
     ),
-    sample.turns?.length > 0 && section("Turns", turnList(sample.turns)),
+    sample.turns?.length > 1 && section("Turns", turnList(sample.turns)),
     comparison(sample, against, parameters),
     section("Its life", life(sample, run, step)),
   ];
+}
+
+/**
+ * Links to the parts of a completion that is too long for one answer.
+ * @param {any} sample
+ * @param {Record<string, string>} parameters
+ */
+function moreTokens(sample, parameters) {
+  const [begin, count] = [sample.token_offset ?? 0, sample.tokens?.length ?? 0];
+  const total = sample.num_tokens ?? count;
+  if (count >= total) return null;
+  const link = (/** @type {string} */ text, /** @type {number} */ from) =>
+    el("a", { href: addressOf("samples", { ...parameters, token: from || null }) }, text);
+  return el(
+    "p",
+    { class: "muted" },
+    `Tokens ${begin + 1} to ${begin + count} of ${numberText(total)}. `,
+    begin > 0 && link("from the first", 0),
+    " ",
+    begin + count < total && link("the next ones", begin + count),
+  );
 }
 
 /**
@@ -83,8 +120,11 @@ function section(title, ...content) {
   return el("section", {}, el("h3", {}, title), ...content);
 }
 
-/** @param {any} score */
-function scoreSection(score) {
+/**
+ * @param {any} score
+ * @param {number | null | undefined} ofGroup the score less the mean of the sample's group
+ */
+function scoreSection(score, ofGroup) {
   const components = Object.entries(score.components ?? {});
   const details = Object.entries(score.details ?? {});
   const rows = [...components, ...details].map(([name, value]) => [printable(name), valueText(value)]);
@@ -96,9 +136,13 @@ function scoreSection(score) {
     el(
       "span",
       { class: "muted" },
-      [score.model && `by ${printable(score.model)}`, score.message && printable(score.message)]
+      [
+        score.model && `by ${printable(score.model)}`,
+        typeof ofGroup === "number" && `${ofGroup < 0 ? "" : "+"}${numberText(ofGroup)} in its group`,
+        score.message && printable(score.message),
+      ]
         .filter(Boolean)
-        .join(": "),
+        .join(", "),
     ),
     rows.length > 0 && table(["Part of the score", "Value"], rows, { numbers: details.length ? [] : [1] }),
   );

@@ -3,6 +3,7 @@
 import { choice, debounced, el, fill, notice } from "./dom.js";
 import { numberText, printable } from "./format.js";
 import { load, query } from "./load.js";
+import { askWhileReading } from "./polling.js";
 import { addressOf, changeRoute, readRoute } from "./route.js";
 import { chosenRun, runChoice } from "./runs.js";
 import { sampleDetail } from "./sample.js";
@@ -13,7 +14,7 @@ const SORTS = /** @type {[string, string][]} */ ([
   ["best", "best score"],
   ["worst", "worst score"],
   ["longest", "longest"],
-  ["changed", "most changed since sampled"],
+  ["changed", "prompts whose score changed most"],
   ["order", "as trained"],
 ]);
 
@@ -46,6 +47,7 @@ function showSamples(root, page) {
       listed = answer;
       listedFor = state;
     }
+    askWhileReading(root, answer, update);
     root.classList.toggle("has-key", Boolean(parameters.key));
     await one.update(parameters.at, parameters.key);
   }
@@ -88,6 +90,10 @@ function drawSampleControls(root, page, answer, parameters) {
 function stepChooser(answer) {
   if (!answer.steps_with_samples) return null;
   const [first, last] = answer.steps_with_samples;
+  /** @type {number[] | undefined} */
+  const steps = answer.steps;
+  const before = steps ? steps.findLast((each) => each < answer.step) : answer.step - 1;
+  const after = steps ? steps.find((each) => each > answer.step) : answer.step + 1;
   const go = (/** @type {number | null} */ step) =>
     changeRoute({
       step: step === null ? null : Math.max(first, Math.min(last, step)),
@@ -108,7 +114,7 @@ function stepChooser(answer) {
     el(
       "div",
       { class: "joined" },
-      button("‹", "Step before", answer.step - 1, answer.step <= first),
+      button("‹", "Step before", before ?? first, answer.step <= first),
       el("input", {
         id: "step",
         type: "number",
@@ -117,7 +123,7 @@ function stepChooser(answer) {
         value: answer.step,
         onchange: (/** @type {any} */ event) => go(Number(event.target.value)),
       }),
-      button("›", "Step after", answer.step + 1, answer.step >= last),
+      button("›", "Step after", after ?? last, answer.step >= last),
       button("newest", "Newest step", null, !readRoute().parameters.step),
     ),
   );
@@ -140,6 +146,9 @@ function drawList(root, answer, parameters) {
   fill(
     root,
     el("p", { class: "muted" }, `${offset + 1} to ${last} of ${answer.total.toLocaleString("en-US")}`),
+    answer.indexed < 1 && el("p", { class: "muted" }, readText(answer)),
+    answer.is_cut &&
+      el("p", { class: "muted" }, "The step has more samples than are listed: only its first ones are here."),
     el(
       "ol",
       {},
@@ -162,9 +171,14 @@ function drawList(root, answer, parameters) {
 function emptyText(answer, parameters) {
   if (parameters.search) return `No sample of step ${answer.step} holds "${parameters.search}".`;
   if (!answer.steps_with_samples) {
-    return "No samples are recorded. A run keeps them with `record=true`; a live run's broker holds those of its newest steps.";
+    return answer.indexed < 1 ? readText(answer) : "No samples are recorded. A run keeps them with `record: true`.";
   }
   return `Step ${answer.step} has no samples here.`;
+}
+
+/** @param {any} answer */
+function readText(answer) {
+  return `The recording is being read: ${Math.floor(100 * answer.indexed)} %.`;
 }
 
 /**
@@ -172,12 +186,16 @@ function emptyText(answer, parameters) {
  * @param {Record<string, string>} parameters
  */
 function row(sample, parameters) {
-  const staleness = sample.staleness ? `${numberText(sample.staleness)} stale` : "fresh";
+  const facts = [
+    `${numberText(sample.tokens)} tokens${sample.finish_reason === "length" ? ", cut off" : ""}`,
+    sample.staleness ? `${numberText(sample.staleness)} stale` : "fresh",
+    typeof sample.change === "number" && `its prompt ${sample.change < 0 ? "" : "+"}${numberText(sample.change)}`,
+  ];
   return el(
     "a",
     {
       class: "row",
-      href: addressOf("samples", { ...parameters, key: sample.key, at: sample.step, against: null }),
+      href: addressOf("samples", { ...parameters, key: sample.key, at: sample.step, against: null, token: null }),
       "aria-current": sample.key === parameters.key ? "true" : null,
     },
     el(
@@ -188,7 +206,7 @@ function row(sample, parameters) {
     el(
       "span",
       { class: "muted facts" },
-      `${numberText(sample.tokens)} tokens, ${staleness}`,
+      facts.filter(Boolean).join(", "),
       el("span", { class: "key" }, printable(sample.key)),
     ),
     el("span", { class: "prompt line" }, printable(sample.prompt)),

@@ -1,10 +1,11 @@
 /** Where does time go? A lane for each process, the critical path in a sentence, and shares of what is in view. */
 
 import { choice, debounced, el, fill, notice, table } from "./dom.js";
-import { durationText, printable, timeText } from "./format.js";
+import { durationText, printable, timeText, valueText } from "./format.js";
 import { KIND_NAMES, kindColour } from "./lane_kinds.js";
 import { LaneCanvas } from "./lanes.js";
 import { load, query } from "./load.js";
+import { askWhileReading } from "./polling.js";
 import { addressOf, changeRoute, noteInRoute, readRoute } from "./route.js";
 import { chosenRun, runChoice } from "./runs.js";
 
@@ -31,6 +32,7 @@ function showTime(root, page) {
   const controls = el("div", { class: "controls" });
   const sentence = el("p", { class: "sentence" });
   const facts = el("p", { class: "facts muted", "aria-live": "polite" });
+  const note = el("p", { class: "muted" });
   const legend = el("div", { class: "legend" });
   const shares = el("div", {});
   let timer = 0;
@@ -42,7 +44,8 @@ function showTime(root, page) {
     },
     onPoint: (span) => drawFacts(facts, page, span),
   });
-  fill(root, controls, sentence, lanes.element, legend, facts, shares);
+  const events = el("div", {});
+  fill(root, controls, sentence, lanes.element, note, legend, facts, events, shares);
   /** @type {any} */
   let drawn = null;
   let drawnFor = "";
@@ -52,7 +55,8 @@ function showTime(root, page) {
     const run = chosenRun(page).index;
     const { from, to, sample, at } = parameters;
     const whole = await load(query("/api/lanes", { run, from, to }));
-    const life = sample ? await load(query("/api/sample", { run, step: at, key: sample })) : null;
+    askWhileReading(root, whole, update);
+    const life = sample ? await lifeOf(run, sample, at) : null;
     const state = JSON.stringify([run, from, to, sample, parameters.lanes]);
     if (whole === drawn && state === drawnFor) return;
     drawn = whole;
@@ -64,8 +68,17 @@ function showTime(root, page) {
     drawTimeControls(controls, page, answer, lanes);
     fill(sentence, answer.sentence ? printable(answer.sentence) : "");
     sentence.hidden = !answer.sentence;
+    fill(
+      note,
+      [
+        answer.note && printable(answer.note),
+        answer.indexed < 1 && `traces read so far: ${Math.floor(100 * answer.indexed)} %`,
+      ]
+        .filter(Boolean)
+        .join("; "),
+    );
     lanes.element.hidden = !answer.lanes.length;
-    lanes.draw(life ? [sampleLane(life), ...answer.lanes] : answer.lanes, {
+    lanes.draw([...(life?.lanes ?? []), ...answer.lanes], {
       from: Number(from ?? answer.from),
       to: Number(to ?? answer.to),
       begin: answer.begin,
@@ -73,6 +86,7 @@ function showTime(root, page) {
       sample: sample ?? null,
     });
     drawKinds(legend, answer);
+    drawEvents(events, life);
     drawShares(shares, answer);
   }
 
@@ -94,10 +108,17 @@ function isWanted(lane, text) {
 }
 
 /**
- * The times of one sample as a lane above the others.
- * @param {any} sample
+ * The life of one sample as lanes: as it was traced, else by the times that its recording holds.
+ * @param {number} run
+ * @param {string} key
+ * @param {string | undefined} step
+ * @returns {Promise<{ lanes: any[], events: any[] }>}
  */
-function sampleLane(sample) {
+async function lifeOf(run, key, step) {
+  const traced = await load(query("/api/lanes", { run, sample: key })).catch(() => null);
+  const named = (/** @type {any} */ lane) => ({ ...lane, name: `its ${lane.name}` });
+  if (traced?.lanes.length) return { lanes: traced.lanes.map(named), events: traced.events ?? [] };
+  const sample = await load(query("/api/sample", { run, step, key }));
   const { submit_s, lease_s, finish_s, score_s, trained_s } = sample.times ?? {};
   const stages = [
     [submit_s, lease_s, "queued", "waits for a generator"],
@@ -105,8 +126,30 @@ function sampleLane(sample) {
     [finish_s, score_s, "scoring", "is scored"],
     [score_s, trained_s, "waiting", "waits for training"],
   ];
-  const spans = stages.filter(([from, to]) => from && to && to >= from).map((stage) => [...stage, sample.key]);
-  return { name: `sample ${sample.key}`, kind: "sample", spans };
+  const spans = stages.filter(([from, to]) => from && to && to >= from).map((stage) => [...stage, key]);
+  return { lanes: [{ name: `sample ${key}`, kind: "sample", spans }], events: [] };
+}
+
+const MAX_EVENTS = 200;
+
+/**
+ * What happened to the sample: its chunks with their versions, its moves.
+ * @param {Element} root
+ * @param {{ lanes: any[], events: any[] } | null} life
+ */
+function drawEvents(root, life) {
+  const events = life?.events.slice(0, MAX_EVENTS) ?? [];
+  if (!life || !events.length) {
+    fill(root);
+    return;
+  }
+  const start_s = Math.min(...life.lanes.flatMap((lane) => lane.spans.map((/** @type {any} */ span) => span[0])));
+  const rows = events.map(([at_s, name, attributes]) => [
+    durationText(at_s - start_s),
+    printable(name),
+    valueText(attributes),
+  ]);
+  fill(root, table(["After", "Event of the sample", ""], rows, { numbers: [0] }));
 }
 
 /**

@@ -6,7 +6,7 @@ import { changeRoute } from "./route.js";
 
 /**
  * @typedef {object} Token
- * @property {string} text
+ * @property {string | null} text null without a tokenizer
  * @property {number} id
  * @property {number | null} logprob nats, of the engine that sampled it
  * @property {number | null} trainer_logprob
@@ -92,7 +92,7 @@ export class TokenText {
           "data-index": index,
           class: [this.shade?.(token), token.mask === 0 || token.mask === false ? "given" : ""].join(" "),
         },
-        printable(token.text),
+        tokenText(token),
       ),
     );
     const rest = this.tokens.length - count;
@@ -132,7 +132,7 @@ export class TokenText {
       typeof token.staleness === "number" && `${token.staleness} stale`,
       (token.mask === 0 || token.mask === false) && "given, not trained on",
     ];
-    fill(this.facts, el("code", {}, JSON.stringify(printable(token.text))), " ", facts.filter(Boolean).join(", "));
+    fill(this.facts, el("code", {}, JSON.stringify(tokenText(token))), " ", facts.filter(Boolean).join(", "));
   }
 
   /** @param {KeyboardEvent} event */
@@ -151,6 +151,11 @@ export class TokenText {
     this.point(Math.max(0, Math.min(last, this.at + steps)));
     this.text.querySelector(".pointed")?.scrollIntoView({ block: "nearest" });
   }
+}
+
+/** @param {Token} token @returns {string} its id where no tokenizer is at hand */
+function tokenText(token) {
+  return token.text === null ? `[${token.id}]` : printable(token.text);
 }
 
 /**
@@ -172,7 +177,8 @@ function shades(tokens, valueOf, colour) {
   const least = values.reduce((a, b) => Math.min(a, b));
   const most = values.reduce((a, b) => Math.max(a, b));
   const meaning = least === most ? `everywhere ${numberText(least)}` : `${numberText(least)} to ${numberText(most)}`;
-  const size = Math.max(Math.abs(least), Math.abs(most)) || 1;
+  // Advantages are shown on the scale of 1, so that a weak one looks weak.
+  const size = Math.max(Math.abs(least), Math.abs(most), colour === "advantage" ? 1 : 0) || 1;
   const classOf = (/** @type {Token} */ token) => {
     const value = valueOf(token);
     if (value === null || !Number.isFinite(value)) return "";
