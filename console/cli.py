@@ -294,15 +294,23 @@ def logs(
     service: Annotated[str | None, typer.Argument(metavar="[SERVICE]", help="One service; all if omitted.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue as lines are written.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Last lines of each.")] = 20,
+    sample: Annotated[
+        str | None,
+        typer.Option("--sample", metavar="GROUP/INDEX", help="Follow one sample through every service, in order."),
+    ] = None,
 ) -> int:
     """Show the logs of a local run's services.
 
     Examples:
       penstock logs runs/run-20260101-120000
       penstock logs runs/run-20260101-120000 generator-0 -f
+      penstock logs runs/run-20260101-120000 --sample 0-17/3
     """
     from console.inspect.local_runs import logs_command
+    from console.inspect.sample_log import sample_log_command
 
+    if sample is not None:
+        return sample_log_command(run_dir, sample)
     return logs_command(run_dir, service, follow=follow, num_lines=lines)
 
 

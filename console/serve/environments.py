@@ -19,11 +19,12 @@ from penstock.process.log_setup import configure_logging
 from penstock.rewards.verdicts import CheckStatus
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
+from penstock.tracing.settings import run_of
 
 
 def serve_environment(target: str, *, listen: str, max_sessions: int, max_idle_s: float) -> None:
     """Serve a class until SIGTERM or SIGINT. Raises ConfigError."""
-    configure_logging("environment")
+    configure_logging("environment", run_id=run_of())
     tracing.configure("environment", instance="environment")
     as_address(listen)
     try:

@@ -17,6 +17,7 @@ from penstock.config import ConfigError, StrictModel, apply_overrides, read_docu
 from penstock.network.rpc import PortUnavailableError
 from penstock.notices.watch import NoticeSources, heed
 from penstock.process.log_setup import LogFormat, configure_logging
+from penstock.tracing.settings import run_of
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 _Choice = TypeVar("_Choice", bound=str)
@@ -58,15 +59,17 @@ def serve_command(
     """Load the configuration and serve until SIGTERM, SIGINT or a notice. Raises ConfigError."""
     service = _choice(kind, tuple(ServiceKind), "service")
     config = load_service_config(service, path, overrides, listen=listen)
+    run_id = getattr(config, "run_id", "") or run_of()
     configure_logging(
         name or service,
+        run_id=run_id,
         level=_choice(level, get_args(LogLevel), "--log-level"),
         log_format=_choice(log_format, get_args(LogFormat), "--log-format"),
     )
     # torch and vLLM write to any stream; a line cut by a crash is better than a lost one.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     watch_launcher()
-    tracing.configure(service.value, instance=name or service.value, run_id=getattr(config, "run_id", ""))
+    tracing.configure(service.value, instance=name or service.value, run_id=run_id)
     serve = _entry(service)
     heed(notices)
     try:

@@ -8,12 +8,16 @@ from typing import Any, Literal
 import structlog
 
 from penstock.process.log_limits import SOURCE, BoundedLines, GuardedStderr
+from penstock.tracing.context import current
 
 LogFormat = Literal["text", "json"]
 
 
-def configure_logging(service: str, *, level: str = "info", log_format: LogFormat = "text") -> None:
-    """Send this process's logs to stderr, each line naming the service; call once, first thing.
+def configure_logging(service: str, *, run_id: str = "", level: str = "info", log_format: LogFormat = "text") -> None:
+    """Send this process's logs to stderr, each line naming the service, and its run if it has one; call once, first.
+
+    Lines about a call or a piece of work that is traced have its `trace_id`; those about a sample `group_id` and
+    `sample_index`.
 
     Log records of libraries (aiohttp, grpc, asyncio) go the same way from warnings on, bounded by `log_limits`.
     """
@@ -24,6 +28,7 @@ def configure_logging(service: str, *, level: str = "info", log_format: LogForma
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            _add_trace,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             BoundedLines([structlog.processors.format_exc_info, renderer]),
@@ -33,10 +38,17 @@ def configure_logging(service: str, *, level: str = "info", log_format: LogForma
         # Loggers are made at each call, so that a later change of the configuration takes effect.
         cache_logger_on_first_use=False,
     )
-    structlog.contextvars.bind_contextvars(service=service)
+    structlog.contextvars.bind_contextvars(service=service, **({"run_id": run_id} if run_id else {}))
     root = logging.getLogger()
     root.handlers = [each for each in root.handlers if not isinstance(each, _LibraryHandler)]
     root.addHandler(_LibraryHandler(logging.WARNING))
+
+
+def _add_trace(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    context = current()
+    if context is not None:
+        event["trace_id"] = f"{context.trace_id:032x}"
+    return event
 
 
 class _LibraryHandler(logging.Handler):

@@ -51,6 +51,12 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> TraceSettings:
     return TraceSettings(folder=Path(folder) if folder else None, exports=exports, ratio=_ratio(environment))
 
 
+def run_of(environment: Mapping[str, str] = os.environ) -> str:
+    """The run that the process's launcher says it serves; empty if none."""
+    pairs = (pair.partition("=") for pair in environment.get(RESOURCE_VARIABLE, "").split(","))
+    return next((value for name, _, value in pairs if name.strip() == RUN_ATTRIBUTE), "")
+
+
 def _ratio(environment: Mapping[str, str]) -> float:
     text = environment.get(RATIO_VARIABLE) or str(DEFAULT_RATIO)
     try:

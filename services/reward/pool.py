@@ -139,7 +139,7 @@ class ScoringPool:
 
         def complete(results: Sequence[broker_pb2.ScoreResult]) -> None:
             for result in results:
-                self._complete(result.score, self._monotonic_s() - started_s)
+                self._complete(result, self._monotonic_s() - started_s)
             answer(results)
 
         faults = {} if self._texts is None else await self._texts.read(leases)
@@ -286,12 +286,15 @@ class ScoringPool:
             monotonic_s=self._monotonic_s,
         )
 
-    def _complete(self, score: types_pb2.Score, latency_s: float) -> None:
+    def _complete(self, result: broker_pb2.ScoreResult, latency_s: float) -> None:
+        score, key = result.score, result.key
         score.model = score.model or self._model.name
         score.latency.FromNanoseconds(int(latency_s * 1e9))
         status = types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_").lower()
         SCORES.labels(self._model.name, status).inc()
         if score.status not in (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_ABSTAINED):
+            ids = {"group_id": key.group_id, "sample_index": key.sample_index}
+            _log.info("sample not scored", status=status, message=score.message, **ids)
             self._note_unscored(status, score.message)
 
     def _note_unscored(self, status: str, message: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import structlog
+
 from penstock import tracing
 from penstock.tracing.counters import LOST
 from services.broker.records.ended import Ended
@@ -17,6 +19,8 @@ from services.broker.traces.spans import Life, group_spans, kept_indices, sample
 
 TAIL_SAMPLES_PER_S, MAX_TAIL_SAMPLES = 5.0, 200.0
 """Samples of a run that a process traces because they failed or were slow, beside the sampled ones."""
+
+_log = structlog.get_logger()
 
 
 class Lives:
@@ -40,6 +44,14 @@ class Lives:
         life = Life(run_id=self._run_id, group=group, end_s=now_s, reason=ended.reason, history=history)
         is_sampled = bool(group.traceparent) and life.context.is_sampled
         if ended.sample is not None:
+            _log.info(
+                "sample failed",
+                run_id=self._run_id,
+                group_id=group.group_id,
+                sample_index=ended.index,
+                attempt=ended.sample.attempt,
+                reason=ended.reason,
+            )
             if is_sampled or self._affords(1):
                 for span in sample_spans(life, ended.sample, ended.index, is_failed=True):
                     tracing.record(span)

@@ -223,7 +223,7 @@ class Rollouts:
         work = self._works.get(lease_id)
         if work is None:
             return
-        _log.info("sample dropped", lease_id=lease_id, reason=reason)
+        _log.info("sample dropped", lease_id=lease_id, reason=reason, **_named(work))
         if work.trace is not None:
             work.trace.end(reason, is_failure=True)
         work.stream.discard()
@@ -423,8 +423,7 @@ class Rollouts:
         return token_ids
 
     def _log_failed(self, work: _Work, reason: str) -> None:
-        key = work.lease.key
-        _log.warning("sample failed", group_id=key.group_id, sample_index=key.sample_index, reason=reason)
+        _log.warning("sample failed", reason=reason, **_named(work))
 
     def _give_back(self, work: _Work) -> None:
         work.is_finished = True
@@ -448,6 +447,11 @@ class Rollouts:
     def _note_if_empty(self) -> None:
         if self.is_empty:
             self._empty.set()
+
+
+def _named(work: _Work) -> dict[str, str | int]:
+    key = work.lease.key
+    return {"group_id": key.group_id, "sample_index": key.sample_index}
 
 
 def _status_of(score: types_pb2.Score | None) -> str:

@@ -1,0 +1,1 @@
+"""Spans: ids, settings, files."""
