@@ -172,9 +172,7 @@ class Dialogue:
             token_ids=int32_bytes(list(sampled)) if self._wants_token_ids else b"",
         )
         response = await self._step(request)
-        if response.status not in _OK:
-            message = response.message or "the environment gave no reason"
-            raise EnvironmentFaultError(message, status=response.status)
+        _check(response)
         self._state.taken.append(_Taken(request, response))
         is_cut_off = reason == types_pb2.FINISH_REASON_LENGTH
         if response.done or is_cut_off or self.num_turns >= self._max_turns:
@@ -257,6 +255,7 @@ class Dialogue:
             except (UnknownSessionError, TurnConflictError):
                 await self._replay(restarts=True)
                 return
+            _check(response)
             if response != taken.response:
                 raise _diverged(f"turn {taken.request.turn}: its answer differs from the recorded one")
 
@@ -288,6 +287,12 @@ def _rest(given: Sequence[int], recorded: Sequence[int], *, is_last: bool, where
     if known != tuple(recorded):
         raise _diverged(f"{where} differs from the recorded one")
     return tuple(given[len(recorded) :])
+
+
+def _check(response: environment_pb2.StepResponse) -> None:
+    if response.status not in _OK:
+        message = response.message or "the environment gave no reason"
+        raise EnvironmentFaultError(message, status=response.status)
 
 
 def _diverged(message: str) -> EnvironmentFaultError:

@@ -41,7 +41,7 @@ class Plus(Environment):
         Plus.log.append((self.session_id, action.turn, action.text))
         if Plus.hold is not None:
             await Plus.hold.wait()
-        if Plus.is_broken and action.turn == 1:
+        if Plus.is_broken:
             raise ConnectionError("the store is away")
         self.num_turns += 1
         assert self.num_turns == action.turn + 1
@@ -225,12 +225,14 @@ async def test_a_session_is_bounded_in_turns_tokens_and_time(bench):
 
 async def test_samples_wait_by_name_for_an_environment_that_answers_with_errors(bench):
     engine = ScriptedEngine()
-    Plus.is_broken = True
     async with running(bench, engine, max_concurrent_samples=24, max_retries=20):
         samples = [submit(bench, f"g{number}") for number in range(20)]
-        for number, token in ((0, 10), (1, 11)):
-            for sample in samples:
-                await turn(engine, sample, number, token, STOP_TOKEN)
+        for sample in samples:
+            await turn(engine, sample, 0, 10, STOP_TOKEN)
+        await until(lambda: len([name for name in engine.requests if name.endswith(":1")]) == 20, timeout_s=40)
+        Plus.is_broken = True
+        for sample in samples:
+            await turn(engine, sample, 1, 11, STOP_TOKEN)
         await until(lambda: "raised ConnectionError" in bench.broker.beats[-1].warning, timeout_s=40)
         assert "waiting for environment" in bench.broker.beats[-1].warning
         assert "FAILED for" in bench.broker.beats[-1].warning
