@@ -65,7 +65,8 @@ def write_deployment(
         engine: One of `ENGINES`.
         run: The run's own configuration.
         address: Reaches every machine, to try the plan on one; None: each is reached under its own name.
-        head_address: Where other sites reach the head, for engines that do not know it by its name.
+        head_address: Where other sites reach the head, for engines that do not know it by its name; with a comma
+            behind it where they reach each machine without GPUs that the plan uses.
         moves_trainer: Whether revisions may move the trainer, through `run.checkpoint_storage`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -155,8 +155,8 @@ class Deployment:
     """Files of all sites, by path: SITE/NAME."""
     weight_bytes: float
     """Of the model."""
-    head_address: str | None
-    """Where other sites reach the head, if that is stated."""
+    public: Mapping[str, str]
+    """Where other sites reach the machines of `center_hosts`, by their names; empty if that is not stated."""
     has_storage: bool = False
     """Whether checkpoints are copied to object storage, so that machines that train need share no folder."""
     moving_by: str | None = None
@@ -170,6 +170,11 @@ class Deployment:
     def head(self) -> Host:
         """The machine of the run, and of its services but those that the plan has elsewhere."""
         return self.hosts[0]
+
+    @property
+    def center_hosts(self) -> list[Host]:
+        """The machines that services of the run are on: the head, then those without GPUs."""
+        return [self.head, *(host for host in self.hosts if isinstance(host.kind, HostClass))]
 
     @property
     def training(self) -> list[Host]:

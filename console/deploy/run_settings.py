@@ -15,7 +15,7 @@ from penstock.config import ConfigError, Document
 from penstock.storage.addresses import looks_like_address
 from services.generator.engines.registry import DEFAULT_ENGINE, ENGINES
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument, host_classes
+from services.scheduler.problem.plan_document import PlanDocument, host_classes, node_classes
 from services.scheduler.problem.problem import Problem
 
 DATA = PurePath("/data")
@@ -50,12 +50,14 @@ def check_moves(run: Document) -> None:
 def check_center(problem: Problem, plan: PlanDocument) -> None:
     """Raise ConfigError where broker or scheduler stand on a machine on which nothing would start them."""
     head = plan.train[0].node
+    region = node_classes(problem)[head].region
+    beside = [name for name, host in host_classes(problem).items() if host.region == region]
     for service, machine in plan.center.items():
-        if machine != head and machine not in host_classes(problem):
+        if machine not in (head, *beside):
             field = "broker.node" if service == "broker" else service
             raise ConfigError(
-                f"{field}: {machine}; the {service} stands on the head, {head}, or on a machine without GPUs: name one "
-                "of `hosts` of the problem"
+                f"{field}: {machine}; the {service} stands on the head or on a machine without GPUs of {region}: name "
+                f"{' or '.join((head, *beside[:8]))}, or add one to `hosts` of the problem"
             )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from console.deploy.configurations import Configurations
 from console.deploy.description import PORTS, REDIS_MEMORY_GIB, Deployment, Host, Service, memory_gib
 from console.deploy.environments import NAME as ENVIRONMENT
 from console.deploy.environments import stated_environment
 from console.deploy.nodes import Machine
 from console.deploy.trainers import TrainingMachine
+from penstock.config import ConfigError
 from penstock.security.plain_text import INSECURE_VARIABLE
 from services.scheduler.problem.plan_document import host_classes, node_classes
 
@@ -28,7 +31,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
         # Tried on one host, the head's trainer starts all processes.
         if (services := tuple(_services(made, name)))
     ]
-    return Deployment(
+    found = Deployment(
         run_id=made.config["run"]["id"],
         center=made.center,
         layout=made.layout,
@@ -36,12 +39,25 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
         has_certificates=made.has_certificates,
         configurations=made.files(),
         weight_bytes=_weight_bytes(made),
-        head_address=head_address,
+        public={},
         has_storage=made.config["run"].get("checkpoint_storage") is not None,
         serves_environment=made.serves_environment,
         critic_on=None if made.plan.critic is None else made.plan.critic.node,
         moving_by=str(made.config["run"]["checkpoint_storage"]) if made.moves_trainer else None,
     )
+    return replace(found, public=_public(found, head_address))
+
+
+def _public(deployment: Deployment, stated: str | None) -> dict[str, str]:
+    """Addresses of the machines that other sites reach, by machine."""
+    names = [host.name for host in deployment.center_hosts]
+    addresses = stated.split(",") if stated else []
+    if addresses and len(addresses) != len(names):
+        raise ConfigError(
+            f"--head: {stated} names {len(addresses)} machines, and other sites reach {' and '.join(names)}; name "
+            f"{len(names)} in this order, with commas between them"
+        )
+    return dict(zip(names, addresses, strict=False))
 
 
 def _services(made: Configurations, name: str) -> list[Service]:

@@ -35,7 +35,12 @@ DeployAddress = Annotated[
     str | None, typer.Option("--address", help="With --deploy: address of all machines, to try the plan on one.")
 ]
 DeployHead = Annotated[
-    str | None, typer.Option("--head", metavar="HOST", help="With --deploy: where other sites reach the head.")
+    str | None,
+    typer.Option(
+        "--head",
+        metavar="HOST",
+        help="With --deploy: where other sites reach the head; HEAD,BROKER if the plan has the broker apart.",
+    ),
 ]
 MovesTrainer = Annotated[
     bool, typer.Option("--moves-trainer", help="With --deploy: revisions may move the trainer to any machine.")

@@ -1,8 +1,9 @@
 """Writes Kubernetes objects for each site's cluster, joined by a kustomization.
 
 The head is one pod, so that its services share volumes of one machine: Redis, broker, scheduler and reward worker are
-sidecars of the trainer, which start in that order, one after the other is ready, and end after it. Where several
-machines train, each other one has a pod of its own, and torchrun's processes meet through a headless Service.
+sidecars of the trainer, which start in that order, one after the other is ready, and end after it. Those that the plan
+has on a machine without GPUs are a pod there. Where several machines train, each other one has a pod of its own, and
+torchrun's processes meet through a headless Service.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from console.deploy.description import PORTS, USER_ID, Deployment, Files, Host, Service, without_empty
 from console.deploy.engines.kubernetes_access import budgets, network_policies, services
 from console.deploy.engines.kubernetes_names import (
+    CENTER,
     CONFIGURATION,
     ENVIRONMENT_CERTIFICATE,
     NAMESPACE,
@@ -57,7 +59,7 @@ Volumes are ReadWriteOnce, each machine's own.{far}
 _SECRET = "kubectl -n {namespace} create secret generic {name} --from-file=certificates/{host}   # site {site}\n"
 _FAR = """
 
-Other sites reach the head at {address}: point that name at the LoadBalancer of the Service `{head}` of site {site}."""
+Other sites reach {host} at {address}: point that name at the LoadBalancer of the Service `{host}` of site {site}."""
 
 
 def kubernetes_files(deployment: Deployment) -> Files:
@@ -103,18 +105,24 @@ def _check(deployment: Deployment) -> None:
                     f"nodes: {name!r} cannot name a Kubernetes object; use at most 46 lowercase letters, digits and "
                     "dashes, a letter first"
                 )
+    _check_addresses(deployment)
+
+
+def _check_addresses(deployment: Deployment) -> None:
     far = [site for site in deployment.sites if site != deployment.head.site]
-    if far and deployment.head_address is None:
+    if far and not deployment.public:
+        centers = [host.name for host in deployment.center_hosts]
         raise ConfigError(
-            f"--head: required, since the cluster of {far[0]} cannot resolve {deployment.head.name} of "
-            f"{deployment.head.site}; name the DNS name at which it reaches the head"
+            f"--head: required, since the cluster of {far[0]} cannot resolve {' and '.join(centers)} of "
+            f"{deployment.head.site}; name the DNS name at which it reaches "
+            f"{'the head' if len(centers) == 1 else 'each, in this order, with commas'}"
         )
-    if deployment.head_address is not None and deployment.head_address.replace(".", "").isdecimal():
-        raise ConfigError(f"--head: {deployment.head_address} is an address; Kubernetes takes a DNS name here")
+    for address in deployment.public.values():
+        if address.replace(".", "").isdecimal():
+            raise ConfigError(f"--head: {address} is an address; Kubernetes takes a DNS name here")
 
 
 def _steps(deployment: Deployment) -> str:
-    head = deployment.head
     secrets = far = ""
     if deployment.has_certificates:
         secrets = "".join(
@@ -123,9 +131,12 @@ def _steps(deployment: Deployment) -> str:
         )
     if deployment.has_certificates and deployment.serves_environment:
         names = {"namespace": NAMESPACE, "name": ENVIRONMENT_CERTIFICATE, "host": ENVIRONMENT}
-        secrets += _SECRET.format(site=head.site, **names)
+        secrets += _SECRET.format(site=deployment.head.site, **names)
     if len(deployment.sites) > 1:
-        far = _FAR.format(address=deployment.head_address, head=head.name, site=head.site)
+        far = "".join(
+            _FAR.format(address=deployment.public[host.name], host=host.name, site=host.site)
+            for host in deployment.center_hosts
+        )
     return _STEPS.format(namespace=NAMESPACE, secrets=secrets, far=far)
 
 
@@ -147,11 +158,13 @@ def _network(deployment: Deployment, site: str) -> list[Object]:
 
 
 def _claims(deployment: Deployment, host: Host) -> list[Object]:
-    """Volumes that outlive pods: model and data of every machine; Redis and the runs of the head."""
+    """Volumes that outlive pods: model and data of every machine, Redis, the runs of the head, forecasts of lengths."""
     weights_gib = deployment.weight_bytes / _GIB
-    sizes = {"data": 10 + 2 * weights_gib}
+    sizes = {"data": 10 + 2 * weights_gib} if host.all_gpus else {"data": 10.0, "runs": 10.0}
+    if host.has("redis"):
+        sizes["redis"] = 20
     if host.name == deployment.head.name:
-        sizes |= {"redis": 20, "runs": 50 + 24 * weights_gib}
+        sizes["runs"] = 50 + 24 * weights_gib
     return [
         {
             "apiVersion": "v1",
@@ -172,14 +185,13 @@ def _workloads(deployment: Deployment, host: Host) -> list[Object]:
     center = [each for each in host.services if each.kind not in ("run", "node")]
     if center:
         pod = _pod(deployment, host, center[:-1], center[-1])
-        component = "head" if host.name == deployment.head.name else TRAINER
+        component = CENTER if not host.all_gpus else "head" if host.name == deployment.head.name else TRAINER
         found.append(_deployment(host, host.name, component, pod))
     for service in host.services:
-        pod = _pod(deployment, host, [], service)
         if service.kind == "node":
-            found.append(_deployment(host, service.name, "node", pod))
+            found.append(_deployment(host, service.name, "node", _pod(deployment, host, [], service)))
         elif service.kind == "run":
-            found.append(_job(host, service, pod))
+            found.append(_job(host, service, _pod(deployment, host, [], service)))
     return found
 
 
@@ -241,13 +253,13 @@ def _pod(deployment: Deployment, host: Host, sidecars: list[Service], main: Serv
             *({**_container(deployment, host, each), "restartPolicy": "Always"} for each in sidecars),
         ],
         "containers": [_container(deployment, host, main)],
-        "volumes": _volumes(deployment, host, main),
+        "volumes": _volumes(deployment, host, together),
     }
 
 
 def _wait(deployment: Deployment, host: Host, name: str) -> Object:
-    """Until a service of the head is healthy."""
-    target = f"{deployment.head.address}:{PORTS[name]}"
+    """Until a service of the run is healthy."""
+    target = deployment.center[name]
     loop = f"until python -m penstock.healthcheck {target}; do sleep 5; done"
     service = next(each for each in host.services if each.kind == "run")
     return {**_container(deployment, host, service), "name": f"wait-{name}", "command": ["sh", "-c", loop], "args": []}
@@ -307,23 +319,23 @@ def _probes(command: list[str]) -> Object:
     return {"startupProbe": starts, "readinessProbe": {**probe, "failureThreshold": 4}}
 
 
-def _volumes(deployment: Deployment, host: Host, main: Service) -> list[Object]:
-    is_head = host.name == deployment.head.name
+def _volumes(deployment: Deployment, host: Host, together: list[Service]) -> list[Object]:
+    keeps_runs = host.name in {each.name for each in deployment.center_hosts}
 
     def claimed(what: str) -> Object:
         return {"name": what, "persistentVolumeClaim": {"claimName": claim(host, what)}}
 
     found: list[Object] = [{"name": "configuration", "configMap": {"name": CONFIGURATION}}, claimed("data")]
-    found.append(claimed("runs") if is_head else {"name": "runs", "emptyDir": {}})
-    if main.kind == "trainer" and is_head:
+    found.append(claimed("runs") if keeps_runs else {"name": "runs", "emptyDir": {}})
+    if any(service.kind == "redis" for service in together):
         found.append(claimed("redis"))
     if deployment.has_certificates:
         secret = {"secretName": certificate(host), "defaultMode": 0o440}
         found.append({"name": "certificate", "secret": secret})
-    if deployment.has_certificates and deployment.serves_environment and main.kind == "trainer" and is_head:
+    if deployment.has_certificates and any(service.is_foreign for service in together):
         secret = {"secretName": ENVIRONMENT_CERTIFICATE, "defaultMode": 0o440}
         found.append({"name": "environment", "secret": secret})
-    if main.gpus:
+    if together[-1].gpus:
         found.append({"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}})
     return found
 

@@ -5,38 +5,59 @@ from __future__ import annotations
 from typing import Any
 
 from console.deploy.description import PORTS, Deployment, Host
-from console.deploy.engines.kubernetes_names import COMPONENT_LABEL, NAME_LABEL, TRAINER, labels, metadata, ranks
+from console.deploy.engines.kubernetes_names import (
+    CENTER,
+    COMPONENT_LABEL,
+    NAME_LABEL,
+    TRAINER,
+    labels,
+    metadata,
+    ranks,
+)
 from console.deploy.nodes import FIRST_GENERATOR_PORT
 
 Object = dict[str, Any]
-_PUBLIC = ("broker", "trainer", "weights", "scheduler")
-"""What generators call, beside an environment."""
-
-
-def _ports(deployment: Deployment) -> list[str]:
-    """The head's services that generators call."""
-    return [*_PUBLIC, *(["environment"] if deployment.serves_environment else [])]
+_PUBLIC = ("broker", "trainer", "weights", "scheduler", "environment")
+"""What generators call."""
+_LOCAL = (*_PUBLIC, "reward")
+_SERVED_BY = {"weights": "trainer"}
+"""The service of a port, where that is not its name."""
 
 
 def services(deployment: Deployment, site: str) -> list[Object]:
-    """Each machine under its name: the head's services, and relays of machines at other sites."""
+    """Each machine under its name: the run's services, and relays of machines at other sites."""
     head = deployment.head
     if site != head.site:
-        address = {"type": "ExternalName", "externalName": deployment.head_address}
-        return [_service(head, address), *(_relay(host) for host in deployment.at(site))]
-    is_public = len(deployment.sites) > 1
-    spec = {
-        "type": "LoadBalancer" if is_public else "ClusterIP",
-        "selector": labels(head, "head"),
-        # A trainer whose broker is away is not ready, and is still asked and stopped.
-        "publishNotReadyAddresses": True,
-        "ports": [{"name": name, "port": PORTS[name]} for name in (*_ports(deployment), "reward")],
-    }
-    found = [_service(head, spec)]
+        centers = [
+            _service(host, {"type": "ExternalName", "externalName": deployment.public[host.name]})
+            for host in deployment.center_hosts
+        ]
+        return [*centers, *(_relay(host) for host in deployment.at(site))]
+    found = [_service(host, _center(deployment, host)) for host in deployment.center_hosts]
     if len(deployment.training) > 1:
         headless = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(head, "head")}
         found.append({"apiVersion": "v1", "kind": "Service", "metadata": metadata(ranks(head), head), "spec": headless})
     return found
+
+
+def _center(deployment: Deployment, host: Host) -> Object:
+    """How a machine with services of the run is reached."""
+    return {
+        "type": "LoadBalancer" if len(deployment.sites) > 1 else "ClusterIP",
+        "selector": _center_labels(deployment, host),
+        # A trainer whose broker is away is not ready, and is still asked and stopped.
+        "publishNotReadyAddresses": True,
+        "ports": [{"name": name, "port": PORTS[name]} for name in _ports(host, _LOCAL)],
+    }
+
+
+def _center_labels(deployment: Deployment, host: Host) -> dict[str, str]:
+    return labels(host, "head" if host.name == deployment.head.name else CENTER)
+
+
+def _ports(host: Host, names: tuple[str, ...]) -> list[str]:
+    """Those of the names that are served on a machine."""
+    return [name for name in names if host.has(_SERVED_BY.get(name, name))]
 
 
 def _service(host: Host, spec: Object) -> Object:
@@ -53,14 +74,7 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
     """Nothing reaches a pod but what is named here."""
     found = [_policy("nobody", dict(NAME_LABEL), [])]
     if site == deployment.head.site:
-        ours = [{"podSelector": {"matchLabels": NAME_LABEL}}]
-        rules: list[Object] = [
-            {"from": ours, "ports": [{"port": PORTS[name]} for name in (*_ports(deployment), "reward")]}
-        ]
-        if len(deployment.sites) > 1:
-            # Other sites, by their certificates.
-            rules.append({"ports": [{"port": PORTS[name]} for name in _ports(deployment)]})
-        found.append(_policy("head", labels(deployment.head, "head"), rules))
+        found += [_center_policy(deployment, host) for host in deployment.center_hosts]
         return [*found, _ranks_policy()] if len(deployment.training) > 1 else found
     last = FIRST_GENERATOR_PORT + 2 * max(host.all_gpus for host in deployment.at(site)) - 1
     nodes = {**NAME_LABEL, COMPONENT_LABEL: "node"}
@@ -69,6 +83,16 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
         "ports": [{"port": FIRST_GENERATOR_PORT, "endPort": last}],
     }
     return [*found, _policy("relays", nodes, [relays])]
+
+
+def _center_policy(deployment: Deployment, host: Host) -> Object:
+    ours = [{"podSelector": {"matchLabels": NAME_LABEL}}]
+    rules: list[Object] = [{"from": ours, "ports": [{"port": PORTS[name]} for name in _ports(host, _LOCAL)]}]
+    if len(deployment.sites) > 1:
+        # Other sites, by their certificates.
+        rules.append({"ports": [{"port": PORTS[name]} for name in _ports(host, _PUBLIC)]})
+    name = "head" if host.name == deployment.head.name else host.name
+    return _policy(name, _center_labels(deployment, host), rules)
 
 
 def _ranks_policy() -> Object:
@@ -90,10 +114,12 @@ def _policy(name: str, selector: dict[str, str], ingress: list[Object]) -> Objec
 
 
 def budgets(deployment: Deployment, site: str) -> list[Object]:
-    """The head is moved by hand only, since the run stops meanwhile; machines that generate leave one at a time."""
+    """What the run has once is moved by hand only, since it stops meanwhile; generators leave one at a time."""
     found = []
     if site == deployment.head.site:
-        found.append(_budget("head", labels(deployment.head, "head"), max_unavailable=0))
+        for host in deployment.center_hosts:
+            name = "head" if host.name == deployment.head.name else host.name
+            found.append(_budget(name, _center_labels(deployment, host), max_unavailable=0))
         if len(deployment.training) > 1:
             found.append(_budget("trainers", {**NAME_LABEL, COMPONENT_LABEL: TRAINER}, max_unavailable=0))
     if any(service.kind == "node" for host in deployment.at(site) for service in host.services):

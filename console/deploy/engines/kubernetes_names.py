@@ -11,6 +11,8 @@ CONFIGURATION = "configuration"
 """The ConfigMap of a site's configurations."""
 MACHINE_LABEL = "penstock/machine"
 COMPONENT_LABEL = "app.kubernetes.io/component"
+CENTER = "center"
+"""Component of a pod with what the run has on a machine without GPUs."""
 TRAINER = "trainer"
 """Component of a pod that trains beside the head's."""
 ENVIRONMENT_CERTIFICATE = "certificate-environment"
@@ -20,7 +22,7 @@ NAME_LABEL = {"app.kubernetes.io/name": "penstock"}
 
 
 def labels(host: Host, component: str) -> dict[str, str]:
-    """Of a machine's pods: component `head`, `trainer`, `run` or `node`."""
+    """Of a machine's pods: component `head`, `center`, `trainer`, `run` or `node`."""
     return {**NAME_LABEL, COMPONENT_LABEL: component, MACHINE_LABEL: host.name}
 
 

@@ -6,6 +6,7 @@ Machines are rented, so their addresses are known only when they run: each write
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,8 @@ times at most, or whose machine is taken away. The run's folder and its Redis ar
 replaced the run begins again, so keep the head off spot machines.
 """
 _COMMAND = "(cd {site} && PENSTOCK_DATA=... sky jobs launch site.yaml --env PENSTOCK_DATA{head})"
-_HEAD = " --env PENSTOCK_HEAD=ADDRESS   # of the head: sky status"
+_ADDRESS = " --env {variable}=ADDRESS"
+_OF_SKY = "   # of {names}: sky status"
 _SETUP = """#!/bin/bash
 # Installs the command `penstock` on a machine of this site; `settings.env` says where it then is.
 echo "penstock: setup.sh: write here how penstock is installed on the machines of this site" >&2
@@ -88,7 +90,9 @@ def skypilot_files(deployment: Deployment) -> Files:
 
 def _steps(deployment: Deployment) -> str:
     home = deployment.head.site
-    commands = [_COMMAND.format(site=site, head="" if site == home else _HEAD) for site in deployment.sites]
+    asked = "".join(_ADDRESS.format(variable=variable) for variable in _variables(deployment))
+    asked += _OF_SKY.format(names=" and ".join(host.name for host in deployment.center_hosts))
+    commands = [_COMMAND.format(site=site, head="" if site == home else asked) for site in deployment.sites]
     return _STEPS.format(commands="\n".join(commands), home=home, restarts=MAX_RESTARTS)
 
 
@@ -114,8 +118,9 @@ def _task(deployment: Deployment, site: str, kinds: dict[str, list[Host]], name:
     variables: Task = {"PENSTOCK_DATA": None}
     if site != head.site:
         # Without a value SkyPilot asks for it.
-        variables["PENSTOCK_HEAD"] = deployment.head_address
-        peers.append(f"{head.name}=$PENSTOCK_HEAD")
+        for variable, host in _variables(deployment).items():
+            variables[variable] = deployment.public.get(host.name)
+            peers.append(f"{host.name}=${variable}")
     mounts = {"/data": "${PENSTOCK_DATA}"}
     if deployment.has_certificates:
         holders = [host.name for host in hosts]
@@ -125,12 +130,7 @@ def _task(deployment: Deployment, site: str, kinds: dict[str, list[Host]], name:
     return {
         "name": name,
         "num_nodes": len(hosts),
-        "resources": _resources(
-            hosts,
-            is_head=name == "head",
-            is_open=len(deployment.sites) > 1,
-            serves_environment=deployment.serves_environment,
-        ),
+        "resources": _resources(deployment, hosts),
         "envs": variables,
         "workdir": ".",
         "file_mounts": mounts,
@@ -139,13 +139,26 @@ def _task(deployment: Deployment, site: str, kinds: dict[str, list[Host]], name:
     }
 
 
-def _resources(hosts: Sequence[Host], *, is_head: bool, is_open: bool, serves_environment: bool) -> Task:
+def _variables(deployment: Deployment) -> dict[str, Host]:
+    """What tells other sites the addresses of the machines with the run's services."""
+    head, *others = deployment.center_hosts
+    return {"PENSTOCK_HEAD": head} | {_variable(host): host for host in others}
+
+
+def _variable(host: Host) -> str:
+    return "PENSTOCK_" + re.sub(r"[^A-Za-z0-9]", "_", host.name).upper()
+
+
+def _resources(deployment: Deployment, hosts: Sequence[Host]) -> Task:
     gpus = max(host.all_gpus for host in hosts) if any(host.gpus for host in hosts) else 0
     memory_gib = max(sum(service.memory_gib for service in host.services) for host in hosts)
     found: Task = {"memory": f"{memory_gib}+", "job_recovery": {"max_restarts_on_errors": MAX_RESTARTS}}
     if gpus:
         gpu = hosts[0].gpu
         found["accelerators"] = {_NAMES.get(gpu, gpu): gpus}
-    if is_head and is_open:
-        found["ports"] = [PORTS[name] for name in (*_PUBLIC, *([ENVIRONMENT] if serves_environment else []))]
+    names = {host.address for host in hosts if host in deployment.center_hosts}
+    public = (*_PUBLIC, *([ENVIRONMENT] if deployment.serves_environment else []))
+    ports = [PORTS[name] for name in public if deployment.center[name].rpartition(":")[0] in names]
+    if ports and len(deployment.sites) > 1:
+        found["ports"] = ports
     return found

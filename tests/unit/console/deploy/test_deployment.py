@@ -548,7 +548,10 @@ def test_without_containers_penstock_node_starts_them_there_and_the_run_waits_fo
     assert "broker" in files["run.yaml"]["listen"]
     assert elsewhere(parse_run_config(files["run.yaml"] | {"scheduler": {}}, source="run")) == {}
     for change, told in (
-        ({"broker": Broker(node="l4-0")}, "broker.node: l4-0; the broker stands on the head, a100-0, or on a machine"),
+        (
+            {"broker": Broker(node="l4-0")},
+            "broker.node: l4-0; the broker stands on the head or on .* of r0: name a100-0 or desk",
+        ),
         ({"scheduler": "nobody"}, "scheduler: nobody; the scheduler stands on the head"),
     ):
         with pytest.raises(ConfigError, match=told):

@@ -20,6 +20,7 @@ from console.run.run_plan import as_message
 from penstock.config import ConfigError
 from penstock.process.grace_periods import STOP_GRACE_S
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.service_places import with_center
 from services.scheduler.problem.problem import Problem
 from tests.helpers.plans.problems import plan, problem
 from tests.helpers.plans.two_sites import PLAN, PROBLEM
@@ -157,6 +158,55 @@ def test_several_machines_train_and_one_does_both_without_a_volume_that_they_sha
     spread = plan([("l40s-0", 2, 2)], [("a100-0", 8), ("l4-0", 8)])
     with pytest.raises(ConfigError, match=r"a100-0 and l4-0 train, in several clusters"):
         deployment(model, spread, engine="kubernetes", run=STORED, folder=Path("/out"), head_address=HEAD)
+
+
+def test_what_the_run_has_once_stands_in_a_pod_on_the_machine_of_the_plan(tmp_path: Path) -> None:
+    stated = problem("tiny_04", "hosts=[{name: desk, region: r0}]")
+    model, bare = CostModel(stated), plan([("l4-0", 1, 8)], [("a100-0", 8)])
+    of = with_center(stated, bare, None)
+    settings: dict[str, Any] = {"engine": "kubernetes", "run": PLAIN_RUN, "head_address": f"{HEAD},desk.example.org"}
+    paths = write_deployment(tmp_path / "out", model, of, **settings)
+    names = [path for path in paths if path.name.startswith(("pods-", "network", "claims", "fill"))]
+    by_site = {
+        site: [each for path in names if path.parent.name == site for each in yaml.safe_load_all(path.read_text())]
+        for site in ("r0", "r1")
+    }
+    for each in (*by_site["r0"], *by_site["r1"]):
+        kubernetes_validate.validate(each, "1.37", strict=True)
+
+    found = pods(by_site["r0"])
+    desk, head = found["desk-0"], found["a100-0"]
+    assert desk["nodeSelector"] == {"kubernetes.io/hostname": "desk-0"}
+    assert [each["name"] for each in containers(desk)] == ["check", "redis", "broker", "scheduler"]
+    assert [each["name"] for each in containers(head)] == ["check", "reward", "trainer"]
+    waits = {each["name"]: each["command"][-1] for each in found["run"]["initContainers"] if each["name"] != "check"}
+    assert "healthcheck desk-0:7301;" in waits["wait-broker"]
+    assert "healthcheck a100-0:7304;" in waits["wait-trainer"]
+    kinds = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in by_site["r0"]}
+    for name, ports in (("desk-0", [7301, 7306]), ("a100-0", [7304, 7305, 7303])):
+        service, policy = kinds["Service", name], kinds["NetworkPolicy", "head" if name == "a100-0" else name]
+        assert [port["port"] for port in service["ports"]] == ports
+        assert [port["port"] for port in policy["ingress"][0]["ports"]] == ports
+        assert service["selector"] == policy["podSelector"]["matchLabels"]
+        template = kinds["Deployment", name]["template"]["metadata"]["labels"]
+        assert service["selector"] == template
+        assert kinds["PodDisruptionBudget", "head" if name == "a100-0" else name]["maxUnavailable"] == 0
+    claims = {name for kind, name in kinds if kind == "PersistentVolumeClaim"}
+    assert {"desk-0-redis", "desk-0-runs", "a100-0-runs"} <= claims
+    assert "a100-0-redis" not in claims
+    external = {
+        each["metadata"]["name"]: each["spec"]["externalName"]
+        for each in by_site["r1"]
+        if each["kind"] == "Service" and "externalName" in each["spec"]
+    }
+    assert external == {"a100-0": HEAD, "desk-0": "desk.example.org"}
+    for addresses, said in (
+        (None, "cannot resolve a100-0 and desk-0 of r0; name the DNS name at which it reaches each, in this order"),
+        (HEAD, "--head: head.example.org names 1 machines, and other sites reach a100-0 and desk-0; name 2"),
+        (f"{HEAD},192.0.2.1", "--head: 192.0.2.1 is an address"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            deployment(model, of, **{**settings, "head_address": addresses}, folder=Path("/out"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from console.deploy.configurations import PLAIN_RUN
 from console.deploy.deployment import deployment, write_deployment
 from penstock.config import ConfigError
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.planning.service_places import with_center
 from tests.helpers.plans.problems import plan, problem
 
 PYTHON = os.environ.get("PENSTOCK_SKYPILOT_PYTHON")
@@ -82,6 +83,22 @@ def test_several_machines_that_train_are_refused() -> None:
     of = plan([("l4-0", 2, 4)], [("a100-0", 8), ("l40s-0", 8)])
     with pytest.raises(ConfigError, match="a100-0 and l40s-0 train, which takes a file system"):
         deployment(CostModel(problem("tiny_04")), of, engine="skypilot", run=PLAIN_RUN, folder=Path("/out"))
+
+
+def test_a_machine_without_gpus_is_rented_for_broker_and_scheduler(tmp_path: Path) -> None:
+    stated = problem("tiny_04", "hosts=[{name: my-desk, region: r0}]")
+    of = with_center(stated, plan([("l4-0", 2, 4)], [("a100-0", 4)]), None)
+    write_deployment(tmp_path / "out", CostModel(stated), of, engine="skypilot")
+    (_, head, *others), (_, far) = (tasks(tmp_path / "out", site) for site in ("r0", "r1"))
+    (desk,) = [task for task in others if task["name"] == "my-desk-nodes"]
+    assert "accelerators" not in desk["resources"]
+    assert (desk["resources"]["ports"], head["resources"]["ports"]) == ([7301, 7306], [7304, 7305])
+    assert 'peers=("a100-0=$PENSTOCK_HEAD" "my-desk-0=$PENSTOCK_MY_DESK_0")' in far["run"]
+    assert far["envs"] == dict.fromkeys(("PENSTOCK_DATA", "PENSTOCK_HEAD", "PENSTOCK_MY_DESK_0"))
+    assert '"my-desk-0=my-desk-nodes-0.r0"' in head["run"]
+    script = (tmp_path / "out" / "r0" / "machine.sh").read_text()
+    assert "start/my-desk-0) cd . && commands=('penstock node node-my-desk-0.yaml')" in script
+    assert "--env PENSTOCK_HEAD=ADDRESS --env PENSTOCK_MY_DESK_0=ADDRESS" in (tmp_path / "out/README.md").read_text()
 
 
 @pytest.mark.slow
