@@ -1,0 +1,65 @@
+"""`penstock node` on a machine without GPUs: broker, Redis and scheduler of a plan, over mutual TLS."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from console.config.run_folder import RunFolder
+from console.launch.ports import free_addresses
+from console.launch.probes import service_problem
+from console.node.config import HostConfig
+from console.node.host import HostAgent
+from penstock.network.rpc import call, open_channel
+from penstock.security import Security
+from penstock.v1 import broker_pb2, broker_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from tests.helpers.brokers.broker import limits
+from tests.helpers.certificates import issue, make_authority
+
+pytestmark = pytest.mark.slow
+
+
+async def up(kind: str, target: str, security: Security) -> None:
+    async with asyncio.timeout(60):
+        while await service_problem(target, kind, security=security, timeout_s=1.0):  # noqa: ASYNC110 -- no event
+            await asyncio.sleep(0.1)
+
+
+async def test_a_host_keeps_what_its_broker_stored_and_serves_the_roles_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = make_authority(tmp_path / "authority")
+    own = issue(authority, roles=["broker"], run="r", name="desk")
+    for name in ("ca", "cert", "key"):
+        monkeypatch.setenv(f"PENSTOCK_TLS_{name.upper()}", str(getattr(own, f"{name}_file")))
+    generator = issue(authority, roles=["generator"], run="r", name="gpu")
+    operator = issue(authority, name="head")
+    broker, scheduler = free_addresses(2)
+    document = {
+        "node_id": "desk",
+        "dir": str(tmp_path / "desk"),
+        "broker": {"listen": broker, "scheduler": scheduler},
+        "scheduler": {"listen": scheduler},
+    }
+    config = HostConfig.model_validate(document)
+    folder = RunFolder(config.dir)
+
+    for start in ("first", "second"):
+        host = HostAgent(config, security=own)
+        running = asyncio.create_task(host.run())
+        await asyncio.gather(up("scheduler", scheduler, generator), up("broker", broker, generator))
+        async with open_channel(scheduler, generator) as channel:
+            nodes = scheduler_pb2_grpc.SchedulerServiceStub(channel).ListNodes
+            assert not (await call(nodes, scheduler_pb2.ListNodesRequest(), peer=scheduler)).nodes
+        async with open_channel(broker, operator) as channel:
+            stub = broker_pb2_grpc.BrokerServiceStub(channel)
+            if start == "first":
+                await call(stub.OpenRun, broker_pb2.OpenRunRequest(run_id="r", limits=limits()), peer=broker)
+            await call(stub.GetRun, broker_pb2.GetRunRequest(run_id="r"), peer=broker)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await host.leave()
+        assert not any(record.is_alive for record in folder.records())
+    assert (folder.redis / "appendonlydir").is_dir() or any(folder.redis.glob("*.aof"))
