@@ -18,7 +18,7 @@ from typing import Any
 from console.config.config import parse_run_config
 from console.config.data_section import canary_files, data_files, run_reward, source_rewards
 from console.config.derive import training_config
-from console.deploy.description import CRITIC_PORT, IN_CONTAINERS, PORTS, SCORER_PORT, Layout
+from console.deploy.description import CRITIC_PORT, GPU_REWARD_PORT, IN_CONTAINERS, PORTS, SCORER_PORT, Layout
 from console.deploy.environments import is_served, reached_environment
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
@@ -81,8 +81,8 @@ class Configurations:
         self.trainers = training_machines(model, plan, address=address, moves=moves_trainer)
         self.head = self.trainers[0]
         self.rewards = [name for name in plan.reward if name != self.head.name]
-        """Machines beside the head with a reward worker."""
-        self.head_rewards = not plan.reward or self.head.name in plan.reward
+        """Machines beside the head with a reward worker that takes no GPU."""
+        self.head_rewards = self.head.name in plan.reward or not (plan.reward or plan.reward_gpus)
         """Whether the head has one."""
         self._place_critic()
         self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
@@ -189,7 +189,7 @@ class Configurations:
         if self.role(machine) in ("operator", "broker"):
             return ()
         scores = machine in self.rewards or (
-            bool(self.plan.score) and any(each.name == machine for each in self.machines)
+            bool(self.plan.score or self.plan.reward_gpus) and any(each.name == machine for each in self.machines)
         )
         return (*(["trainer"] if self.moves_trainer else []), *(["reward"] if scores else []))
 
@@ -321,14 +321,15 @@ class Configurations:
         }
 
     def _scoring(self, machine: str, own_folder: PurePath) -> Document:
-        """Sections of a machine's file: for scorers, which revisions move, for a critic or a reward worker there."""
+        """Sections of a machine's file: for what takes a GPU each, which revisions move, and for what is there."""
         found: Document = {}
         if self.plan.score:
             found["scorer"] = self._service(self._scorer())
         if (place := self.plan.critic) is not None and machine == place.node:
             found["critic"] = self._service(self._critic(place, own_folder))
-        if machine in self.rewards:
-            found["reward"] = self._service(self._reward(PORTS["reward"] if self.address is None else 0))
+        if machine in self.rewards or self.plan.reward_gpus:
+            port = GPU_REWARD_PORT if self.plan.reward_gpus else PORTS["reward"]
+            found["reward"] = self._service(self._reward(port if self.address is None else 0))
         return found
 
     def _scheduler(self, runs: str) -> Document:

@@ -24,6 +24,8 @@ PORTS: Mapping[str, int] = {
 CRITIC_PORT = 7309
 SCORER_PORT = 7310
 """Of the scorer on a machine's first GPU; those on others have the ports that follow."""
+GPU_REWARD_PORT = 7330
+"""Of the reward worker on a machine's first GPU, likewise."""
 REDIS_MEMORY_GIB = 8
 """Redis' own limit; its container has a quarter more."""
 SECRET_FILES = ("ca", "cert", "key")

@@ -120,7 +120,7 @@ def run_config(
         config["scorers"] = 0
     if plan.critic is not None:
         config["algorithm"] = {"critic": "service", **config["algorithm"]}
-    if plan.reward and plan.train[0].node not in plan.reward:
+    if plan.reward_gpus or (plan.reward and plan.train[0].node not in plan.reward):
         config["rewards"] = 0
     if moves_trainer:
         config["trainer"] = moving_section(model, run.get("trainer", {}))

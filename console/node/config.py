@@ -62,7 +62,8 @@ class NodeConfig(NetworkConfig):
     """Configuration of its scorers, if a plan may have some here; the plan says on which GPUs. The one on GPU i listens
     at the port of `listen` + i, or on a free one if that port is 0."""
     reward: RewardConfig | None = None
-    """Configuration of its reward worker, if a plan may have one here."""
+    """Configuration of its reward workers, if a plan may have some here: one without a GPU, or one for each GPU that
+    the plan says, with ports as scorers have them."""
     critic: CriticConfig | None = None
     """Configuration of a critic of its own, if a plan may have it here, at the address that the run's
     `endpoints.critic` names; the plan says on which GPUs, and so over how many processes it is sharded."""

@@ -22,12 +22,12 @@ class ScoringPlace:
     kind: str
     """Of `penstock serve`."""
     gpus: tuple[int, ...] = ()
-    """Indices on the machine; empty for a reward worker."""
+    """Indices on the machine; empty for a reward worker without one."""
 
     @property
     def name(self) -> str:
         """Its name on the machine."""
-        return f"{self.kind}-{self.gpus[0]}" if self.kind == SCORER else self.kind
+        return self.kind if self.kind == CRITIC or not self.gpus else f"{self.kind}-{self.gpus[0]}"
 
 
 def scoring_places(plan: pb.Plan, config: NodeConfig) -> dict[str, ScoringPlace]:
@@ -36,9 +36,7 @@ def scoring_places(plan: pb.Plan, config: NodeConfig) -> dict[str, ScoringPlace]
     for kind, each in _mine(plan, config):
         if getattr(config, kind) is None:
             continue
-        if kind == REWARD:
-            found.append(ScoringPlace(kind=kind))
-        elif kind == SCORER:
+        if kind != CRITIC and each.accelerator_indices:
             found += [ScoringPlace(kind=kind, gpus=(gpu,)) for gpu in each.accelerator_indices if _is_here(gpu, config)]
         elif all(_is_here(gpu, config) for gpu in each.accelerator_indices):
             found.append(ScoringPlace(kind=kind, gpus=tuple(each.accelerator_indices)))
@@ -52,7 +50,7 @@ def scoring_misfits(plan: pb.Plan, config: NodeConfig) -> list[str]:
         if getattr(config, kind) is None:
             found.append(f"a {kind}; the machine's file has no section {kind}")
         elif not all(_is_here(gpu, config) for gpu in each.accelerator_indices):
-            what = "scorers" if kind == SCORER else f"a {kind}"
+            what = {SCORER: "scorers", REWARD: "reward workers"}.get(kind, f"a {kind}")
             found.append(f"{what} on GPUs {', '.join(map(str, each.accelerator_indices))}; there are {config.gpus}")
     return found
 
@@ -64,7 +62,7 @@ def scoring_config(
     base: ScorerConfig | CriticConfig | RewardConfig | None = getattr(config, place.kind)
     assert base is not None
     host, _, port = base.listen.rpartition(":")
-    first = place.gpus[0] if place.kind == SCORER else 0
+    first = place.gpus[0] if place.kind != CRITIC and place.gpus else 0
     update: dict[str, object] = {
         "insecure": base.insecure or config.insecure,
         "listen": f"{host}:{int(port) + first if int(port) else free_port}",

@@ -17,6 +17,7 @@ _LIMITS = {
     Limit.GENERATION: "generation limits: trainers wait for samples",
     Limit.TRAINING: "training limits: generators wait for the trainer",
     Limit.SCORING: "scorers limit: generators and trainers wait for log-probs",
+    Limit.REWARD: "reward workers limit: generators and trainers wait for scores",
     Limit.CRITIC: "the critic limits: the trainer waits for values",
     Limit.TAIL: "the longest samples limit: they must finish inside their staleness window",
 }
@@ -58,6 +59,9 @@ def _rows(report: FeasiblePlan) -> dict[tuple[str, ...], list[str]]:
         where = "the trainer's " if critic.is_beside_trainer else ""
         does = f"critic, {where}{critic.gpus} of {nodes[critic.node].gpus} GPUs"
         rows.setdefault((nodes[critic.node].name, does, "", "", ""), []).append(critic.node)
+    for workers in report.plan.reward_gpus:
+        does = f"reward workers, {workers.gpus} of {nodes[workers.node].gpus} GPUs"
+        rows.setdefault((nodes[workers.node].name, does, "", "", ""), []).append(workers.node)
     for name in report.plan.reward:
         rows.setdefault((nodes[name].name, "reward worker", "", "", ""), []).append(name)
     for each in report.score.generation:

@@ -22,7 +22,7 @@ def as_planned(config: RunConfig) -> RunConfig:
             )
     if plan.score:
         config = config.model_copy(update={"scorers": 0})
-    if plan.reward and plan.train and plan.train[0].node not in plan.reward:
+    if plan.reward_gpus or (plan.reward and plan.train and plan.train[0].node not in plan.reward):
         config = config.model_copy(update={"rewards": 0})
     if plan.critic is not None and config.starts_critic:
         raise ConfigError(

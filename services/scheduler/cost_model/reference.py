@@ -20,6 +20,7 @@ from services.scheduler.cost_model.layouts import layouts, usable_bytes
 from services.scheduler.cost_model.network import Network
 from services.scheduler.cost_model.pool_memory import PoolMemory, scorer_bytes
 from services.scheduler.cost_model.replica import ReplicaModel, ReplicaState
+from services.scheduler.cost_model.reward import RewardModel
 from services.scheduler.cost_model.training_step import Pool, TrainingStep, gpu_samples_per_second
 from services.scheduler.meshes.training_pools import TrainingPools
 from services.scheduler.problem.plan_document import Layout, PlanDocument, Replicas, node_classes, placement_error
@@ -39,6 +40,7 @@ class Limit(StrEnum):
     TRAINING = "training"
     SCORING = "scoring"
     CRITIC = "critic"
+    REWARD = "reward"
     TAIL = "tail"
     """The longest sample must finish inside its staleness window."""
 
@@ -122,6 +124,8 @@ class CostModel:
         """Samples per second of one scorer, by node entry; 0 where its model does not fit, infinite without a task."""
         self.critic = CriticModel(problem, self.network, self.usable_bytes)
         """A critic of its own, if the workload has one."""
+        self.reward = RewardModel(problem, self.usable_bytes)
+        """Reward workers, if the workload says what they take."""
         self._models = {
             (node.name, layout): ReplicaModel(problem, self.demand, node, *layout)
             for node in problem.nodes
@@ -191,7 +195,7 @@ class CostModel:
             return Infeasible(reason)
         pool: Pool = [(self.nodes[share.node], share.gpus) for share in plan.train]
         errors = (check(plan) for check in (self._memory_error, self._scoring_error, self._critic_error))
-        if (reason := next(filter(None, errors), None)) is not None:
+        if reason := next(filter(None, errors), None) or self.reward.error(plan, self.nodes):
             return Infeasible(reason)
         step = self.pools.step(plan, self.nodes)
         if plan.critic is not None:
@@ -317,7 +321,8 @@ class _Scoring:
         trained = self._samples_per_step / self._step.step_s
         scored = self._model.scored(self._plan)
         valued = self._model.critic.samples_per_second(self._plan.critic, self._model.nodes)
-        ceiling = min(trained, scored, valued, self._tail(states))
+        rewarded = self._model.reward.samples_per_second(self._plan, self._model.nodes)
+        ceiling = min(trained, scored, valued, rewarded, self._tail(states))
         upper = min(ceiling, self._generated(states, 0.0))
         if self._generated(states, upper) >= upper:
             throughput = upper
@@ -325,6 +330,7 @@ class _Scoring:
                 (trained, Limit.TRAINING),
                 (scored, Limit.SCORING),
                 (valued, Limit.CRITIC),
+                (rewarded, Limit.REWARD),
                 (ceiling, Limit.TAIL),
             )
             limit = next((limit for rate, limit in limits if upper == rate), Limit.GENERATION)

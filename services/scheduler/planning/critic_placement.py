@@ -14,39 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit, Score
-from services.scheduler.planning.scorer_placement import Search, with_scorers, without
-from services.scheduler.problem.plan_document import CriticPlace, PlanDocument, Scorers
-from services.scheduler.problem.problem import NodeClass
+from services.scheduler.cost_model.reference import CostModel, Limit, Score
+from services.scheduler.planning.worker_placement import Search, nothing, with_workload, without_gpus
+from services.scheduler.problem.plan_document import CriticPlace, PlanDocument
+from services.scheduler.problem.problem import NodeClass, TrainTask
 from services.scheduler.solvers.interface import Solution, TimeLeft, part_of
 from services.scheduler.solvers.scored import ordered_nodes
 
 
-def with_services(
-    model: CostModel,
-    alone: Search,
-    *,
-    time_left: TimeLeft,
-    critic: CriticPlace | None = None,
-    scorers: tuple[Scorers, ...] = (),
-) -> Solution:
-    """The best plan found with everything that the workload's services need; without any, what the search finds.
-
-    Args:
-        model: The problem and its cost model.
-        alone: Finds plans without services.
-        time_left: Time left for all searches.
-        critic: Where a critic is that stays; None places it, if the workload has one.
-        scorers: Those that stay where they are; empty places them, likewise.
-    """
-
-    def search(rest: CostModel, time_left: TimeLeft) -> Solution:
-        return with_scorers(rest, alone, time_left=time_left, kept=scorers)
-
+def with_critic(model: CostModel, search: Search, *, time_left: TimeLeft, kept: CriticPlace | None) -> Solution:
+    """The best plan found with a critic, which is `kept` or placed; what the search finds if the workload has none."""
     if not model.problem.workload.critic_tasks:
         return search(model, time_left)
-    if critic is not None:
-        return _at(model, critic, search, time_left=time_left)
+    if kept is not None:
+        return _at(model, kept, search, time_left=time_left)
     found = list[Solution]()
     entries = [node for node in ordered_nodes(model.problem) if model.critic.fits(node, node.gpus)]
     for index, node in enumerate(entries):
@@ -79,9 +60,8 @@ def _sizes(node: NodeClass) -> Iterator[int]:
 def _beside_trainer(model: CostModel, search: Search, *, time_left: TimeLeft) -> Solution:
     """The best plan with the critic on the GPUs of one machine that train."""
     pooled = [task.model_copy(update={"is_service": False}) for task in model.problem.workload.critic_tasks]
-    workload = model.problem.workload
-    tasks = tuple(task for task in workload.train_tasks if not task.is_critics)
-    rest = model.problem.model_copy(update={"workload": workload.model_copy(update={"train_tasks": (*tasks, *pooled)})})
+    tasks = _others(model)
+    rest = with_workload(model.problem, train_tasks=(*tasks, *pooled))
     found = search(model.over(rest), time_left)
     if found.plan is None:
         return found
@@ -95,18 +75,18 @@ def _beside_trainer(model: CostModel, search: Search, *, time_left: TimeLeft) ->
 def _at(model: CostModel, place: CriticPlace, search: Search, *, time_left: TimeLeft) -> Solution:
     """What the search finds beside a critic there."""
     if place.node not in model.nodes:
-        return _nothing(f"critic.node: there is no machine {place.node!r}, which has the critic's steps; bring it back")
-    tasks = tuple(task for task in model.problem.workload.train_tasks if not task.is_critics)
+        return nothing(f"critic.node: there is no machine {place.node!r}, which has the critic's steps; bring it back")
     taken = {} if place.is_beside_trainer else {place.node: place.gpus}
-    rest = without(model.problem, taken, tasks)
+    rest = without_gpus(with_workload(model.problem, train_tasks=_others(model)), taken)
     if not rest.nodes:
-        return _nothing("critic: it leaves no GPU for the rest")
+        return nothing("critic: it leaves no GPU for the rest")
     found = search(model.over(rest), time_left)
     return found if found.plan is None else _placed(model, found, found.plan, place)
 
 
-def _nothing(reason: str) -> Solution:
-    return Solution(None, Infeasible(reason), None, False, 0, "")
+def _others(model: CostModel) -> tuple[TrainTask, ...]:
+    """Tasks that are not the critic's."""
+    return tuple(task for task in model.problem.workload.train_tasks if not task.is_critics)
 
 
 def _placed(model: CostModel, solution: Solution, plan: PlanDocument, place: CriticPlace) -> Solution:

@@ -13,11 +13,11 @@ from services.scheduler.problem.plan_document import (
     SHARE_DIGITS,
     Broker,
     CriticPlace,
+    GpuWorkers,
     Mesh,
     PlanDocument,
     Relay,
     Replicas,
-    Scorers,
     TrainShare,
 )
 
@@ -65,12 +65,12 @@ def put_services(message: pb.Plan, plan: PlanDocument, first: Mapping[str, int])
             node_id=critic.node, role=pb.ROLE_CRITIC, accelerator_indices=indices, num_replicas=critic.gpus
         )
         taken[critic.node] += 0 if critic.is_beside_trainer else critic.gpus
-    for each in plan.score:
+    kinds = ((pb.ROLE_SCORER, plan.score), (pb.ROLE_REWARD, plan.reward_gpus))
+    for role, each in ((role, each) for role, placed in kinds for each in placed):
         begin = taken[each.node]
+        taken[each.node] += each.gpus
         indices = range(begin, begin + each.gpus)
-        message.assignments.add(
-            node_id=each.node, role=pb.ROLE_SCORER, accelerator_indices=indices, num_replicas=each.gpus
-        )
+        message.assignments.add(node_id=each.node, role=role, accelerator_indices=indices, num_replicas=each.gpus)
     for name in plan.reward:
         message.assignments.add(node_id=name, role=pb.ROLE_REWARD, num_replicas=1)
     for relay in plan.relay:
@@ -94,24 +94,29 @@ def document_of(plan: pb.Plan) -> PlanDocument:
         for each in plan.assignments
         if each.role == pb.ROLE_GENERATOR
     ]
-    score = [
-        Scorers(node=each.node_id, gpus=len(each.accelerator_indices) or 1)
-        for each in plan.assignments
-        if each.role == pb.ROLE_SCORER
-    ]
-    reward = [each.node_id for each in plan.assignments if each.role == pb.ROLE_REWARD]
+    score, reward_gpus = (
+        tuple(
+            GpuWorkers(node=each.node_id, gpus=len(each.accelerator_indices) or 1)
+            for each in plan.assignments
+            if each.role == role and (each.accelerator_indices or role == pb.ROLE_SCORER)
+        )
+        for role in (pb.ROLE_SCORER, pb.ROLE_REWARD)
+    )
+    rewards = (each for each in plan.assignments if each.role == pb.ROLE_REWARD)
+    reward = [each.node_id for each in rewards if not each.accelerator_indices]
     train, mesh = trainers_of(plan)
     center = {each.role: each.node_id for each in plan.assignments if each.role in CENTER}
     return PlanDocument(
         gen=tuple(gen),
         train=train,
         mesh=mesh,
-        score=tuple(score),
+        score=score,
         reward=tuple(reward),
         broker=Broker(node=center[pb.ROLE_BROKER]) if pb.ROLE_BROKER in center else None,
         scheduler=center.get(pb.ROLE_SCHEDULER),
         critic=_critic_of(plan),
         relay=tuple(Relay(site=each.site, node=each.node_id) for each in plan.weight_relays),
+        reward_gpus=reward_gpus,
     )
 
 

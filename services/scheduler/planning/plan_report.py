@@ -94,6 +94,7 @@ def report_of(model: CostModel, solution: Solution, *, solve_s: float) -> PlanRe
 _BOTTLENECKS = {
     Limit.TAIL: "the longest samples: they must finish inside their staleness window",
     Limit.SCORING: "scoring: scorers compute as fast as they can; add GPUs to them",
+    Limit.REWARD: "rewards: workers score as fast as they can; give them more machines or GPUs",
     Limit.CRITIC: "the critic: it computes as fast as it can; give it more or faster GPUs of one machine",
 }
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
-from services.scheduler.planning.critic_placement import with_services
 from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
 from services.scheduler.planning.relayout import relaid
 from services.scheduler.planning.service_places import with_center, with_relays, without_places
+from services.scheduler.planning.services import NOTHING, with_services
 from services.scheduler.problem.plan_check import check_plan, violations
-from services.scheduler.problem.plan_document import CriticPlace, PlanDocument
+from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import SOLVERS, make_solver
@@ -57,39 +57,28 @@ def make_plan(
     """
     budget_s = time_left()
     before = starts[0] if running is None and starts else running
-    critic = None if before is None else before.critic
-    if critic is not None and critic.is_beside_trainer:
+    # Scorers may move where the search begins with a plan, and not where one runs.
+    kept = NOTHING if before is None else before.model_copy(update={"score": ()})
+    if kept.critic is not None and kept.critic.is_beside_trainer:
         # A critic stays where its steps are, and so does a trainer that is to be beside it.
         running = before
     if running is None:
         begins = tuple(map(without_places, starts))
-        solution = solve(model, solver, time_left=time_left, seed=seed, starts=begins, critic=critic)
+        solution = solve(model, solver, time_left=time_left, seed=seed, starts=begins, kept=kept)
     else:
         solution = _checked(model, _regenerated(model, without_places(running), time_left=time_left))
-    solution = _with_rewards(model, solution, before)
     if solution.plan is not None:
         solution = replace(solution, plan=with_relays(model.problem, solution.plan))
     return report_of(model, solution, solve_s=budget_s - time_left())
 
 
-def _with_rewards(model: CostModel, solution: Solution, before: PlanDocument | None) -> Solution:
-    """The solution with the reward workers of the plan before, which no solver places.
-
-    Where none of their machines is left, one that generates takes them.
-    """
-    if solution.plan is None or before is None or not before.reward:
-        return solution
-    there = tuple(name for name in before.reward if name in model.nodes) or (solution.plan.gen[0].node,)
-    return replace(solution, plan=solution.plan.model_copy(update={"reward": there}))
-
-
 def _regenerated(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
-    """Generators around a plan's trainers, scorers and critic; those services that it lacks are placed as well."""
+    """Generators around a plan's trainers and services; services that it lacks are placed as well."""
 
     def search(rest: CostModel, time_left: TimeLeft) -> Solution:
         return regenerate(rest, running, time_left=time_left)
 
-    return with_services(model, search, time_left=time_left, critic=running.critic, scorers=running.score)
+    return with_services(model, search, time_left=time_left, kept=running)
 
 
 def make_advised_plan(
@@ -123,11 +112,11 @@ def solve(
     time_left: TimeLeft,
     seed: int = 0,
     starts: Plans = (),
-    critic: CriticPlace | None = None,
+    kept: PlanDocument = NOTHING,
 ) -> Solution:
     """The checked plan of the named solver in SOLVERS. Raises ProblemTooLargeError.
 
-    `starts` as in Solver; a `critic` is one that stays where it is.
+    `starts` as in Solver; `kept` has services that stay where they are.
     """
 
     def search(rest: CostModel, time_left: TimeLeft) -> Solution:
@@ -135,7 +124,7 @@ def solve(
             return Solution(None, Infeasible(reason), 0.0, True, 0, solver)
         return make_solver(solver).solve(rest, time_left=time_left, seed=seed, starts=starts)
 
-    return _checked(model, with_services(model, search, time_left=time_left, critic=critic))
+    return _checked(model, with_services(model, search, time_left=time_left, kept=kept))
 
 
 def _checked(model: CostModel, solution: Solution) -> Solution:

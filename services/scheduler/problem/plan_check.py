@@ -44,6 +44,7 @@ def violations(problem: Problem, plan: PlanDocument) -> list[str]:
         *_training_memory(problem, machines, plan),
         *_scoring(problem, machines, plan),
         *_critic(problem, machines, plan),
+        *_rewards(problem, machines, plan),
         *_regions(problem, machines, plan),
         *_relays(machines, plan),
     ]
@@ -53,6 +54,7 @@ def _named(plan: PlanDocument) -> list[tuple[str, str]]:
     generates = [(f"gen.{index}.node", each.node) for index, each in enumerate(plan.gen)]
     scores = [(f"score.{index}.node", each.node) for index, each in enumerate(plan.score)]
     rewards = [(f"reward.{index}", name) for index, name in enumerate(plan.reward)]
+    rewards += [(f"reward_gpus.{index}.node", each.node) for index, each in enumerate(plan.reward_gpus)]
     relays = [(f"relay.{index}.node", each.node) for index, each in enumerate(plan.relay)]
     critic = [] if plan.critic is None else [("critic.node", plan.critic.node)]
     trains = [(f"train.{index}.node", each.node) for index, each in enumerate(plan.train)]
@@ -65,8 +67,8 @@ def _capacity(machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
         used[replicas.node] += replicas.tp * replicas.pp * replicas.count
     for share in plan.train:
         used[share.node] += share.gpus
-    for scorers in plan.score:
-        used[scorers.node] += scorers.gpus
+    for workers in (*plan.score, *plan.reward_gpus):
+        used[workers.node] += workers.gpus
     if plan.critic is not None and not plan.critic.is_beside_trainer:
         used[plan.critic.node] += plan.critic.gpus
     shares = Counter(share.node for share in plan.train)
@@ -167,6 +169,34 @@ def _scoring(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocumen
         f"score.{index}.node: a scorer needs {needed_GB:.1f} GB, and a GPU of {each.node} offers {offered_GB:.1f} GB"
         for index, each in enumerate(plan.score)
         if (offered_GB := _usable_GB(problem, machines[each.node])) < needed_GB * (1 - 1e-12)
+    ]
+
+
+def _rewards(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument) -> list[str]:
+    """Reward workers with a GPU where the workload asks for one and nowhere else, and with memory."""
+    work = problem.workload.reward
+    takes_gpus = work is not None and work.gpu_memory_GB > 0
+    if takes_gpus != bool(plan.reward_gpus):
+        return [
+            f"reward_gpus: {len(plan.reward_gpus)} machines, and reward workers take {'' if takes_gpus else 'no '}GPUs"
+        ]
+    if plan.reward and plan.reward_gpus:
+        return ["reward_gpus: stated beside reward, and reward workers have a GPU each, or none"]
+    if work is None:
+        return []
+    found = [
+        f"reward_gpus.{index}.node: a GPU of {each.node} offers {offered_GB:.1f} of {work.gpu_memory_GB:.1f} GB"
+        for index, each in enumerate(plan.reward_gpus)
+        if (offered_GB := _usable_GB(problem, machines[each.node])) < work.gpu_memory_GB
+    ]
+    # Without either field the head has one.
+    held = Counter(plan.reward if plan.reward or plan.reward_gpus else [plan.train[0].node])
+    for each in plan.reward_gpus:
+        held[each.node] += each.gpus
+    return found + [
+        f"reward: {count} workers on {name} need {count * work.memory_GB:.1f} GB, and it has {memory_GB:.1f} GB"
+        for name, count in held.items()
+        if (memory_GB := machines[name].memory_GB) is not None and count * work.memory_GB > memory_GB
     ]
 
 

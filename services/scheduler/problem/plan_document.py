@@ -13,10 +13,10 @@
 machine in the training pool, one process of the trainer each, whose ranks follow the list. The first machine of the
 pool is the head, where the trainer's first process is; it sends weights to generators over its region's links. Without
 a mesh all processes shard one copy of the model, and tokens follow the GPUs' speed. Each GPU of `score` has a scorer,
-and each machine of `reward` a reward worker; without it the head has one. A critic of its own is
-sharded over its GPUs, which are beside the trainer's or the trainer's own. Redis is where the broker is; broker and
-scheduler are on the head if the plan does not name their machines. The generators of a `relay` fetch each version over
-the link of their site and pass it on there.
+and each machine of `reward` a reward worker; without it the head has one. Reward workers that take a GPU each are in
+`reward_gpus` instead, as scorers are in `score`. A critic of its own is sharded over its GPUs, which are beside the
+trainer's or the trainer's own. Redis is where the broker is; broker and scheduler are on the head if the plan does not
+name their machines. The generators of a `relay` fetch each version over the link of their site and pass it on there.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class TrainShare(StrictModel):
     a mesh as many for each."""
 
 
-class Scorers(StrictModel):
-    """Scorers on one machine."""
+class GpuWorkers(StrictModel):
+    """Scorers, or reward workers with a model, on one machine."""
 
     node: str
     gpus: Count = 1
-    """A process each, with a whole copy of the frozen model."""
+    """A process each, with a whole copy of its model."""
 
 
 class Broker(StrictModel):
@@ -174,9 +174,10 @@ class PlanDocument(StrictModel):
     gen: tuple[Replicas, ...] = Field(default=(), max_length=8 * MAX_NODES)
     train: tuple[TrainShare, ...] = Field(default=(), max_length=MAX_NODES)
     mesh: Mesh | None = None
-    score: tuple[Scorers, ...] = Field(default=(), max_length=MAX_NODES)
+    score: tuple[GpuWorkers, ...] = Field(default=(), max_length=MAX_NODES)
     reward: tuple[str, ...] = Field(default=(), max_length=MAX_NODES)
     critic: CriticPlace | None = None
+    reward_gpus: tuple[GpuWorkers, ...] = Field(default=(), max_length=MAX_NODES)
     broker: Broker | None = None
     """Unset: on the head."""
     scheduler: str | None = None
@@ -211,13 +212,15 @@ class PlanDocument(StrictModel):
             yield f"reward.{index}", name, 0
         for index, relay in enumerate(self.relay):
             yield f"relay.{index}.node", relay.node, 0
+        for index, workers in enumerate(self.reward_gpus):
+            yield f"reward_gpus.{index}.node", workers.node, workers.gpus
         if self.critic is not None:
             yield "critic.node", self.critic.node, 0 if self.critic.is_beside_trainer else self.critic.gpus
 
     def stated(self) -> dict[str, Any]:
         """What it states, for JSON and YAML."""
         found = self.model_dump(mode="json", exclude_none=True)
-        for key in ("score", "reward", "relay"):
+        for key in ("score", "reward", "reward_gpus", "relay"):
             if not found[key]:
                 del found[key]
         for each in found["gen"]:
@@ -281,6 +284,8 @@ def _pool_error(plan: PlanDocument) -> str | None:
     for index, name in enumerate(trains := [share.node for share in plan.train]):
         if name in trains[:index]:
             return f"train.{index}.node: {name!r} is listed twice; add its gpus up"
+    if plan.reward and plan.reward_gpus:
+        return "reward_gpus: stated, and reward as well; reward workers have a GPU each, or none"
     for index, name in enumerate(plan.reward):
         if name in plan.reward[:index]:
             return f"reward.{index}: {name!r} is listed twice; a machine has one reward worker"

@@ -62,6 +62,8 @@ class NodeClass(StrictModel):
     """NIC bandwidth of each machine."""
     price_per_gpu_hour: NotNegative = 0.0
     """Price in US dollars."""
+    memory_GB: Positive | None = None
+    """Main memory of each machine that reward workers may take; unset: as much as they need."""
     machines: tuple[Name, ...] = Field(default=(), max_length=MAX_NODES)
     """Names of the machines, `count` of them; `name-0`, `name-1`, ... if empty."""
 
@@ -179,6 +181,12 @@ class Model(StrictModel):
         return self
 
 
+def _with_default(value: float | dict[str, float]) -> float | dict[str, float]:
+    if isinstance(value, dict) and "default" not in value:
+        raise ValueError("needs the key 'default' for GPU types that are not listed")
+    return value
+
+
 class TrainTask(StrictModel):
     """Work on each sample other than generation: a forward pass, or training (three times that)."""
 
@@ -199,6 +207,29 @@ class TrainTask(StrictModel):
         return self.is_service and (self.kind == "train" or self.shares_weights)
 
 
+class RewardWork(StrictModel):
+    """What a reward worker needs, and how long it takes to score a sample."""
+
+    seconds_per_sample: Positive | dict[str, Positive]
+    """One time for all machines, or by their GPU type with `default`."""
+    at_once: Count = 1
+    """Samples that a worker scores at once."""
+    memory_GB: NotNegative = 0.0
+    """Main memory of a worker."""
+    gpu_memory_GB: NotNegative = 0.0
+    """Of a GPU that each worker has to itself, for a reward model or judge; 0: workers take no GPU."""
+
+    @field_validator("seconds_per_sample")
+    @classmethod
+    def _there_is_a_default(cls, value: float | dict[str, float]) -> float | dict[str, float]:
+        return _with_default(value)
+
+    def samples_per_second(self, gpu: str) -> float:
+        """Rate of one worker on a machine with GPUs of that type."""
+        value = self.seconds_per_sample
+        return self.at_once / (value.get(gpu, value["default"]) if isinstance(value, dict) else value)
+
+
 class Workload(StrictModel):
     """The data that a training step consumes."""
 
@@ -213,6 +244,8 @@ class Workload(StrictModel):
     staleness: int = Field(ge=0, le=1_000_000)
     """Policy versions a sample may be behind when it is trained on; 0 is synchronous."""
     train_tasks: tuple[TrainTask, ...] = Field(min_length=1, max_length=64)
+    reward: RewardWork | None = None
+    """Scoring; unset: it never limits a plan, and the head's reward worker does it."""
 
     @property
     def pool_tasks(self) -> tuple[TrainTask, ...]:
@@ -307,9 +340,7 @@ class CostConstants(StrictModel):
     @field_validator("mfu_train", "mfu_infer")
     @classmethod
     def _there_is_a_default(cls, value: float | dict[str, float]) -> float | dict[str, float]:
-        if isinstance(value, dict) and "default" not in value:
-            raise ValueError("needs the key 'default' for GPU types that are not listed")
-        return value
+        return _with_default(value)
 
     def mfu(self, gpu: str, kind: Literal["train", "infer"]) -> float:
         """Share of its peak that a GPU type reaches in a task of this kind."""

@@ -52,7 +52,10 @@ class Live:
         back = {real: name for name, real in self.node_ids.items()}
         gen = [each.model_copy(update={"node": back[each.node]}) for each in plan.gen if each.node in back]
         train = [each.model_copy(update={"node": back[each.node]}) for each in plan.train if each.node in back]
-        score = [each.model_copy(update={"node": back[each.node]}) for each in plan.score if each.node in back]
+        score, reward_gpus = (
+            tuple(each.model_copy(update={"node": back[each.node]}) for each in placed if each.node in back)
+            for placed in (plan.score, plan.reward_gpus)
+        )
         critic = plan.critic
         if critic is not None:
             # It cannot go on without the disk of its machine, so it never passes for another one.
@@ -62,9 +65,10 @@ class Live:
             gen=tuple(gen),
             train=tuple(train),
             mesh=plan.mesh if len(train) == len(plan.train) else None,
-            score=tuple(score),
+            score=score,
             reward=tuple(back.get(name, name) for name in plan.reward),
             critic=critic,
+            reward_gpus=reward_gpus,
         )
 
 

@@ -19,12 +19,20 @@ _SPEEDS = {"H800": 990, "L40S": 362, "L4": 121}
 
 
 @st.composite
-def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False, has_critic: bool = False) -> Problem:
+def clusters(
+    draw: st.DrawFn,
+    model_dir: Path,
+    *,
+    has_wide_weights: bool = False,
+    has_critic: bool = False,
+    has_slow_rewards: bool = False,
+) -> Problem:
     """One to three unlike machines whose memory is some of the model's training state, and perhaps one without GPUs.
 
     They are in one region, or the last of several in another one.
 
     Wide weights take as much of a generator's memory as the state does of a trainer's: GPUs with less generate in twos.
+    Slow rewards are planned to take a worker on every machine.
     """
     critic: list[dict[str, Any]] = [
         {"name": "critic", "kind": "infer", "shares_weights": True, "is_service": True},
@@ -63,6 +71,7 @@ def clusters(draw: st.DrawFn, model_dir: Path, *, has_wide_weights: bool = False
                 "group_size": 2,
                 "prompt_len": 4,
                 "staleness": 1,
+                "reward": {"seconds_per_sample": 1e6} if has_slow_rewards else None,
                 "output_len": {"type": "lognormal", "median": 12, "sigma": 0.4, "max": LONGEST},
                 "train_tasks": [
                     {"name": "actor", "kind": "train"},

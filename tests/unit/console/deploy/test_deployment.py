@@ -26,10 +26,10 @@ from services.scheduler.planning.service_places import with_center, with_relays
 from services.scheduler.problem.plan_document import (
     Broker,
     CriticPlace,
+    GpuWorkers,
     Mesh,
     PlanDocument,
     Replicas,
-    Scorers,
     TrainShare,
     read_plan,
 )
@@ -358,6 +358,7 @@ def test_the_schedulers_own_service_has_the_settings_that_the_run_states(model, 
     assert read.lengths.state_dir.is_relative_to("/runs")
 
 
+JUDGED = "workload.reward={seconds_per_sample: 1, gpu_memory_GB: 16}"
 CRITIC_TASKS = (
     "workload.train_tasks=[{name: actor, kind: train}, {name: critic_train, kind: train, is_service: true}, "
     "{name: critic, kind: infer, shares_weights: true, is_service: true}]"
@@ -455,7 +456,7 @@ def test_machines_have_the_scorers_and_the_reward_worker_of_the_plan_and_the_run
     stated = problem(
         "tiny_04", "workload.train_tasks=[{name: actor, kind: train}, {name: teacher, kind: infer, is_service: true}]"
     )
-    services = {"score": (Scorers(node="l40s-0", gpus=1),), "reward": ("l4-0",)}
+    services = {"score": (GpuWorkers(node="l40s-0", gpus=1),), "reward": ("l4-0",)}
     document = plan([("l40s-0", 1, 3), ("l4-0", 2, 4)], [("a100-0", 8)]).model_copy(update=services)
     run = {**PLAIN_RUN, "algorithm": {"kl_coefficient": 0.1, "reference_path": "/data/teacher"}}
     files = deployed(CostModel(stated), of=document, run=run)
@@ -477,6 +478,17 @@ def test_machines_have_the_scorers_and_the_reward_worker_of_the_plan_and_the_run
     assert (config.listen, config.worker_id) == ("0.0.0.0:7313", "l40s-0-scorer-3")
     lacking = near.model_copy(update={"scorer": None})
     assert scoring_misfits(followed, lacking) == ["a scorer; the machine's file has no section scorer"]
+    judged = document.model_copy(update={"reward": (), "reward_gpus": (GpuWorkers(node="l4-1", gpus=2),)})
+    files = deployed(CostModel(problem("tiny_04", JUDGED)), of=judged.model_copy(update={"score": ()}), run=PLAIN_RUN)
+    assert files["r0/run.yaml"]["rewards"] == 0
+    assert "r0/reward.yaml" not in files
+    assert "issue generator reward --run" in files["README.md"]
+    judging = validate(NodeConfig, files["r1/node-l4-1.yaml"], source="")
+    placed = scoring_places(as_message(judged), judging)
+    assert placed == {f"reward-{gpu}": ScoringPlace(kind="reward", gpus=(gpu,)) for gpu in (0, 1)}
+    config = scoring_config(judging, placed["reward-1"], free_port=1)
+    assert (config.listen, config.worker_id, config.broker) == ("0.0.0.0:7331", "l4-1-reward-1", "a100-0:7301")
+    assert document_of(as_message(judged)) == judged
     here = {**run, "algorithm": {**run["algorithm"], "reference": "trainer", "reference_path": None}}
     with pytest.raises(
         ConfigError, match=r"^algorithm.reference: trainer, and the plan has scorers; set it to service"

@@ -9,7 +9,7 @@ from services.scheduler.planning.plan_message import document_of
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
 from services.scheduler.planning.solve import make_plan, solve
 from services.scheduler.problem.plan_check import violations
-from services.scheduler.problem.plan_document import PlanDocument, Scorers
+from services.scheduler.problem.plan_document import GpuWorkers, PlanDocument
 from tests.helpers.plans.problems import plan, problem
 
 TASKS = "workload.train_tasks=[{name: actor, kind: train}, {name: reference, kind: infer, is_service: true}]"
@@ -35,7 +35,7 @@ def test_scorers_take_the_frozen_model_and_its_work_from_the_pool(model):
     document = plan([("l4-0", 2, 2)], [("a100-0", 8)])
     assert "score: empty, so nothing computes reference" in model.score(document).reason
     assert violations(model.problem, document) == ["score: 0 machines, and the workload has a task for them"]
-    with_scorer = document.model_copy(update={"score": (Scorers(node="l4-1"),)})
+    with_scorer = document.model_copy(update={"score": (GpuWorkers(node="l4-1"),)})
     assert violations(model.problem, with_scorer) == []
     # One L4 computes a forward pass of 8B parameters more slowly than eight A100 train them.
     assert model.score(with_scorer).limit is Limit.SCORING
@@ -45,7 +45,7 @@ def test_scorers_take_the_frozen_model_and_its_work_from_the_pool(model):
 
 def test_a_gpu_without_memory_for_the_frozen_model_and_a_pass_is_refused():
     stated = problem("tiny_04", TASKS, *PACKED, "cost_model.train_pack_tokens=200000")
-    document = plan([("l4-0", 2, 2)], [("a100-0", 8)]).model_copy(update={"score": (Scorers(node="l4-1"),)})
+    document = plan([("l4-0", 2, 2)], [("a100-0", 8)]).model_copy(update={"score": (GpuWorkers(node="l4-1"),)})
 
     found = [each for each in violations(stated, document) if each.startswith("score")]
     assert "score.0.node: a scorer needs" in found[0]
@@ -60,7 +60,9 @@ def test_the_search_gives_scorers_what_is_best(model):
     for entry, trained, count in itertools.product(("a100-0", "l4-1"), range(1, 9), range(1, 5)):
         for tp in (1, 2, 4):
             gen = [("l4-0", tp, 4 // tp)]
-            document = plan(gen, [("a100-0", trained)]).model_copy(update={"score": (Scorers(node=entry, gpus=count),)})
+            document = plan(gen, [("a100-0", trained)]).model_copy(
+                update={"score": (GpuWorkers(node=entry, gpus=count),)}
+            )
             best = max(best, model.score(document).samples_per_second)
 
     assert violations(model.problem, found) == []
@@ -83,7 +85,7 @@ def test_a_revision_keeps_scorers_and_reward_workers_and_the_wire_carries_them(m
 
 
 def test_a_plan_names_what_is_wrong_with_its_services(model):
-    good = plan([("l4-0", 2, 2)], [("a100-0", 8)]).model_copy(update={"score": (Scorers(node="l4-1"),)})
+    good = plan([("l4-0", 2, 2)], [("a100-0", 8)]).model_copy(update={"score": (GpuWorkers(node="l4-1"),)})
 
     def reason(**changed):
         return model.score(PlanDocument.model_validate({**good.stated(), **changed})).reason

@@ -1,0 +1,59 @@
+"""Places reward workers: on GPUs as scorers are, or by a rule on machines whose GPUs do something else.
+
+Workers without GPUs take nothing that the rest of a plan is searched for, so they come after it: the head has one, then
+others follow until they keep up with the plan, first machines of the head's region, of these first those that do not
+train. Where even all machines do not keep up, they limit the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from services.scheduler.cost_model.reference import CostModel, Score
+from services.scheduler.planning.worker_placement import Search, gpu_rewards, with_workers, with_workload
+from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.solvers.interface import Solution, TimeLeft
+
+_ENOUGH = 1 - 1e-9
+
+
+def with_rewards(model: CostModel, search: Search, *, time_left: TimeLeft, kept: PlanDocument) -> Solution:
+    """The best plan found with reward workers, those of `kept` where it has any.
+
+    Of those that it has without GPUs, on the machines that are left; where none is, on one that generates.
+    """
+    if (kind := gpu_rewards(model)) is not None:
+        return with_workers(model, kind, search, time_left=time_left, kept=kept.reward_gpus)
+    is_known = model.problem.workload.reward is not None
+    found = search(model.over(with_workload(model.problem, reward=None)) if is_known else model, time_left)
+    if found.plan is None or not (is_known or kept.reward):
+        return found
+    if kept.reward:
+        left = tuple(name for name in kept.reward if name in model.nodes)
+        plan = found.plan.model_copy(update={"reward": left or (found.plan.gen[0].node,)})
+    else:
+        plan = found.plan.model_copy(update={"reward": _keeping_up(model, found.plan, found.score.samples_per_second)})
+    if not is_known:
+        return replace(found, plan=plan)
+    score = model.score(plan)
+    is_optimal = found.is_optimal and score.samples_per_second >= found.score.samples_per_second * _ENOUGH
+    return replace(found, plan=plan if isinstance(score, Score) else None, score=score, is_optimal=is_optimal)
+
+
+def _keeping_up(model: CostModel, plan: PlanDocument, rate: float) -> tuple[str, ...]:
+    """Machines whose workers score that many samples per second, or all that can have one; empty for the head alone."""
+    work, nodes = model.problem.workload.reward, model.nodes
+    assert work is not None
+    head, trains = plan.train[0].node, {share.node for share in plan.train}
+
+    def order(name: str) -> tuple[bool, bool, bool]:
+        return name != head, nodes[name].region != nodes[head].region, name in trains
+
+    found: list[str] = []
+    scored = 0.0
+    for name in sorted((name for name, node in nodes.items() if model.reward.fits(node, 1)), key=order):
+        if found and scored >= rate * _ENOUGH:
+            break
+        found.append(name)
+        scored += work.samples_per_second(nodes[name].gpu)
+    return () if found == [head] else tuple(found)

@@ -1,0 +1,109 @@
+"""Reward workers in a plan: their memory and rate, the rule for those without GPUs, the search for the others."""
+
+import pytest
+
+from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit
+from services.scheduler.planning.plan_message import document_of
+from services.scheduler.planning.plan_wire import PlanTask, plan_task
+from services.scheduler.planning.solve import make_plan, solve
+from services.scheduler.problem.plan_check import violations
+from services.scheduler.problem.plan_document import GpuWorkers, PlanDocument
+from services.scheduler.problem.problem import Problem, parse_problem
+from services.scheduler.solvers.registry import SOLVERS
+from tests.helpers.plans.problems import plan, problem
+
+FEW = ("links=[]", "nodes=[{name: a100, gpu: A100-80, gpus: 6, region: r0}, {name: l4, gpu: L4, gpus: 4, region: r0}]")
+SPLIT = plan([("l40s-0", 1, 8), ("l4-0", 2, 4)], [("a100-0", 8)])
+
+
+def stated(reward: str | None = None, **memory_GB: float) -> Problem:
+    """Machines a100-0 and l40s-0 in r0, l4-0 and l4-1 in r1; main memory by entry."""
+    found = problem("tiny_04", *([] if reward is None else [f"workload.reward={reward}"]))
+    nodes = tuple(node.model_copy(update={"memory_GB": memory_GB.get(node.name)}) for node in found.nodes)
+    return found.model_copy(update={"nodes": nodes})
+
+
+def forever():
+    return 1000.0
+
+
+def planned(of: Problem, solver: str = "partition"):
+    solution = solve(CostModel(of), solver, time_left=forever)
+    assert solution.plan is not None
+    assert violations(of, solution.plan) == []
+    return solution
+
+
+def test_as_many_machines_have_a_reward_worker_as_keep_up_with_the_rest():
+    free = planned(stated())
+    rate = free.score.samples_per_second
+    head = free.plan.train[0].node
+    assert free.plan.reward == ()
+    for workers, expected in (
+        (0.9, ()),
+        (1.1, (head, "l40s-0")),
+        # Those of the head's region first, then those of the other one.
+        (2.1, (head, "l40s-0", "l4-0")),
+    ):
+        found = planned(stated(f"{{seconds_per_sample: {8 * workers / rate}, at_once: 8}}"))
+        assert found.plan == free.plan.model_copy(update={"reward": expected})
+        assert found.score.samples_per_second == pytest.approx(rate)
+    slow = planned(stated(f"{{seconds_per_sample: {10 / rate}}}"))
+    assert set(slow.plan.reward) == {"a100-0", "l40s-0", "l4-0", "l4-1"}
+    assert (slow.score.limit, slow.score.samples_per_second) == (Limit.REWARD, pytest.approx(0.4 * rate))
+    by_type = f"{{seconds_per_sample: {{default: {0.9 / rate}, A100-80: {100 / rate}}}}}"
+    assert planned(stated(by_type)).plan.reward == (head, "l40s-0")
+
+
+def test_workers_stand_where_main_memory_allows():
+    rate = planned(stated()).score.samples_per_second
+    reward = f"{{seconds_per_sample: {0.5 / rate}, memory_GB: 64}}"
+    assert planned(stated(reward, a100=32, l40s=128)).plan.reward == ("l40s-0",)
+    nowhere = stated(reward, a100=32, l40s=32, l4=32)
+    score = solve(CostModel(nowhere), "auto", time_left=forever).score
+    assert isinstance(score, Infeasible)
+    assert score.reason.startswith("reward: 1 workers need 64.0 GB, and memory_GB is 32.0 of a100-0")
+    assert violations(nowhere, SPLIT) == ["reward: 1 workers on a100-0 need 64.0 GB, and it has 32.0 GB"]
+
+
+def test_a_search_gives_reward_models_gpus_and_auto_is_no_worse_than_any_member():
+    free = planned(problem("tiny_04", *FEW), "auto").score.samples_per_second
+    reward = f"{{seconds_per_sample: {{default: {2.5 / free}, A100-80: {1 / free}}}, gpu_memory_GB: 20}}"
+    of = problem("tiny_04", *FEW, f"workload.reward={reward}")
+    rates = {solver: planned(of, solver) for solver in ("auto", *SOLVERS)}
+    best = rates["auto"]
+    assert best.score.samples_per_second >= max(each.score.samples_per_second for each in rates.values())
+    assert 0.6 * free < best.score.samples_per_second <= free
+    # An L4 has less memory than the reward model takes.
+    assert {each.node for found in rates.values() for each in found.plan.reward_gpus} == {"a100-0"}
+    assert best.plan.reward == ()
+
+    def wrong(**changed: object) -> str:
+        changed_plan = PlanDocument.model_validate({**plan([("l4-0", 2, 2)], [("a100-0", 5)]).stated(), **changed})
+        assert violations(of, changed_plan)
+        return CostModel(of).score(changed_plan).reason
+
+    assert wrong() == "reward_gpus: empty, and reward workers need a GPU each"
+    assert "a worker needs a GPU of 20.0 GB" in wrong(gen=[{"node": "a100-0"}], reward_gpus=[{"node": "l4-0"}])
+    both = {"reward_gpus": [{"node": "a100-0"}], "reward": ["a100-0"]}
+    assert wrong(**both).startswith("reward_gpus: stated, and reward as well")
+    named = SPLIT.model_copy(update={"reward_gpus": (GpuWorkers(node="l4-1"),)})
+    assert "name machines in reward" in CostModel(stated("{seconds_per_sample: 1}")).score(named).reason
+    assert "leave it out" in CostModel(stated()).score(named).reason
+    with pytest.raises(Exception, match="needs the key 'default'"):
+        parse_problem(of.model_copy().model_dump_json(by_alias=True).replace('"default":', '"L4":'), source="problem")
+
+
+def test_revisions_keep_reward_workers():
+    rate = planned(stated()).score.samples_per_second
+    for reward in (f"{{seconds_per_sample: {1.1 / rate}}}", f"{{seconds_per_sample: {1 / rate}, gpu_memory_GB: 20}}"):
+        of = stated(reward)
+        start = planned(of).plan
+        assert start.reward or start.reward_gpus
+        task = PlanTask(run_id="r", problem=of, cost_model="rm1", solver="partition", keeps_trainers=True)
+        for keeps_pool in (True, False):
+            revised = document_of(plan_task(task, time_left=forever, start=start, keeps_pool=keeps_pool))
+            assert (revised.reward, revised.reward_gpus) == (start.reward, start.reward_gpus)
+    lost = start.model_copy(update={"reward": ("gone",), "reward_gpus": ()})
+    moved = make_plan(CostModel(stated()), "partition", time_left=forever, running=lost).plan
+    assert moved.reward == (moved.gen[0].node,)
