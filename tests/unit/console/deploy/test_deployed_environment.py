@@ -46,6 +46,11 @@ def test_the_head_serves_an_environment_that_every_machine_reaches(engine):
         assert_environment_in_compose(files)
     if engine == "kubernetes":
         assert_environment_in_kubernetes(files)
+    if engine == "slurm":
+        # On the head, whose own certificate opens everything, the environment's is shown to third parties.
+        assert 'export PENSTOCK_JUDGE_TLS_CERT="$PENSTOCK_SECRETS/$name/cert.pem"' in files["machine.sh"]
+        own = files["machine.sh"].partition("if [ $name = a100-0 ]")[2].partition("fi")[0]
+        assert 'export PENSTOCK_JUDGE_TLS_CERT="$PENSTOCK_SECRETS/environment/cert.pem"' in own
     if engine == "skypilot":
         head, far = files["r0/site.yaml"][1], files["r1/site.yaml"][1]
         assert 7302 in head["resources"]["ports"]
