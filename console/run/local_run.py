@@ -20,6 +20,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Awaitable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -334,16 +335,20 @@ class _Run:
         record, page = self._config.record, self._config.page
         if record is False and not page.groups_per_step:
             return None
-        own = KEPT_SAMPLES if record is False else TRAJECTORIES
-        return RunRecorder(
+        make = partial(
+            RunRecorder,
             run_id=self._config.run.id,
             broker=self._launcher.addresses.broker.target,
-            path=record if isinstance(record, Path) else self._folder.path / own,
             security=self._security,
             note=self._display.note,
+        )
+        if record is False:
+            path = self._folder.path / KEPT_SAMPLES
+            return make(path=path, max_bytes=page.max_sample_bytes, groups_per_step=page.groups_per_step)
+        return make(
+            path=record if isinstance(record, Path) else self._folder.path / TRAJECTORIES,
             on_refusal=self._launcher.services.take_refusal,
-            max_bytes=page.max_sample_bytes if record is False else self._config.record_max_bytes,
-            groups_per_step=page.groups_per_step if record is False else 0,
+            max_bytes=self._config.record_max_bytes,
         )
 
     def _force(self) -> None:
