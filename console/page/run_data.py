@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from console.config.run_folder import CONSOLE_NAME, RunFolder, read_record
+from console.launch.probes import masked
 from console.page.files.indexed_recording import IndexedRecording, open_recording
 from console.page.files.metrics_table import MetricsTable
 from console.page.files.token_texts import TokenTexts
@@ -177,7 +178,7 @@ class RunData:
             if changed_ns != self._config[0]:
                 with self.folder.config.open(encoding="utf-8", errors="replace") as file:
                     said = file.read(MAX_CONFIG_BYTES)
-                self._config = (changed_ns, said, _document_of(said))
+                self._config = (changed_ns, masked(said), _document_of(said))
         except OSError:
             self._config = (0, "", {})
         return self._config[2]

@@ -90,6 +90,12 @@ class GroupIndex:
         found = np.flatnonzero(is_meant).tolist()
         return [number for number in found if not self._is_void(version, int(histories[number]))]
 
+    def newest_step_of(self, group_id: str) -> int:
+        """The version of the newest step that trained a group of that id; 0 if none did."""
+        found = np.flatnonzero(np.array(self._columns[6]) == digest(group_id.encode())).tolist()
+        versions = (self.version(one) for one in found if not self._is_void(self.version(one), self._columns[1][one]))
+        return max(versions, default=0)
+
     def same_prompt(self, numbers: list[int]) -> dict[int, list[int]]:
         """For each of these groups all groups of the surviving history with the same prompt, in order."""
         prompts = np.array(self._columns[7])

@@ -33,7 +33,7 @@ KINDS = {
     "rl.sample.generate": "decoding",
     UPDATE: "updating",
     "rl.reward.score": "scoring",
-    "rl.environment.step": "stepping",
+    "rl.environment.step": "environment",
     "rl.train.wait": "waiting",
     "rl.train.compute": "computing",
     PUBLISH: "publishing",

@@ -18,7 +18,7 @@ MAX_LANES = 200
 _KINDS = ("generator", "reward", "environment", "trainer", "broker")
 _NO_TRACES = "without traces: the trainer's times by step; when in a step it waited is not recorded"
 _STAGES = {
-    "rl.sample.queue": "waiting",
+    "rl.sample.queue": "queued",
     "rl.sample.generate": "decoding",
     "rl.sample.score": "scoring",
     "rl.sample.wait_for_training": "waiting",

@@ -24,7 +24,9 @@ def one_sample(
     texts: TokenTexts,
     time_of_step: Callable[[int], float | None],
 ) -> Answer:
-    """The sample `key` (group/index) of `step`. Raises BadQuestionError if it is not recorded.
+    """The sample `key` (group/index) of `step`, or of the newest step that has it.
+
+    Raises BadQuestionError if it is not recorded.
 
     Args:
         recording: Where it is.
@@ -33,8 +35,9 @@ def one_sample(
         time_of_step: When the step of a version ended, Unix seconds.
     """
     recording.advance()
-    step, key = whole(query, "step", 0), query.get("key", "")
+    key = query.get("key", "")
     group_id = key.rpartition("/")[0]
+    step = whole(query, "step", recording.index.newest_step_of(group_id))
     refs = recording.index.of_step(step, group_id)
     group = list({key_of(row): row for row in recording.rows(refs)}.values())
     row = next((each for each in group if key_of(each) == key), None)

@@ -69,7 +69,7 @@ def test_traces_are_drawn_as_lanes_with_the_steps_critical_path(tmp_path: Path) 
     assert [[span[2] for span in lane["spans"]] for lane in part["lanes"]] == [["computing"]]
     life = data.answer("lanes", {"sample": "g/0"})
     assert [(lane["name"], lane["spans"][0][2]) for lane in life["lanes"]] == [
-        ("broker", "waiting"),
+        ("broker", "queued"),
         ("generator-0", "decoding"),
     ]
     assert life["events"] == [[BEGIN_S + 2, "chunk", {}]]

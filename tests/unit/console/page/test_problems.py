@@ -93,9 +93,10 @@ def test_gpus_and_dollars_are_those_of_the_plan(tmp_path: Path) -> None:
     folder = page_folder(tmp_path / "r")
     problem = ROOT / "tests/helpers/plans/planning_instances/tiny_02.json"
     document = json.loads(problem.read_text())
-    folder.config.write_text(f"run: {{id: r}}\nscheduler: {{problem: {problem}}}\n")
+    folder.config.write_text(f"run: {{id: r}}\nscheduler: {{problem: {problem}}}\nredis: redis://:secret@h:1\n")
     data = RunData(folder)
     node = document["nodes"][0]
+    assert "secret" not in data.facts()["config"]
     whole = sum(each["gpus"] * each.get("count", 1) for each in document["nodes"])
     assert sum(sum(site["gpus"].values()) for site in data.answer("cost", {})["sites"]) == whole
     name = f"{node['name']}-0"

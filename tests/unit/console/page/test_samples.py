@@ -87,6 +87,7 @@ def test_one_sample_is_shown_with_tokens_turns_times_and_its_prompts_other_answe
         {"step": 1, "key": "a1/0", "version": 1},
         {"step": 3, "key": "a3/0", "version": 1},
     ]
+    assert RunData(folder).answer("sample", {"key": "a2/1"}) == found
     with pytest.raises(BadQuestionError, match="key"):
         RunData(folder).answer("sample", {"step": "2", "key": "a3/1"})
 
