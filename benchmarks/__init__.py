@@ -27,6 +27,7 @@ SUITES = {
     "reward.scores": "scores a second through broker, Redis and a reward worker",
     "scale": "unit costs of a broker under a thousand generators, and what fleets need",
     "scale.churn": "what grows in a broker and in Redis within an hour of a run",
+    "scale.tracing": "what tracing costs a broker, by turns",
     "scheduler.calibration": "the cost models next to published measurements",
     "scheduler.deployed": "a deployed plan next to its prediction",
     "scheduler.instances": "plans and simulations of given problems",

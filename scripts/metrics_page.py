@@ -34,6 +34,7 @@ TITLES = {
     "trainer": "Trainer",
     "scheduler": "Scheduler",
     "log": "Every process",
+    "trace": "Every process",
 }
 """By the second word of a metric's name, in the page's order."""
 

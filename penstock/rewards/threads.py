@@ -12,6 +12,8 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
 from penstock.rewards.outcomes import describe
@@ -37,7 +39,8 @@ class DaemonThreads:
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._jobs.put((function, future))
+        # What the function logs belongs to the caller's service and trace.
+        self._jobs.put((partial(copy_context().run, function), future))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:

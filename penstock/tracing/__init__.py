@@ -5,7 +5,7 @@ then OpenTelemetry is not even imported. Ids of groups, samples and steps follow
 process can name another one's span without asking for it. No knowledge of services.
 """
 
-from penstock.tracing.context import TraceContext, current, metadata, read_traceparent, within
+from penstock.tracing.context import TraceContext, current, headers, metadata, read_traceparent, within
 from penstock.tracing.ids import group_context, sample_context, step_context, traceparent_of
 from penstock.tracing.recording import Span, close, configure, is_on, record
 
@@ -16,6 +16,7 @@ __all__ = [
     "configure",
     "current",
     "group_context",
+    "headers",
     "is_on",
     "metadata",
     "read_traceparent",

@@ -63,14 +63,23 @@ def within(context: TraceContext | None) -> Iterator[None]:
 
 
 def metadata() -> tuple[tuple[str, str], ...] | None:
-    """What a call sends along: gRPC's metadata, or headers of HTTP; None without a context."""
+    """What a gRPC call sends along; None without a context."""
     context = _current.get()
     return None if context is None else ((HEADER, context.traceparent),)
 
 
-def take_from(sent: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> None:
-    """Continue, in this task, the context that a caller sent in its metadata or headers, if any."""
+def headers() -> dict[str, str]:
+    """The same for a request of HTTP; empty without a context."""
+    return dict(metadata() or ())
+
+
+def context_in(sent: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> TraceContext | None:
+    """The context that a caller sent in its metadata or headers, if any."""
     pairs = sent.items() if isinstance(sent, Mapping) else sent
     header = next((value for name, value in pairs if name.lower() == HEADER), "")
-    if header:
-        _current.set(read_traceparent(str(header)))
+    return read_traceparent(str(header)) if header else None
+
+
+def take(context: TraceContext | None) -> None:
+    """Continue a caller's context until this task ends."""
+    _current.set(context)

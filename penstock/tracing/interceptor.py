@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from penstock.tracing.context import take_from
+from penstock.tracing.context import context_in, take
 
 
 class TraceInterceptor(grpc.aio.ServerInterceptor):
@@ -19,5 +19,5 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Take the context over; gRPC serves each call in a task of its own."""
-        take_from(handler_call_details.invocation_metadata or ())
+        take(context_in(handler_call_details.invocation_metadata or ()))
         return await continuation(handler_call_details)

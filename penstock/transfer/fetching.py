@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from penstock import tracing
 from penstock.errors import DigestMismatchError, PenstockError, ServiceUnavailableError, UnknownVersionError
 from penstock.transfer.coding import CODING_HEADER, ZSTD
 from penstock.transfer.connections import Connections
@@ -99,7 +100,7 @@ class Fetching:
                 await self.sources.note_failed(source, error)
 
     async def _fetch_span(self, source: Source, span: range) -> None:
-        headers = dict(self.connections.headers)
+        headers = {**self.connections.headers, **tracing.headers()}
         if self.is_compressed and source.kind is SourceKind.ORIGIN:
             headers[CODING_HEADER] = ZSTD
         connection = self.connections.take(source.url)

@@ -28,6 +28,8 @@ from penstock.security import Security
 from penstock.security.http_access import ANYBODY, Handler
 from penstock.security.roles import Role
 from penstock.security.session_keys import Opens, SessionKey, SessionKeys
+from penstock.tracing import is_on, within
+from penstock.tracing.context import context_in
 from services.generator.engine.engine import EngineError, RequestRefusedError
 from services.generator.openai.answer_sampling import Answer, AnswerAbortedError, Piece
 from services.generator.openai.endpoint import Agents, Labels, Prepared
@@ -126,7 +128,8 @@ class OpenAIRoutes:
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._doors.admit(request)
-            response = await self._placed(request, handler)
+            with within(context_in(request.headers) if is_on() else None):
+                response = await self._placed(request, handler)
         except web.HTTPException as error:
             response = _error(ApiError(error.status, error.reason))
         except Exception as error:

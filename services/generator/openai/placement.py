@@ -34,7 +34,14 @@ LOAD_FACTOR = 1.25
 DOWN_S = 5.0
 """A generator that did not answer is left out for this long."""
 CONNECT_TIMEOUT_S = 3.0
-_PASSED_ON = ("Authorization", "Content-Type", "Idempotency-Key", "X-Session-ID", "X-Stainless-Retry-Count")
+_PASSED_ON = (
+    "Authorization",
+    "Content-Type",
+    "Idempotency-Key",
+    "Traceparent",
+    "X-Session-ID",
+    "X-Stainless-Retry-Count",
+)
 _CHUNK_BYTES = 65536
 
 _log = structlog.get_logger()

@@ -25,6 +25,7 @@ from penstock.rewards.outcomes import clean_text
 from penstock.secret import read_secret
 from penstock.security import NO_SECURITY, Security
 from penstock.security.plain_text import is_local
+from penstock.tracing.context import headers
 from services.reward.judge.answer_cache import Answer
 from services.reward.judge.config import JudgeConfig
 from services.reward.judge.metrics import COST, REQUEST_SECONDS, REQUESTS, TOKENS
@@ -156,7 +157,7 @@ class Endpoint:
         url = self._config.url.rstrip("/") + path
         async with (
             asyncio.timeout(timeout_s),
-            self._client.stream(method, url, json=body, timeout=timeout_s) as response,
+            self._client.stream(method, url, json=body, timeout=timeout_s, headers=headers()) as response,
         ):
             parts, num_bytes = [], 0
             async for part in response.aiter_bytes():

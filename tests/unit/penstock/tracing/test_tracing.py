@@ -10,7 +10,7 @@ import pytest
 
 from penstock import tracing
 from penstock.config import ConfigError
-from penstock.tracing.context import take_from
+from penstock.tracing.context import context_in
 from penstock.tracing.counters import LOST
 from penstock.tracing.measuring import measuring
 from penstock.tracing.recorder import MAX_EVENTS, MAX_LINKS, MAX_TEXT_CHARACTERS
@@ -58,8 +58,7 @@ def test_a_share_of_the_groups_is_sampled_and_every_process_agrees_on_which():
 )
 def test_what_is_no_traceparent_counts_as_none(header):
     assert tracing.read_traceparent(header) is None
-    take_from({"TraceParent": header})
-    assert tracing.current() is None
+    assert context_in({"TraceParent": header}) is None
     assert tracing.read_traceparent(f"00-{TRACE}-{SPAN}-01").traceparent == f"00-{TRACE}-{SPAN}-01"
 
 

@@ -1,0 +1,110 @@
+"""Traces over real connections: a call belongs to its caller's span, and a collector gets what is recorded."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import structlog
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from penstock import tracing
+from penstock.environments import Action, Environment, Message, Outcome, Task
+from penstock.environments.serving import EnvironmentServicer, environment_service
+from penstock.network.rpc import call
+from penstock.process.log_setup import configure_logging
+from penstock.tracing.counters import LOST
+from penstock.tracing.recording import Span
+from penstock.tracing.settings import TraceSettings
+from penstock.v1 import environment_pb2, environment_pb2_grpc
+from tests.helpers.serving import channel_to
+from tests.helpers.traces import spans_in, tracing_to
+
+
+class Echo(Environment):
+    """Logs each turn."""
+
+    def reset(self, task: Task) -> None:
+        return None
+
+    def step(self, action: Action) -> Outcome:
+        structlog.get_logger().info("a turn was taken")
+        return Outcome(messages=[Message(role="user", content=action.text)], reward=1.0)
+
+
+async def play(channel: grpc.aio.Channel, turn: int) -> None:
+    stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
+    request = environment_pb2.StepRequest(session_id="s", turn=turn, text="hello")
+    await call(stub.Step, request, peer="environment")
+
+
+async def test_what_an_environment_does_belongs_to_the_sample_that_asks_in_spans_and_logs(tmp_path, capfd):
+    configure_logging("environment", run_id="r", log_format="json")
+    sample = tracing.sample_context(tracing.group_context("r", "g"), 0, 0)
+    with tracing_to(tmp_path, ratio=0.0):
+        service = environment_service(EnvironmentServicer(Echo))
+        async with channel_to(service) as channel:
+            stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
+            await call(stub.Reset, environment_pb2.ResetRequest(session_id="s"), peer="environment")
+            with tracing.within(sample):
+                await play(channel, 0)
+            await play(channel, 1)
+            bad = grpc.aio.Metadata(("traceparent", "00-of nothing"))
+            await stub.Step(environment_pb2.StepRequest(session_id="s", turn=2, text="x"), metadata=bad)
+    first, *others = [each.span for each in spans_in(tmp_path) if each.name == "rl.environment.step"]
+    assert (first["traceId"], first["parentSpanId"]) == (f"{sample.trace_id:032x}", f"{sample.span_id:016x}")
+    assert len(others) == 2
+    assert not any("parentSpanId" in each for each in others)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "a turn was taken" in line]
+    assert [f'"trace_id": "{first["traceId"]}"' in line for line in lines] == [True, False, False]
+    assert all('"run_id": "r"' in line for line in lines)
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps what it gets."""
+
+    def __init__(self):
+        self.spans = []
+
+    def Export(self, request, context):
+        self.spans += [span for each in request.resource_spans for part in each.scope_spans for span in part.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@pytest.fixture
+def exporting(monkeypatch):
+    """Records for a collector at that port."""
+
+    def begin(port):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
+        tracing.configure("test", instance="test-0", settings=TraceSettings(exports=True))
+
+    yield begin
+    tracing.close()
+
+
+def test_a_collector_gets_what_is_recorded(exporting):
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    exporting(port)
+    context = tracing.group_context("r", "g")
+    tracing.record(Span(name="rl.group", run_id="r", start_s=1.0, end_s=2.0, context=context))
+    tracing.close()
+    server.stop(0).wait()
+    [span] = collector.spans
+    assert (span.name, span.trace_id) == ("rl.group", context.trace_id.to_bytes(16))
+
+
+def test_a_collector_that_is_away_is_counted_and_delays_the_end_by_seconds_only(exporting):
+    before = LOST.labels("collector")._value.get()
+    exporting(1)
+    for _ in range(3):
+        tracing.record(Span(name="rl.group", run_id="r", start_s=1.0, end_s=2.0))
+    begun_s = time.monotonic()
+    tracing.close()
+    assert time.monotonic() - begun_s < 15
+    assert LOST.labels("collector")._value.get() == before + 3
