@@ -79,10 +79,9 @@ def _updates(store: SpanStore) -> tuple[dict[str, Answer], dict[tuple[str, str],
         name = span.lane[1]
         if version is not None and span.end_s >= machines.get(name, {}).get("since_s", 0.0):
             machines[name] = {"name": name, "version": version, "since_s": span.end_s}
-        source, size = (
-            text(span.attributes.get("rl.weights.source"), 200),
-            count(span.attributes.get("rl.weights.bytes")),
-        )
-        if source and size is not None:
-            links[source, name] = links.get((source, name), 0) + size
+        size = count(span.attributes.get("rl.weights.bytes")) or 0
+        from_trainer = min(size, count(span.attributes.get("rl.weights.origin_bytes")) or 0)
+        for source, part in (("trainer", from_trainer), ("its site", size - from_trainer)):
+            if part:
+                links[source, name] = links.get((source, name), 0) + part
     return machines, links

@@ -224,7 +224,11 @@ class WeightPuller:
                 # That may have taken minutes.
                 self._check_owner(manifest)
                 report = await self._update_engine(manifest, fetched.path, mode)
-                measured.attributes |= {"rl.bytes": fetched.fetched_bytes, "rl.pause_s": report.pause_s}
+                measured.attributes |= {
+                    "rl.weights.bytes": fetched.fetched_bytes,
+                    "rl.weights.origin_bytes": fetched.origin_bytes,
+                    "rl.pause_s": report.pause_s,
+                }
                 await self._report(manifest, pause_s=report.pause_s, fetched=fetched)
             await asyncio.to_thread(self._fetcher.clean, fetched.path)
             return report

@@ -142,7 +142,11 @@ class WeightPublisher:
                 start_s=end_s - self.last_s,
                 end_s=end_s,
                 parent=tracing.step_context(self._run_id, policy_version, history),
-                attributes={"rl.policy.version": policy_version},
+                attributes={
+                    "rl.policy.version": policy_version,
+                    "rl.weights.digest": self._last.manifest.digest if self._last is not None else "",
+                    "rl.weights.bytes": self._last.manifest.size_bytes if self._last is not None else 0,
+                },
             )
         )
 

@@ -24,7 +24,7 @@ def traces() -> str:
             "name": "rl.weights.update",
             "start": 6,
             "end": 7,
-            "attributes": {"rl.policy.version": 1, "rl.weights.bytes": 9, "rl.weights.source": "trainer"},
+            "attributes": {"rl.policy.version": 1, "rl.weights.bytes": 9, "rl.weights.origin_bytes": 6},
         },
         {"name": "rl.sample.generate", "start": 1, "end": 5, "attributes": KEY, "events": [(2, "chunk")]},
     )
@@ -84,7 +84,10 @@ def test_weights_are_told_by_version_machine_and_link(tmp_path: Path) -> None:
     assert found["versions"][1] == {"version": 2, "digest": "d", "bytes": 9, "published_s": BEGIN_S + 10}
     assert found["versions"][2] == {"version": 3, "digest": None, "bytes": None, "published_s": BEGIN_S + 30}
     assert found["machines"] == [{"name": "generator-0", "version": 1, "since_s": BEGIN_S + 7}]
-    assert found["links"] == [{"from": "trainer", "to": "generator-0", "bytes": 9}]
+    assert found["links"] == [
+        {"from": "its site", "to": "generator-0", "bytes": 3},
+        {"from": "trainer", "to": "generator-0", "bytes": 6},
+    ]
 
 
 def test_without_traces_the_trainers_times_are_drawn_and_it_is_said(tmp_path: Path) -> None:
