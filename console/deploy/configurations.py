@@ -195,7 +195,7 @@ class Configurations:
 
     def first_gpu(self, machine: str) -> int:
         """Index of the first GPU that its `penstock node` is given; where GPUs have no names, those before it train."""
-        if self.layout.names_gpus:
+        if self.layout.names_gpus or self.moves_trainer:
             return 0
         return next((each.gpus for each in self.trainers if each.name == machine), 0)
 

@@ -75,6 +75,8 @@ class Service:
     gpus: int = 0
     memory_gib: int
     """Limit, not a measurement: what is above it is taken for a leak."""
+    may_train: bool = False
+    """Whether it is a machine's `penstock node` that may start the trainer, whose checkpoint it then waits for."""
     after: tuple[str, ...] = ()
     """Services that must be healthy first, on this machine or another."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +85,8 @@ class Service:
     @property
     def grace_s(self) -> float:
         """Seconds between SIGTERM and SIGKILL."""
-        return STOP_GRACE_S[self.kind]
+        longer_s = STOP_GRACE_S["trainer"] - STOP_GRACE_S["generator"] if self.may_train else 0.0
+        return STOP_GRACE_S[self.kind] + longer_s
 
     @property
     def is_foreign(self) -> bool:

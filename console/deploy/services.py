@@ -192,13 +192,15 @@ def _run(made: Configurations) -> Service:
 
 
 def _node(made: Configurations, machine: Machine) -> Service:
+    kinds = ("node", "trainer") if made.moves_trainer else ("node",)
     return Service(
         name=f"node-{machine.name}",
         kind="node",
         image=_image(made, "generator"),
         arguments=("node", str(made.layout.config / f"node-{machine.name}.yaml")),
         gpus=0 if made.is_emulated else machine.kind.gpus - made.first_gpu(machine.name),
-        memory_gib=memory_gib("node", weight_bytes=_weight_bytes(made), gpus=machine.kind.gpus),
+        memory_gib=sum(memory_gib(kind, weight_bytes=_weight_bytes(made), gpus=machine.kind.gpus) for kind in kinds),
+        may_train=made.moves_trainer,
     )
 
 

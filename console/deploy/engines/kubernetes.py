@@ -3,7 +3,8 @@
 The head is one pod, so that its services share volumes of one machine: Redis, broker, scheduler and reward worker are
 sidecars of the trainer, which start in that order, one after the other is ready, and end after it. Those that the plan
 has on a machine without GPUs are a pod there. Where several machines train, each other one has a pod of its own, and
-torchrun's processes meet through a headless Service.
+torchrun's processes meet through a headless Service. Where the trainer moves, `penstock node` of each machine starts
+it, and stands in the trainer's place in the head's pod.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ the head's sidecars in order. Images are those of the repository's compose file,
 ```
 kubectl create namespace {namespace}
 {secrets}kubectl apply -f SITE/claims.yaml -f SITE/fill.yaml      # volumes, and pods to fill them
-kubectl cp MODEL {namespace}/fill-MACHINE:/data/model       # each machine; on the head the data too
+kubectl cp MODEL {namespace}/fill-MACHINE:/data/model       # each machine; {data} the data too
 kubectl delete -f SITE/fill.yaml
 kubectl apply -k SITE
 kubectl -n {namespace} logs POD -c check                # why a pod does not start
@@ -80,8 +81,6 @@ def kubernetes_files(deployment: Deployment) -> Files:
 
 
 def _check(deployment: Deployment) -> None:
-    if deployment.moving_by is not None:
-        raise ConfigError("--moves-trainer: not for kubernetes; deploy --for compose or slurm, or leave it out")
     if deployment.critic_on is not None:
         raise ConfigError(
             f"--for kubernetes: the plan has a critic on {deployment.critic_on}, whose pod has no volume for its "
@@ -95,8 +94,8 @@ def _check(deployment: Deployment) -> None:
         )
     if len({host.site for host in deployment.training}) > 1:
         raise ConfigError(
-            f"--for kubernetes: {names} train, in several clusters, between which pods do not reach each other; plan "
-            "for machines of one site that train, or deploy --for compose"
+            f"--for kubernetes: {names} {'may ' if deployment.moving_by else ''}train, in several clusters, between "
+            "which pods do not reach each other; plan for machines of one site that train, or deploy --for compose"
         )
     for host in deployment.hosts:
         for name in (host.name, host.site):
@@ -137,7 +136,8 @@ def _steps(deployment: Deployment) -> str:
             _FAR.format(address=deployment.public[host.name], host=host.name, site=host.site)
             for host in deployment.center_hosts
         )
-    return _STEPS.format(namespace=NAMESPACE, secrets=secrets, far=far)
+    data = "on the head" if deployment.moving_by is None else "there"
+    return _STEPS.format(namespace=NAMESPACE, secrets=secrets, far=far, data=data)
 
 
 def _kustomization(deployment: Deployment, site: str, resources: list[str]) -> Object:
@@ -182,13 +182,15 @@ def _claims(deployment: Deployment, host: Host) -> list[Object]:
 def _workloads(deployment: Deployment, host: Host) -> list[Object]:
     """The machine's pods: the head's services in one, the run's console and generators in others."""
     found: list[Object] = []
-    center = [each for each in host.services if each.kind not in ("run", "node")]
+    is_moving_head = host.name == deployment.head.name and deployment.moving_by is not None
+    apart = ("run",) if is_moving_head else ("run", "node")
+    center = [each for each in host.services if each.kind not in apart]
     if center:
         pod = _pod(deployment, host, center[:-1], center[-1])
         component = CENTER if not host.all_gpus else "head" if host.name == deployment.head.name else TRAINER
         found.append(_deployment(host, host.name, component, pod))
     for service in host.services:
-        if service.kind == "node":
+        if service.kind == "node" and service not in center:
             found.append(_deployment(host, service.name, "node", _pod(deployment, host, [], service)))
         elif service.kind == "run":
             found.append(_job(host, service, _pod(deployment, host, [], service)))

@@ -34,6 +34,9 @@ def services(deployment: Deployment, site: str) -> list[Object]:
         ]
         return [*centers, *(_relay(host) for host in deployment.at(site))]
     found = [_service(host, _center(deployment, host)) for host in deployment.center_hosts]
+    if deployment.moving_by is not None:
+        # Trainers are called by the names of their machines.
+        return [*found, *(_relay(host) for host in deployment.at(site) if host not in deployment.center_hosts)]
     if len(deployment.training) > 1:
         headless = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(head, "head")}
         found.append({"apiVersion": "v1", "kind": "Service", "metadata": metadata(ranks(head), head), "spec": headless})
@@ -44,6 +47,8 @@ def _center(deployment: Deployment, host: Host) -> Object:
     """How a machine with services of the run is reached."""
     return {
         "type": "LoadBalancer" if len(deployment.sites) > 1 else "ClusterIP",
+        # The first of several trainers calls itself by this name.
+        **({"clusterIP": "None"} if deployment.moving_by is not None else {}),
         "selector": _center_labels(deployment, host),
         # A trainer whose broker is away is not ready, and is still asked and stopped.
         "publishNotReadyAddresses": True,
@@ -56,8 +61,10 @@ def _center_labels(deployment: Deployment, host: Host) -> dict[str, str]:
 
 
 def _ports(host: Host, names: tuple[str, ...]) -> list[str]:
-    """Those of the names that are served on a machine."""
-    return [name for name in names if host.has(_SERVED_BY.get(name, name))]
+    """Those of the names that are served on a machine, by services of their own or by its `penstock node`."""
+    kinds = {service.kind for service in host.services}
+    kinds |= {"trainer"} if any(service.may_train for service in host.services) else set()
+    return [name for name in names if _SERVED_BY.get(name, name) in kinds]
 
 
 def _service(host: Host, spec: Object) -> Object:
@@ -75,7 +82,9 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
     found = [_policy("nobody", dict(NAME_LABEL), [])]
     if site == deployment.head.site:
         found += [_center_policy(deployment, host) for host in deployment.center_hosts]
-        return [*found, _ranks_policy()] if len(deployment.training) > 1 else found
+        if deployment.moving_by is not None:
+            return [*found, _ranks_policy("node"), _trainers_policy()]
+        return [*found, _ranks_policy(TRAINER)] if len(deployment.training) > 1 else found
     last = FIRST_GENERATOR_PORT + 2 * max(host.all_gpus for host in deployment.at(site)) - 1
     nodes = {**NAME_LABEL, COMPONENT_LABEL: "node"}
     relays = {
@@ -95,9 +104,16 @@ def _center_policy(deployment: Deployment, host: Host) -> Object:
     return _policy(name, _center_labels(deployment, host), rules)
 
 
-def _ranks_policy() -> Object:
+def _trainers_policy() -> Object:
+    """The run and the generators call the trainer wherever it is."""
+    ours = [{"podSelector": {"matchLabels": NAME_LABEL}}]
+    ports = [{"port": PORTS[name]} for name in ("trainer", "weights")]
+    return _policy("trainers", {**NAME_LABEL, COMPONENT_LABEL: "node"}, [{"from": ours, "ports": ports}])
+
+
+def _ranks_policy(component_of_others: str) -> Object:
     """Processes that train talk to each other on ports that they choose, and to nobody else so."""
-    component = {"key": COMPONENT_LABEL, "operator": "In", "values": ["head", TRAINER]}
+    component = {"key": COMPONENT_LABEL, "operator": "In", "values": ["head", component_of_others]}
     selector = {"matchLabels": NAME_LABEL, "matchExpressions": [component]}
     policy = _policy("ranks", {}, [{"from": [{"podSelector": selector}]}])
     policy["spec"]["podSelector"] = selector
@@ -120,7 +136,7 @@ def budgets(deployment: Deployment, site: str) -> list[Object]:
         for host in deployment.center_hosts:
             name = "head" if host.name == deployment.head.name else host.name
             found.append(_budget(name, _center_labels(deployment, host), max_unavailable=0))
-        if len(deployment.training) > 1:
+        if len(deployment.training) > 1 and deployment.moving_by is None:
             found.append(_budget("trainers", {**NAME_LABEL, COMPONENT_LABEL: TRAINER}, max_unavailable=0))
     if any(service.kind == "node" for host in deployment.at(site) for service in host.services):
         found.append(_budget("nodes", {**NAME_LABEL, COMPONENT_LABEL: "node"}, max_unavailable=1))

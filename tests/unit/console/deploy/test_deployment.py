@@ -444,6 +444,7 @@ def test_a_trainer_that_moves_may_start_on_every_machine_with_a_folder_of_its_ow
         assert {"redis", "broker", "run", "node-a100-0", "node-l40s-0"} <= services.keys()
         assert "trainer" not in services
         assert "trainer" not in services["run"]["depends_on"]
+        assert services["node-l40s-0"]["stop_grace_period"] == "335s", "as long as the trainer's checkpoint may take"
     else:
         assert "torchrun" not in files["machine.sh"]
     with pytest.raises(ConfigError, match=r"^run.checkpoint_storage: --moves-trainer needs it"):

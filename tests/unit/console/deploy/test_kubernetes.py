@@ -21,6 +21,7 @@ from penstock.config import ConfigError
 from penstock.process.grace_periods import STOP_GRACE_S
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.service_places import with_center
+from services.scheduler.problem.plan_document import Broker
 from services.scheduler.problem.problem import Problem
 from tests.helpers.plans.problems import plan, problem
 from tests.helpers.plans.two_sites import PLAN, PROBLEM
@@ -153,11 +154,55 @@ def test_several_machines_train_and_one_does_both_without_a_volume_that_they_sha
     allowed = kinds["NetworkPolicy", "ranks"]
     assert allowed["podSelector"] == allowed["ingress"][0]["from"][0]["podSelector"]
     assert kinds["PodDisruptionBudget", "trainers"]["maxUnavailable"] == 0
-    with pytest.raises(ConfigError, match=r"--moves-trainer: not for kubernetes"):
-        deployment(model, of, engine="kubernetes", run=STORED, folder=Path("/out"), moves_trainer=True)
+    moving: dict[str, Any] = {"engine": "kubernetes", "run": STORED, "head_address": HEAD, "moves_trainer": True}
+    with pytest.raises(ConfigError, match=r"a100-0 and l40s-0 and l4-0 and l4-1 may train, in several clusters"):
+        deployment(model, of, folder=Path("/out"), **moving)
     spread = plan([("l40s-0", 2, 2)], [("a100-0", 8), ("l4-0", 8)])
     with pytest.raises(ConfigError, match=r"a100-0 and l4-0 train, in several clusters"):
         deployment(model, spread, engine="kubernetes", run=STORED, folder=Path("/out"), head_address=HEAD)
+
+
+@pytest.mark.parametrize("place", ["a100-0", "desk-0"])
+def test_a_trainer_that_moves_is_started_in_the_pods_of_its_machines(place: str, tmp_path: Path) -> None:
+    stated = problem("tiny_04", "hosts=[{name: desk, region: r0}]")
+    nodes = tuple(node for node in stated.nodes if node.region == "r0")
+    stated = stated.model_copy(update={"nodes": nodes, "links": ()})
+    bare = plan([("l40s-0", 1, 8)], [("a100-0", 8)])
+    of = bare.model_copy(update={"broker": Broker(node=place), "scheduler": place})
+    settings: dict[str, Any] = {"engine": "kubernetes", "run": STORED, "moves_trainer": True}
+    paths = write_deployment(tmp_path / "out", CostModel(stated), of, **settings)
+    names = [path for path in paths if path.name.startswith(("pods-", "network", "claims", "fill"))]
+    objects = [each for path in names for each in yaml.safe_load_all(path.read_text())]
+    for each in objects:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+
+    found = pods(objects)
+    assert found.keys() == {"a100-0", "run", "node-l40s-0", *({"desk-0"} if place == "desk-0" else ())}
+    head, other = found["a100-0"], found["node-l40s-0"]
+    (main,), (node,) = head["containers"], other["containers"]
+    assert main["args"] == ["node", "/config/node-a100-0.yaml"]
+    assert node["resources"]["limits"]["nvidia.com/gpu"] == main["resources"]["limits"]["nvidia.com/gpu"] == 8
+    sidecars = [each["name"] for each in head["initContainers"] if each.get("restartPolicy") == "Always"]
+    assert sidecars == ["reward"] if place == "desk-0" else ["redis", "broker", "scheduler", "reward"]
+    longest_s = STOP_GRACE_S["trainer"] + STOP_GRACE_S["node"] - STOP_GRACE_S["generator"]
+    assert other["terminationGracePeriodSeconds"] == longest_s
+    assert head["terminationGracePeriodSeconds"] == longest_s + sum(STOP_GRACE_S[name] for name in sidecars)
+    kinds = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in objects}
+    for name, component in (("a100-0", "head"), ("l40s-0", "node")):
+        service, file = kinds["Service", name], read_node(tmp_path / "out" / "r0" / f"node-{name}.yaml")
+        # The names by which trainers are called are their pods'.
+        assert (service["clusterIP"], service["selector"]["app.kubernetes.io/component"]) == ("None", component)
+        pod = kinds["Deployment", name if component == "head" else f"node-{name}"]
+        assert pod["template"]["metadata"]["labels"] == service["selector"]
+        assert (file.trainer.weights_url, file.first_gpu) == (f"{name}:7305", 0)
+    (rule,) = kinds["NetworkPolicy", "trainers"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [7304, 7305]
+    head_ports = [port["port"] for port in kinds["NetworkPolicy", "head"]["ingress"][0]["ports"]]
+    assert {7304, 7305} < set(head_ports)
+    assert kinds["NetworkPolicy", "ranks"]["podSelector"]["matchExpressions"][0]["values"] == ["head", "node"]
+    assert ("PodDisruptionBudget", "trainers") not in kinds
+    run = yaml.safe_load((tmp_path / "out" / "r0" / "run.yaml").read_text())
+    assert run["endpoints"]["trainer"] == "a100-0:7304,l40s-0:7304"
 
 
 def test_what_the_run_has_once_stands_in_a_pod_on_the_machine_of_the_plan(tmp_path: Path) -> None:
