@@ -26,7 +26,7 @@ SIZE_BYTES = 1_000_000
 class SiteGenerator:
     """A generator of site "s" with an emulated engine, and what it counted."""
 
-    def __init__(self, name, folder, *, broker, weights):
+    def __init__(self, name, folder, *, broker, weights, **settings):
         self.registry = CollectorRegistry()
         config = GeneratorConfig(
             listen="127.0.0.1:0",
@@ -38,6 +38,7 @@ class SiteGenerator:
             model_path=folder,
             cache_dir=folder / name,
             engine=EmulatedEngineConfig(),
+            **settings,
         )
         engine = EmulatedEngine(emulated_spec(token_s=1e-4))
         metrics = GeneratorMetrics(self.registry)
@@ -93,3 +94,22 @@ async def test_generators_of_a_site_take_one_copy_of_each_version_across_the_lin
         await until(lambda: [holding.policy_version for holding in far.store.holdings.values()] == [2, 2])
         shares = sorted(holding.origin_bytes / holding.fetched_bytes for holding in far.store.holdings.values())
         assert shares == [0, 1]
+
+
+async def test_the_relay_that_a_plan_names_takes_every_version_across_the_link(tmp_path):
+    async with AsyncExitStack() as stack:
+        _, broker = await stack.enter_async_context(serving(ScriptedGenerationBroker().service()))
+        far = await stack.enter_async_context(site(tmp_path))
+        patience_s = {"g0": 30.0, "g1": 0.0, "g2": 30.0}
+        generators = {
+            name: SiteGenerator(name, tmp_path, broker=broker, weights=far.target, relay_patience_s=patience)
+            for name, patience in patience_s.items()
+        }
+        for generator in generators.values():
+            await generator.run(stack)
+        sent_bytes = 0
+        for version in (1, 2, 3):
+            sent_bytes += far.publish(version, size_bytes=SIZE_BYTES).size_bytes
+            await until(lambda version=version: all(each.policy_version == version for each in generators.values()))
+        origin = {name: each.fetched_bytes("origin") for name, each in generators.items()}
+        assert origin == {"g0": 0, "g1": sent_bytes, "g2": 0}
