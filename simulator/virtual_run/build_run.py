@@ -174,7 +174,7 @@ def _filled(specs: Iterable[GeneratorSpec], samples: float) -> tuple[GeneratorSp
 
 def _compute_s(model: CostModel, plan: PlanDocument, step: TrainingStep) -> float:
     """The longer of the trainer's and its critic's computation; both where they share GPUs."""
-    critic_s = model.demand.samples_per_step / model.critic.samples_per_second(plan.critic, model.nodes)
+    critic_s = model.demand.samples_per_step / model.critic.samples_per_second(plan, model.nodes)
     return max(step.compute_s + step.critic_s, critic_s)
 
 

@@ -69,7 +69,13 @@ exec bash machine.sh start
 
 
 def skypilot_files(deployment: Deployment) -> Files:
-    """A job group for each site. Raises ConfigError for a plan that takes a shared file system."""
+    """A job group for each site. Raises ConfigError for a plan that takes a shared file system, or a far critic."""
+    far = {host.name: host.site for host in deployment.hosts if host.site != deployment.head.site}
+    if deployment.critic_on in far:
+        raise ConfigError(
+            f"--for skypilot: the plan has a critic on {deployment.critic_on} of {far[deployment.critic_on]}, which "
+            f"the trainer in {deployment.head.site} does not reach; place it there, or deploy --for compose or slurm"
+        )
     if len(deployment.training) > 1:
         raise ConfigError(
             f"--for skypilot: {' and '.join(host.name for host in deployment.training)} train, which takes a file "

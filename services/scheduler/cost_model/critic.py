@@ -17,6 +17,11 @@ from services.scheduler.cost_model.training_step import training_step
 from services.scheduler.problem.plan_document import CriticPlace, PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
 
+_BYTES_PER_TOKEN = 16
+"""Of a pack, most of it from trainer to critic: docs/training.md, "A critic of its own"."""
+_PACK_TOKENS = 4096
+"""The trainer's, where the problem states none."""
+
 
 class CriticModel:
     """The critic of one problem, by the rules for memory and steps of a pool without a mesh.
@@ -67,6 +72,9 @@ class CriticModel:
         if not self.has_tasks:
             return "critic: no trained task of the workload is a service; leave it out"
         node = nodes[place.node]
+        if math.isinf(self._exchange_s(plan, nodes)):
+            home = nodes[plan.train[0].node].region
+            return f"critic.node: no link joins {place.node} in region {node.region!r} and the head in {home!r}"
         if self.fits(node, place.gpus):
             return None
         return (
@@ -74,11 +82,29 @@ class CriticModel:
             f"one of {place.node} offers {self._usable_bytes[node.name] / 1e9:.1f} GB"
         )
 
-    def samples_per_second(self, place: CriticPlace | None, nodes: Mapping[str, NodeClass]) -> float:
+    def samples_per_second(self, plan: PlanDocument, nodes: Mapping[str, NodeClass]) -> float:
         """The most that it keeps up with; infinite without one, and beside the trainer, whose step it lengthens."""
-        if place is None or place.is_beside_trainer:
+        if (place := plan.critic) is None or place.is_beside_trainer:
             return math.inf
-        return self._demand.samples_per_step / self.step_s(nodes[place.node], place.gpus)
+        step_s = self.step_s(nodes[place.node], place.gpus) + self._exchange_s(plan, nodes)
+        return self._demand.samples_per_step / step_s
+
+    def _exchange_s(self, plan: PlanDocument, nodes: Mapping[str, NodeClass]) -> float:
+        """What the trainer's calls take of a step between two regions; nothing within one.
+
+        Samples travel once for their values, and once in packs for the gradient. The trainer waits for each pack.
+        """
+        assert plan.critic is not None
+        home, region = nodes[plan.train[0].node].region, nodes[plan.critic.node].region
+        if home == region:
+            return 0.0
+        tokens = self._demand.samples_per_step * self._demand.trained_tokens
+        bytes_per_second = self._network.bytes_per_second(home, region)
+        if bytes_per_second <= 0:
+            return math.inf
+        num_calls = 2 * max(1, math.ceil(tokens / (self._problem.cost_model.train_pack_tokens or _PACK_TOKENS)))
+        latency_s = 2 * self._network.latency_s(home, region)
+        return 2 * tokens * _BYTES_PER_TOKEN / bytes_per_second + num_calls * latency_s
 
     def added_s(self, place: CriticPlace | None, nodes: Mapping[str, NodeClass]) -> float:
         """By how much it lengthens each step of a trainer whose GPUs it shares."""

@@ -320,7 +320,7 @@ class _Scoring:
         states = self._states(share)
         trained = self._samples_per_step / self._step.step_s
         scored = self._model.scored(self._plan)
-        valued = self._model.critic.samples_per_second(self._plan.critic, self._model.nodes)
+        valued = self._model.critic.samples_per_second(self._plan, self._model.nodes)
         rewarded = self._model.reward.samples_per_second(self._plan, self._model.nodes)
         ceiling = min(trained, scored, valued, rewarded, self._tail(states))
         upper = min(ceiling, self._generated(states, 0.0))

@@ -213,6 +213,9 @@ def _critic(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocument
     trained = sum(share.gpus for share in plan.train if share.node == place.node)
     if place.is_beside_trainer and trained != place.gpus:
         return [f"critic.gpus: {place.gpus}, and beside the trainer it shares {trained} GPUs of {place.node}"]
+    home, region = machines[plan.train[0].node].region, machines[place.node].region
+    if home != region and not any({link.a, link.b} == {home, region} for link in problem.links):
+        return [f"critic.node: {place.node} is in region {region!r}, which no link joins with {home!r}, the head's"]
     needed_GB, offered_GB = _critic_GB(problem, place.gpus), _usable_GB(problem, machines[place.node])
     if offered_GB >= needed_GB * (1 - 1e-12):
         return []

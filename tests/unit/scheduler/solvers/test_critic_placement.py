@@ -118,6 +118,20 @@ def test_a_plan_names_what_is_wrong_with_its_critic():
             Problem.model_validate(one)
 
 
+def test_a_critic_at_another_site_takes_a_link_and_its_time():
+    here = "{name: a100, gpu: A100-80, gpus: 8, region: r0}"
+    near, far = (f"nodes=[{here}, {{name: l40s, gpu: L40S, gpus: 8, region: {at}}}]" for at in ("r0", "r1"))
+    placed = with_critic(plan([("a100-0", 1, 4)], [("a100-0", 4)]), "l40s-0", 8)
+    rates = []
+    for nodes, links in ((near, "[]"), (far, "[{a: r0, b: r1, bw_Gbps: 0.01, latency_ms: 200}]"), (far, "[]")):
+        of = problem("tiny_04", TASKS, nodes, f"links={links}")
+        score = CostModel(of).score(placed)
+        rates.append(score.samples_per_second)
+        assert bool(violations(of, placed)) is isinstance(score, Infeasible) is (rates[-1] == 0)
+    assert rates[0] > rates[1] > rates[2] == 0
+    assert score.reason == "critic.node: no link joins l40s-0 in region 'r1' and the head in 'r0'"
+
+
 @pytest.mark.parametrize("more", [(), SHARDED])
 def test_the_search_gives_the_critic_what_is_best_and_auto_is_no_worse_than_any_member(more):
     model = CostModel(stated(TASKS, *more))
