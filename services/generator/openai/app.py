@@ -7,6 +7,7 @@
     GET    /v1/sessions/{id}                          its state
     DELETE /v1/sessions/{id}                          gives it up
     POST   /v1/session_keys                           a key for an agent
+    POST   /v1/copies, /v1/copies/{check,take}        for other generators: copies of sessions
     GET    /health                                    without a credential
 
 A client that disconnects aborts its sample. Tokens and agents' keys are sent as OpenAI's clients send an API key.
@@ -122,6 +123,8 @@ class OpenAIRoutes:
         add("DELETE", "/v1/sessions/{id}", self._drop, roles=of)
         add("POST", "/v1/session_keys", self._session_key, roles=of)
         add("GET", "/health", self._health, roles=ANYBODY)
+        for path, handler in self._agents.copies.handlers.items():
+            add("POST", path, handler, roles=[Role.ACCESS_ROLE_GENERATOR])
         return app
 
     @web.middleware
@@ -274,7 +277,7 @@ class OpenAIRoutes:
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
         session_id = checked_session(request, request.match_info["id"], Opens.COMPLETE)
-        session = (await self._agents.groups()).find(session_id)
+        session = await self._agents.find(session_id)
         if session is None:
             raise ApiError(404, f"no session {session_id!r} here", code="unknown_session")
         branches = session.branches()
@@ -315,7 +318,9 @@ class OpenAIRoutes:
         )
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok"})
+        if self._agents.is_closed:
+            return web.json_response({"status": "stopping"}, status=503)
+        return web.json_response({"status": "ok", "instance": self._agents.copies.instance})
 
     def _check_model(self, body: SamplingRequest) -> None:
         if body.model not in (None, self._model_name):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from services.generator.config import OpenAIConfig
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
 from services.generator.openai.answer_sampling import Answer, Piece, take_answer
+from services.generator.openai.copies import SessionCopies
 from services.generator.openai.formats.api_errors import ApiError, invalid, unavailable
 from services.generator.openai.formats.chat_template import ConversationTokenizer
 from services.generator.openai.formats.openai_requests import (
@@ -37,7 +38,8 @@ from services.generator.openai.sessions.agent_session import History, Session, T
 from services.generator.openai.sessions.group_sender import GroupPutter
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import SessionAdmission
-from services.generator.openai.sessions.session_groups import SessionGroups
+from services.generator.openai.sessions.session_copy import Reward, SessionCopy
+from services.generator.openai.sessions.session_groups import MOVED, SessionGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class Agents:
         unleased: Decodes samples without a lease.
         tokenizer: The model's tokenizer.
         putter: Provides the run's settings.
+        copies: Keeps copies of sessions elsewhere.
         config: Limits, and the run's sampling settings.
         metrics: Receives the counts.
         clock: Source of the time.
@@ -97,6 +100,7 @@ class Agents:
         *,
         tokenizer: ConversationTokenizer,
         putter: GroupPutter,
+        copies: SessionCopies,
         config: OpenAIConfig,
         metrics: OpenAIMetrics,
         clock: Clock,
@@ -105,6 +109,7 @@ class Agents:
         self.clock = clock
         self._unleased = unleased
         self._putter = putter
+        self.copies = copies
         self._config = config
         self._metrics = metrics
         self._groups: SessionGroups | None = None
@@ -119,6 +124,11 @@ class Agents:
     def max_model_len(self) -> int:
         """Tokens of prompt and answer together that the engine holds."""
         return self._unleased.parts.engine.max_model_len
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the process stops."""
+        return self._groups is not None and self._groups.is_closed
 
     async def groups(self) -> SessionGroups:
         """The sessions; raises ApiError while the run is unknown."""
@@ -170,6 +180,7 @@ class Agents:
             answer = await self._sample(prepared, index, emit)
             if session is not None:
                 self._record(session, prepared, answer)
+                await self._keep(session)
             return answer
         finally:
             if session is not None and self._groups is not None:
@@ -192,17 +203,55 @@ class Agents:
 
     async def finish(self, session_id: str, reward: float, *, components: dict[str, float], model: str) -> bool:
         """End a session with its reward; returns whether this was the first time. Raises ApiError."""
-        groups = await self.groups()
-        is_first = groups.finish(session_id, reward, self.clock.monotonic_s(), components=components, model=model)
+        groups, now_s = await self.groups(), self.clock.monotonic_s()
+        if not groups.is_over(session_id):
+            given = Reward(value=reward, components=components, model=model, finish_s=now_s)
+            await self._keep(groups.finishable(session_id), given)
+        is_first = groups.finish(session_id, reward, now_s, components=components, model=model)
         self._putter.notify()
         return is_first
 
     async def drop(self, session_id: str, reason: str) -> bool:
         """Give a session up; returns whether it existed. Raises ApiError."""
-        return (await self.groups()).drop(session_id, reason)
+        is_dropped = (await self.groups()).drop(session_id, reason)
+        await self.copies.moved([session_id], is_over=True)
+        return is_dropped
+
+    async def find(self, session_id: str, task: str = "") -> Session | None:
+        """An open session, brought here with those of its named task where its generator is gone; None for a new one.
+
+        Raises ApiError.
+        """
+        await self.fetch(session_id, task)
+        return (await self.groups()).find(session_id)
+
+    async def fetch(self, session_id: str, task: str = "") -> None:
+        """Bring a session here, and those of its task unless that is empty, where their generator is gone."""
+        if not (await self.groups()).knows(session_id, task):
+            await self.adopt(await self.copies.take(session_id, task))
+
+    async def adopt(self, copies: Sequence[SessionCopy]) -> None:
+        """Go on with sessions whose generator is gone."""
+        groups = await self.groups()
+        groups.restore(copies)
+        self._putter.notify()
+        for copy in copies:
+            await self.copies.store(copy)
+
+    async def _keep(self, session: Session, reward: Reward | None = None) -> None:
+        """Have a copy of the session. Raises ApiError: another generator has it by now."""
+        groups = await self.groups()
+        copy = groups.copy_of(session, reward)
+        if copy is None:
+            return
+        try:
+            await self.copies.store(copy)
+        except ApiError:
+            groups.drop(session.session_id, MOVED)
+            raise
 
     async def _session(self, labels: Labels | None) -> Session | None:
-        return None if labels is None else (await self.groups()).find(labels.session_id)
+        return None if labels is None else await self.find(labels.session_id, labels.task)
 
     async def _prepared(
         self,
@@ -284,7 +333,9 @@ class Agents:
         groups = await self.groups()
         if groups.begins_group(labels.session_id, task):
             await self._wait_for_admission(groups, labels.session_id, task)
-        return groups.enter(labels.session_id, task, self.clock.monotonic_s())
+        session = groups.enter(labels.session_id, task, self.clock.monotonic_s())
+        session.has_named_task = bool(labels.task)
+        return session
 
     async def _wait_for_admission(self, groups: SessionGroups, session_id: str, task: str) -> None:
         try:

@@ -15,7 +15,7 @@ import hashlib
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import aiohttp
 import structlog
@@ -124,12 +124,13 @@ class Placement:
         """Generators that live, the best place first."""
         now_s = self._monotonic_s()
         living = [peer for peer in self._peers if self._down_until_s.get(peer, 0.0) <= now_s]
-        ranked = sorted(living, key=lambda peer: _weight(key, peer), reverse=True)
+        found = ranked(key, living)
         known = self._places.get(key)
-        if known in ranked:
-            return [known, *(peer for peer in ranked if peer != known)]
-        most = math.ceil(LOAD_FACTOR * (self._under_way.total() + 1) / max(1, len(ranked)))
-        return sorted(ranked, key=lambda peer: self._under_way[peer] >= most)
+        if known is not None:
+            # Where it is; else the next one, which has the copies.
+            return sorted(found, key=lambda peer: peer != known)
+        most = math.ceil(LOAD_FACTOR * (self._under_way.total() + 1) / max(1, len(found)))
+        return sorted(found, key=lambda peer: self._under_way[peer] >= most)
 
     async def _passed_on(
         self, request: web.Request, peer: str, body: bytes, *, takes_missing: bool
@@ -158,6 +159,11 @@ class Placement:
             if answer.status == 404 and not takes_missing:
                 raise web.HTTPNotFound
             return await _copied(request, answer)
+
+
+def ranked(key: str, peers: Iterable[str]) -> list[str]:
+    """Generators by rendezvous hashing, the best place first."""
+    return sorted(peers, key=lambda peer: _weight(key, peer), reverse=True)
 
 
 async def _copied(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

@@ -19,6 +19,7 @@ from penstock.storage.addresses import last_name
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.openai.app import OpenAIRoutes
+from services.generator.openai.copies import SessionCopies
 from services.generator.openai.endpoint import Agents
 from services.generator.openai.formats.api_errors import ApiError
 from services.generator.openai.formats.chat_template import ConversationTokenizer
@@ -76,10 +77,20 @@ class OpenAIEndpoint:
             security=security,
             metrics=metrics,
         )
+        self._copies = SessionCopies(
+            config.openai.address or self._listen,
+            config.openai.peers,
+            security=security,
+            metrics=metrics,
+            clock=self._clock,
+            adopt_after_s=config.openai.group_timeout_s,
+            forget_after_s=config.openai.group_timeout_s + config.openai.session_idle_s,
+        )
         self._agents = Agents(
             unleased,
             tokenizer=self._tokenizer,
             putter=self._putter,
+            copies=self._copies,
             config=config.openai,
             metrics=metrics,
             clock=self._clock,
@@ -117,6 +128,7 @@ class OpenAIEndpoint:
             stack.push_async_callback(self._putter.close)
             stack.push_async_callback(self._rewards.close)
             stack.push_async_callback(self._placement.close)
+            stack.push_async_callback(self._copies.close)
             # A client that disconnects must not occupy an engine slot, nor leave a turn that it never saw.
             runner = web.AppRunner(
                 self._routes.application(), access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S, handler_cancellation=True
@@ -140,15 +152,20 @@ class OpenAIEndpoint:
             except (ApiError, PenstockError):
                 # The trainer may open the run later.
                 await asyncio.sleep(RETRY_S)
-        await self._putter.run(
+        putting = self._putter.run(
             groups,
             text_of=self._tokenizer.text_of,
             run_history=lambda: self._unleased.run_history,
+            moved=self._copies.moved,
             clock=self._clock,
         )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(putting)
+            tasks.create_task(self._copies.run(self._agents.adopt))
 
     async def stop(self) -> None:
-        """Put complete groups; incomplete sessions are lost with the process. Takes seconds at most."""
+        """Put complete groups; other sessions go on where their copies are. Takes seconds at most."""
+        self._copies.stop()
         try:
             async with asyncio.timeout(PUT_AT_STOP_S):
                 groups = await self._agents.groups()

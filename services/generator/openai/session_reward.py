@@ -50,6 +50,7 @@ class SessionRewards:
 
     async def finish(self, session_id: str, body: RewardRequest) -> dict[str, Any]:
         """End a session; returns the response for the client. Raises ApiError."""
+        await self._agents.fetch(session_id)
         if body.reward is not None:
             score = types_pb2.Score(status=_OK, value=body.reward, components=body.components, model=CLIENT)
         else:

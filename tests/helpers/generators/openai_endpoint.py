@@ -162,6 +162,11 @@ class Bench:
         return _counts(self.metrics.sessions)
 
     @property
+    def copies(self) -> Counter[str]:
+        """Copies of sessions, by outcome."""
+        return _counts(self.metrics.copies)
+
+    @property
     def dropped_branches(self) -> Counter[str]:
         """Branches left out, by reason."""
         return _counts(self.metrics.branches)

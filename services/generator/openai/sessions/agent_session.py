@@ -132,7 +132,9 @@ class Session:
     """Approximate memory use."""
     undelivered: set[Turn] = field(default_factory=set)
     """Turns whose client disconnected before getting the whole answer."""
-    _transcripts: dict[Turn, list[tuple[str, str]]] = field(default_factory=dict)
+    has_named_task: bool = False
+    """Whether the client named the task."""
+    transcripts: dict[Turn, list[tuple[str, str]]] = field(default_factory=dict)
     """Conversations of the newest turn, and of the latest accepted one before it."""
 
     @property
@@ -160,15 +162,15 @@ class Session:
     def transcript(self) -> list[tuple[str, str]]:
         """The conversation of the latest turn as (role, text), for reward models."""
         latest = self.latest
-        return self._transcripts.get(latest, []) if latest is not None else []
+        return self.transcripts.get(latest, []) if latest is not None else []
 
     def add(self, turn: Turn, transcript: list[tuple[str, str]]) -> None:
         """Record an answered turn."""
         latest = self.latest
-        self.num_bytes += _size_bytes(turn) - _text_bytes(self._transcripts)
-        self._transcripts = {kept: said for kept, said in self._transcripts.items() if kept is latest}
-        self._transcripts[turn] = transcript
-        self.num_bytes += _text_bytes(self._transcripts)
+        self.num_bytes += _size_bytes(turn) - _text_bytes(self.transcripts)
+        self.transcripts = {kept: said for kept, said in self.transcripts.items() if kept is latest}
+        self.transcripts[turn] = transcript
+        self.num_bytes += _text_bytes(self.transcripts)
         self.turns.append(turn)
 
     def not_taken(self) -> set[Turn]:

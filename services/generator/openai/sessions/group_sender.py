@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import structlog
 
@@ -17,7 +17,7 @@ from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import Transit
-from services.generator.openai.sessions.session_groups import SessionGroup, SessionGroups
+from services.generator.openai.sessions.session_groups import MOVED, SessionGroup, SessionGroups
 from services.generator.openai.sessions.session_trajectories import GroupNames, to_group
 
 POLL_S = 0.5
@@ -26,6 +26,14 @@ PATIENCE_S = 5.0
 RETRY_S = 1.0
 
 _log = structlog.get_logger()
+
+
+class Moved(Protocol):
+    """Tells which sessions have gone elsewhere."""
+
+    async def __call__(self, session_ids: Iterable[str], *, is_over: bool = False) -> set[str]:
+        """Those that another generator has by now; the others need no copy any more if it `is_over`."""
+        ...
 
 
 class GroupPutter:
@@ -56,7 +64,6 @@ class GroupPutter:
         self._temperature = temperature
         self._metrics = metrics
         self._limits: broker_pb2.RunLimits | None = None
-        self._instance = uuid.uuid4().hex[:8]
         self.transit = Transit()
         """Groups in transit to the broker."""
         self._news = asyncio.Event()
@@ -83,9 +90,10 @@ class GroupPutter:
         *,
         text_of: Callable[[Sequence[int]], str],
         run_history: Callable[[], int | None],
+        moved: Moved,
         clock: Clock,
     ) -> None:
-        """Put groups as they become ready, until cancelled."""
+        """Put groups as they become ready, until cancelled; without sessions that another generator has by now."""
         while True:
             try:
                 async with TrajectorySession(
@@ -99,7 +107,11 @@ class GroupPutter:
                             self.transit.num_taken += 1
                             try:
                                 names = self._names(group, text_of, epoch_s=clock.now_s() - clock.monotonic_s())
+                                await self._leave_out(group, moved)
+                                ids = _ids(group)
                                 await self._put(session, group, names, run_history=run_history())
+                                # Its copies are of no use any more.
+                                await moved(ids, is_over=True)
                             finally:
                                 self.transit.num_settled += 1
                         self._metrics.follow(groups)
@@ -120,12 +132,17 @@ class GroupPutter:
 
     def _names(self, group: SessionGroup, text_of: Callable[[Sequence[int]], str], *, epoch_s: float) -> GroupNames:
         return GroupNames(
-            group_id=f"agent-{self._instance}-{group.number}-{group.task}",
+            group_id=f"agent-{group.name}-{group.task}",
             generator_id=self._generator_id,
             temperature=self._temperature,
             text_of=text_of,
             epoch_s=epoch_s,
         )
+
+    async def _leave_out(self, group: SessionGroup, moved: Moved) -> None:
+        gone = await moved(_ids(group))
+        group.finished = [done for done in group.finished if done.session.session_id not in gone]
+        self._metrics.end_sessions(MOVED, len(gone))
 
     async def _put(
         self, session: TrajectorySession, group: SessionGroup, names: GroupNames, *, run_history: int | None
@@ -154,3 +171,7 @@ class GroupPutter:
         else:
             self._metrics.end_sessions("put", num_sessions)
             self._metrics.trajectories.inc(receipt.num_samples)
+
+
+def _ids(group: SessionGroup) -> list[str]:
+    return [done.session.session_id for done in group.finished]

@@ -25,6 +25,11 @@ class OpenAIMetrics:
         self.sessions = counter(f"{_PREFIX}_sessions", "Sessions ended: put, or why they were dropped.", ["outcome"])
         self.trajectories = counter(f"{_PREFIX}_trajectories", "Trajectories put.")
         self.branches = counter(f"{_PREFIX}_branches_dropped", "Branches of sessions left out, by reason.", ["reason"])
+        self.copies = counter(
+            f"{_PREFIX}_session_copies",
+            "Copies of sessions: stored at another generator, failed, too_large, or taken of one that is gone.",
+            ["outcome"],
+        )
         self._open = gauge(f"{_PREFIX}_open_sessions", "Sessions that go on.")
         self._held = gauge(f"{_PREFIX}_held_sessions", "Sessions that go on or wait for their siblings.")
         self._seen: Tally[str] = Tally()

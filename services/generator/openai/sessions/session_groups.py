@@ -11,12 +11,15 @@ Promises: a session is in one group; sessions are bounded in number and bytes; d
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.generator.config import OpenAIConfig
 from services.generator.openai.formats.api_errors import ApiError, unavailable
 from services.generator.openai.sessions.agent_session import Session
+from services.generator.openai.sessions.session_copy import Reward, SessionCopy
 
 MAX_SESSION_BYTES = 16 * 1024 * 1024
 MAX_HELD_BYTES = 512 * 1024 * 1024
@@ -25,6 +28,8 @@ MAX_TURNS = 512
 MAX_REMEMBERED = 10_000
 """Number of finished sessions that are remembered as finished."""
 RETRY_AFTER_S = 2.0
+MOVED = "moved"
+"""Why a session is dropped that another generator has by now, and that may come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,8 +51,8 @@ class SessionGroup:
     """Sessions that are trained on together."""
 
     task: str
-    number: int
-    """Serial number of the group in this process."""
+    name: str
+    """Unlike any other group's, in any process."""
     open_ids: set[str] = field(default_factory=set)
     """Members still open."""
     finished: list[Finished] = field(default_factory=list)
@@ -69,6 +74,7 @@ class SessionGroups:
 
     def __init__(self, config: OpenAIConfig, *, group_size: int) -> None:
         self._config = config
+        self._instance = uuid.uuid4().hex[:8]
         self._group_size = group_size
         self.dropped: Counter[str] = Counter()
         """Sessions dropped, by reason."""
@@ -82,6 +88,11 @@ class SessionGroups:
         self._over: OrderedDict[str, float | None] = OrderedDict()
         self._num_groups = 0
         self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the process stops."""
+        return self._is_closed
 
     @property
     def num_open(self) -> int:
@@ -138,14 +149,9 @@ class SessionGroups:
             return False
         session = self.finishable(session_id)
         group = self._groups.pop(session_id)
-        self._forget(session_id, reward)
+        del self._open[session_id]
         group.open_ids.discard(session_id)
-        if not group.finished:
-            self._waiting.append(group)
-        done = Finished(session=session, reward=reward, components=components, model=model, finish_s=now_s)
-        group.finished.append(done)
-        if len(group.finished) >= self._group_size:
-            self._close(group)
+        self._add_finished(group, session, Reward(value=reward, components=components, model=model, finish_s=now_s))
         return True
 
     def finishable(self, session_id: str) -> Session:
@@ -165,12 +171,49 @@ class SessionGroups:
             )
         return session
 
+    def knows(self, session_id: str, task: str) -> bool:
+        """Whether the session is here, or was, or sessions of its task are; an empty task is none."""
+        return session_id in self._open or session_id in self._over or bool(task and task in self._newest)
+
+    def is_over(self, session_id: str) -> bool:
+        """Whether the session has ended here."""
+        return session_id in self._over
+
+    def copy_of(self, session: Session, reward: Reward | None = None) -> SessionCopy | None:
+        """An open session, for another generator, with the `reward` that it is about to get; None if it is over."""
+        group = self._groups.get(session.session_id)
+        return None if group is None else SessionCopy(session=session, group=group.name, reward=reward)
+
+    def restore(self, copies: Sequence[SessionCopy]) -> None:
+        """Take over sessions of another generator, in their groups; those that are known here are left out."""
+        found = {group.name: group for group in (*self._groups.values(), *self._waiting)}
+        # A group without a finished member may have been put before these joined it: its name would be a repetition.
+        lasting = {copy.group for copy in copies if copy.reward is not None} | found.keys()
+        for copy in sorted(copies, key=lambda each: 0.0 if each.reward is None else each.reward.finish_s):
+            session = copy.session
+            if session.session_id in self._open or session.session_id in self._over:
+                continue
+            group = found.get(copy.group)
+            if group is None:
+                name = copy.group if copy.group in lasting else self._new_name()
+                group = found[copy.group] = SessionGroup(task=session.task, name=name)
+            if copy.reward is None:
+                self._open[session.session_id] = session
+                self._groups[session.session_id] = group
+                group.open_ids.add(session.session_id)
+            else:
+                self._add_finished(group, session, copy.reward)
+            if group.size < self._group_size:
+                self._newest[session.task] = group
+
     def drop(self, session_id: str, reason: str) -> bool:
         """Give an open session up; returns whether it existed."""
         group = self._groups.pop(session_id, None)
         if group is None:
             return False
-        self._forget(session_id, None)
+        del self._open[session_id]
+        if reason != MOVED:
+            self._remember(session_id, None)
         group.open_ids.discard(session_id)
         if not group.size and self._newest.get(group.task) is group:
             del self._newest[group.task]
@@ -223,10 +266,13 @@ class SessionGroups:
     def _join(self, session: Session) -> None:
         group = self._newest.get(session.task)
         if group is None or group.size >= self._group_size:
-            self._num_groups += 1
-            group = self._newest[session.task] = SessionGroup(task=session.task, number=self._num_groups)
+            group = self._newest[session.task] = SessionGroup(task=session.task, name=self._new_name())
         group.open_ids.add(session.session_id)
         self._groups[session.session_id] = group
+
+    def _new_name(self) -> str:
+        self._num_groups += 1
+        return f"{self._instance}-{self._num_groups}"
 
     def _close(self, group: SessionGroup) -> None:
         """Close a group to new members; those still open begin another."""
@@ -242,8 +288,23 @@ class SessionGroups:
         else:
             self.dropped["group_incomplete"] += len(group.finished)
 
-    def _forget(self, session_id: str, reward: float | None) -> None:
-        del self._open[session_id]
+    def _add_finished(self, group: SessionGroup, session: Session, reward: Reward) -> None:
+        self._remember(session.session_id, reward.value)
+        if not group.finished:
+            self._waiting.append(group)
+        group.finished.append(
+            Finished(
+                session=session,
+                reward=reward.value,
+                components=reward.components,
+                model=reward.model,
+                finish_s=reward.finish_s,
+            )
+        )
+        if len(group.finished) >= self._group_size:
+            self._close(group)
+
+    def _remember(self, session_id: str, reward: float | None) -> None:
         self._over[session_id] = reward
         while len(self._over) > MAX_REMEMBERED:
             self._over.popitem(last=False)
