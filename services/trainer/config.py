@@ -222,6 +222,10 @@ class TrainingConfig(RunSections):
                     f"data: source {each.name!r}: max_new_tokens: {each.max_new_tokens} is more than "
                     f"sampling.max_new_tokens ({most}), the run's longest; lower it, or raise that"
                 )
+        if self.data.needs_accuracy and not (self.run.eval_every_steps and self.run.num_eval_prompts):
+            raise ValueError(
+                "data.curriculum: until_accuracy needs measurements; set run.eval_every_steps and run.num_eval_prompts"
+            )
         if self.data.difficulty is not None and self.policy.drops_zero_variance:
             raise ValueError(
                 "data.difficulty: policy.drops_zero_variance drops the very groups that all pass or all fail before "

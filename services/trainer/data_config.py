@@ -86,6 +86,9 @@ class Stage(StrictModel):
     """Steps after which it ends."""
     until_pass_rate: dict[SourceName, PassRate] = Field(default_factory=dict)
     """It ends when these sources pass at least so often, each in the mean of its last 64 groups."""
+    until_accuracy: dict[SourceName, PassRate] = Field(default_factory=dict)
+    """It ends when these sources have at least this greedy held-out accuracy, which counts when the next measurement
+    is due."""
     fades: bool = False
     """Whether weights move linearly to those of the next stage over `for_steps`."""
 
@@ -189,6 +192,11 @@ class DataConfig(StrictModel):
         """Whether which prompt comes next depends on the steps taken."""
         return self.difficulty is not None or bool(self.curriculum)
 
+    @property
+    def needs_accuracy(self) -> bool:
+        """Whether a stage ends by held-out accuracy."""
+        return any(stage.until_accuracy for stage in self.curriculum)
+
     def absolute(self) -> Self:
         """The same with the paths of this machine made absolute."""
         return self.model_copy(update={name: _absolute(getattr(self, name)) for name in ("train", "eval")})
@@ -228,7 +236,13 @@ class DataConfig(StrictModel):
                     f"difficulty: no row of {source.path} is repeated, so that none can rest; give it a size, or leave "
                     "difficulty out"
                 )
+        held_out = {source.name for source in self.eval_sources}
         for index, stage in enumerate(self.curriculum):
+            if unmeasured := sorted(stage.until_accuracy.keys() - held_out):
+                raise ValueError(
+                    f"curriculum.{index}.until_accuracy: source {unmeasured[0]!r} has no held-out rows; name some in "
+                    "data.eval, or as its own eval"
+                )
             _check_stage(f"curriculum.{index}", stage, sources, is_last=index == len(self.curriculum) - 1)
         return self
 
@@ -246,11 +260,14 @@ def _check_stage(field: str, stage: Stage, sources: Mapping[str, float], *, is_l
         raise ValueError(
             f"{field}.until_pass_rate: {idle[0]!r} has weight 0 in this stage and is never measured; give it some"
         )
-    has_end = stage.for_steps is not None or bool(stage.until_pass_rate)
+    has_end = stage.for_steps is not None or bool(stage.until_pass_rate or stage.until_accuracy)
     if is_last and has_end:
-        raise ValueError(f"{field}: the last stage never ends; leave out for_steps and until_pass_rate, or add a stage")
+        raise ValueError(f"{field}: the last stage never ends; leave out for_steps and until_*, or add a stage")
     if not is_last and not has_end:
-        raise ValueError(f"{field}: it has no end, so that later stages never begin; give for_steps or until_pass_rate")
+        raise ValueError(
+            f"{field}: it has no end, so that later stages never begin; give for_steps, until_pass_rate or "
+            "until_accuracy"
+        )
     if stage.fades and stage.for_steps is None:
         raise ValueError(f"{field}.fades: has no effect without for_steps; give its number of steps")
 

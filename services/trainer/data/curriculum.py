@@ -25,7 +25,7 @@ class _Place:
 
 
 class Curriculum:
-    """The weights of sources, which depend on the steps taken alone.
+    """The weights of sources, which depend on the steps taken and what was measured at some of them alone.
 
     Args:
         stages: Of the configuration; none keeps the weights.
@@ -53,8 +53,13 @@ class Curriculum:
         done, later = place.num_steps / stage.for_steps, self._of(self._stages[place.stage + 1])
         return [(1.0 - done) * here + done * there for here, there in zip(now, later, strict=True)]
 
-    def note_step(self, pass_rates: Mapping[str, Iterable[float]]) -> bool:
-        """Count a step with the pass rates of its groups by source; returns whether another stage begins."""
+    def note_step(self, pass_rates: Mapping[str, Iterable[float]], accuracies: Mapping[str, float]) -> bool:
+        """Count a step; returns whether another stage begins.
+
+        Args:
+            pass_rates: Of its groups, by source.
+            accuracies: Held-out accuracy by source; only at steps that count one.
+        """
         if not self._stages:
             return False
         place, stage = self._place, self._stages[self._place.stage]
@@ -62,7 +67,7 @@ class Curriculum:
         for name in stage.until_pass_rate:
             window = deque([*place.pass_rates.get(name, ()), *pass_rates.get(name, ())], maxlen=WINDOW_GROUPS)
             place.pass_rates[name] = list(window)
-        if not self._is_over(stage):
+        if not self._is_over(stage, accuracies):
             return False
         self._place = _Place(stage=place.stage + 1)
         return True
@@ -81,12 +86,12 @@ class Curriculum:
     def _of(self, stage: Stage) -> list[float]:
         return [stage.weights.get(name, weight) for name, weight in self._weights.items()]
 
-    def _is_over(self, stage: Stage) -> bool:
+    def _is_over(self, stage: Stage, accuracies: Mapping[str, float]) -> bool:
         place = self._place
-        if stage.for_steps is not None and place.num_steps >= stage.for_steps:
-            return True
-        reached = [
+        passed = [
             len(rates := place.pass_rates.get(name, [])) == WINDOW_GROUPS and sum(rates) / WINDOW_GROUPS >= least
             for name, least in stage.until_pass_rate.items()
         ]
-        return bool(reached) and all(reached)
+        measured = [name in accuracies and accuracies[name] >= least for name, least in stage.until_accuracy.items()]
+        is_long_enough = stage.for_steps is not None and place.num_steps >= stage.for_steps
+        return is_long_enough or any(reached and all(reached) for reached in (passed, measured))

@@ -4,8 +4,8 @@
 
 Promises:
 
-- The order depends on configuration, rows, seed and, with a curriculum or difficulty pools, on the steps taken so far:
-  never on time or on when a prompt is asked for between two steps.
+- The order depends on configuration, rows, seed and, with a curriculum or difficulty pools, on the steps taken so far
+  and what was measured at some of them: never on time or on when a prompt is asked for between two steps.
 - `dump` holds all of that: from there a resumed run chooses what the run itself would have chosen.
 - A group counts for the row that its own prompt names, whatever an interrupted run may have chosen at its position.
 """
@@ -126,8 +126,11 @@ class PromptMixture:
             if source.drawn is not None:
                 source.drawn.close()
 
-    def note_step(self, groups: Iterable[PassedGroup]) -> None:
-        """Count the groups of a step; those of no source here are ignored."""
+    def note_step(self, groups: Iterable[PassedGroup], accuracies: Mapping[str, float] | None = None) -> None:
+        """Count the groups of a step; those of no source here are ignored.
+
+        Held-out accuracies by source come with the steps that count them.
+        """
         rates: dict[str, list[float]] = {source.name: [] for source in self.sources}
         for tag, pass_rate in groups:
             number = self._by_name.get(tag.source)
@@ -135,7 +138,7 @@ class PromptMixture:
                 continue
             rates[tag.source].append(pass_rate)
             self._note_visit(number, tag.row, pass_rate)
-        if self._curriculum.note_step(rates):
+        if self._curriculum.note_step(rates, accuracies or {}):
             self._interleaver.restart()
             _log.info("a stage of data.curriculum begins", stage=self._curriculum.stage)
 

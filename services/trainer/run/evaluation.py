@@ -99,6 +99,23 @@ class Evaluator:
         elif is_due:
             self._beside = asyncio.create_task(self._measure(version, on_waiting=lambda _reason: None))
 
+    def begin_again(self) -> None:
+        """Measure, beside training, what a step to come counts and an interrupted run has not recorded.
+
+        Weights of that version are gone; those of a later one count, as they may in any measurement.
+        """
+        version, every = self._context.progress.policy_version, self._config.run.eval_every_steps
+        due = version - version % every
+        if self._line_of(due) is None:
+            self._beside = asyncio.create_task(self._measure(due, on_waiting=lambda _reason: None))
+
+    async def accuracies(self, policy_version: int) -> dict[str, float]:
+        """Greedy accuracy by source, once a version's measurement beside training is done; raises what it raised."""
+        await self.finish()
+        line = self._line_of(policy_version) or {}
+        found = {source.name: line.get(f"source/{source.name}/greedy_accuracy") for source, _ in self._prompts}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
     async def finish(self) -> None:
         """Wait for the current measurement, if any; raises what it raised."""
         if self._beside is not None:
@@ -113,9 +130,12 @@ class Evaluator:
         """Report the version's score, from the record if it has one."""
         if not self._prompts:
             return
-        lines = self._record.read()
-        line = next((line for line in lines if line["policy_version"] == policy_version), None)
+        line = self._line_of(policy_version)
         self._events.report_evaluation(_report(line or await self._measured(policy_version, on_waiting)))
+
+    def _line_of(self, policy_version: int) -> Mapping[str, Any] | None:
+        """Of the record."""
+        return next((line for line in self._record.read() if line["policy_version"] == policy_version), None)
 
     async def _measured(self, policy_version: int, on_waiting: Callable[[str], None]) -> dict[str, object]:
         groups = self._groups(policy_version, self._context.progress.history)

@@ -42,17 +42,15 @@ _log = structlog.get_logger()
 
 
 class PromptSubmitter:
-    """Submits prompts to the broker; calls take turns, so that a batch of evaluation prompts is not starved."""
+    """Submits prompts to the broker, which queues training and evaluation apart: neither call waits for the other."""
 
     def __init__(self, client: BrokerClient, run_id: str) -> None:
         self._client = client
         self._run_id = run_id
-        self._turn = asyncio.Lock()
 
     async def submit(self, prompts: Sequence[types_pb2.Prompt]) -> None:
         """Returns once the broker has all of them; raises RefusedError if it refuses one for good."""
-        async with self._turn:
-            await submit_all(partial(self._client.submit_prompts, self._run_id), prompts)
+        await submit_all(partial(self._client.submit_prompts, self._run_id), prompts)
 
 
 class PromptFeeder:
@@ -79,6 +77,8 @@ class PromptFeeder:
         """Positions that are chosen and not submitted."""
         self._num_dropped_samples = 0
         self._has_drops = False
+        self.accuracies: dict[str, float] = {}
+        """Held-out accuracy by source, for the next step to count."""
         self._is_news = asyncio.Event()
         """Groups were dropped, or prompts of another step may be chosen."""
 
@@ -96,7 +96,8 @@ class PromptFeeder:
             return
         while self._mixture.position < self._num_wanted(self._progress.policy_version - 1):
             self._choose()
-        self._mixture.note_step(_passed(groups, data.pass_reward))
+        self._mixture.note_step(_passed(groups, data.pass_reward), self.accuracies)
+        self.accuracies = {}
         self._is_news.set()
 
     def metrics(self) -> dict[str, float]:

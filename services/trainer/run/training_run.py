@@ -354,7 +354,7 @@ class TrainingRun:
         loops = [monitor.run, self._checkpoints.watch]
         loops += [part.run for part in (feeder, replay) if part is not None]
         try:
-            await run_beside(self._train(loop, evaluator), loops)
+            await run_beside(self._train(loop, evaluator, feeder), loops)
         finally:
             await evaluator.cancel()
         await self._write_checkpoint()
@@ -385,14 +385,21 @@ class TrainingRun:
         self._publisher.open(instance_id=context.owner.instance_id, epoch=context.owner.epoch)
         return opened
 
-    async def _train(self, loop: StepLoop, evaluator: Evaluator) -> None:
+    async def _train(self, loop: StepLoop, evaluator: Evaluator, feeder: PromptFeeder | None) -> None:
         run, progress = self.spec.config.run, self._progress
         if progress.policy_version >= run.num_steps:
             return
         self.events.change_state(trainer_pb2.TRAINER_STATE_TRAINING)
         self._meter.begin(self._clock.monotonic_s())
         async with loop.session:
+            needs_accuracy = self.spec.config.data.needs_accuracy
+            if needs_accuracy:
+                evaluator.begin_again()
             while progress.policy_version < run.num_steps:
+                if feeder is not None and needs_accuracy and (progress.policy_version + 1) % run.eval_every_steps == 0:
+                    with loop.waits.waiting(Cause.SAMPLES):
+                        measured = progress.policy_version + 1 - run.eval_every_steps
+                        feeder.accuracies = await evaluator.accuracies(measured)
                 await loop.take_step()
                 if progress.policy_version % run.checkpoint_every_steps == 0:
                     with loop.waits.waiting(Cause.CHECKPOINTING):

@@ -49,7 +49,8 @@ class RecordingBroker(ScriptedTrainingBroker):
 
 def document_of(folder: Path, model: Path, target: str) -> dict:
     document = run_document(folder, model, target, num_steps=NUM_STEPS, checkpoint_every_steps=1, num_eval_prompts=2)
-    document["run"]["keep_checkpoints"] = NUM_STEPS
+    # What is measured at step 4 counts at step 8.
+    document["run"] |= {"keep_checkpoints": NUM_STEPS, "eval_every_steps": 4}
     easy, hard = write_rows(folder / "easy.jsonl", 4), write_rows(folder / "hard.jsonl", 5)
     document["data"] = {
         "train": [
@@ -58,7 +59,11 @@ def document_of(folder: Path, model: Path, target: str) -> dict:
         ],
         "eval": [{"name": "hard", "path": str(hard)}],
         "difficulty": {"after": 1, "for_epochs": 1},
-        "curriculum": [{"weights": {"hard": 0.5}, "for_steps": 4, "fades": True}, {"weights": {"hard": 6}}],
+        "curriculum": [
+            {"weights": {"hard": 0.5}, "for_steps": 4, "fades": True},
+            {"weights": {"hard": 6}, "until_accuracy": {"easy": 0.5}},
+            {"weights": {"hard": 8}},
+        ],
     }
     return document
 
@@ -72,6 +77,7 @@ async def test_a_killed_run_of_several_sources_goes_on_with_the_same_prompts(tmp
         # As after a kill -9: only the checkpoint of an early step is there.
         for step in range(KILLED_AFTER + 1, NUM_STEPS + 1):
             (run_dir / "checkpoints" / f"step_{step}" / "COMPLETE").unlink()
+        (run_dir / "evaluations.jsonl").unlink()
         await run_alone(document, resume=True)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["outcome"] == "completed", summary["message"]
@@ -104,7 +110,8 @@ async def test_a_killed_run_of_several_sources_goes_on_with_the_same_prompts(tmp
         assert max(line[f"source/{name}/resting_rows"] for line in steps) > 0
     assert sum(line.get("source/easy/groups", 0) + line.get("source/hard/groups", 0) for line in steps) == 2 * NUM_STEPS
     shares = [line["source/hard/share"] for line in steps]
-    assert shares[0] < shares[2] < shares[3] == shares[-1] == 6 / 8
+    assert shares[0] < shares[2] < shares[3] == shares[6] == 6 / 8
+    assert shares[7] == shares[-1] == 8 / 10
     first, last = ([tag.source for tag in tags[part]].count("easy") for part in (slice(6), slice(-6, None)))
     assert first > last
     lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]

@@ -103,7 +103,8 @@ class ScriptedTrainingBroker(broker_pb2_grpc.BrokerServiceServicer):
                 continue
             if prompt.group_id in self.prompts:
                 continue
-            if len(self.ready) >= self.max_queued:
+            num_waiting = sum(self.prompts[each].purpose == prompt.purpose for each in self.ready)
+            if num_waiting >= self.max_queued:
                 self.num_refused += 1
                 response.errors.add(index=index, code=8, reason=QueueFullError.reason, message="queue is full")
                 response.retry_delay.FromMilliseconds(20)

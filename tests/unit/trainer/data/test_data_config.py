@@ -69,7 +69,20 @@ def test_held_out_rows_take_what_the_training_source_of_their_name_has() -> None
         (
             {"train": [source("a")], "curriculum": [{"weights": {}}, {"weights": {}}]},
             {},
-            "curriculum.0: it has no end, so that later stages never begin; give for_steps or until_pass_rate",
+            "curriculum.0: it has no end, so that later stages never begin; give for_steps, until_pass_rate or",
+        ),
+        (
+            {"train": [source("a")], "curriculum": [{"weights": {}, "until_accuracy": {"a": 0.5}}, {"weights": {}}]},
+            {},
+            "curriculum.0.until_accuracy: source 'a' has no held-out rows",
+        ),
+        (
+            {
+                "train": [source("a", eval="x")],
+                "curriculum": [{"weights": {}, "until_accuracy": {"a": 0.5}}, {"weights": {}}],
+            },
+            {"run": {"eval_every_steps": 0}},
+            "data.curriculum: until_accuracy needs measurements; set run.eval_every_steps",
         ),
         (
             {"train": [source("a")], "curriculum": [{"weights": {}, "for_steps": 3}]},

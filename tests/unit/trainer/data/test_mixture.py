@@ -132,6 +132,24 @@ def test_a_resumed_order_is_that_of_an_unbroken_run(data: dict[str, Any], cut: i
     assert begun + play(other, out, 200 - cut) == whole
 
 
+def test_a_stage_ends_at_a_step_that_counts_the_accuracy_of_all_its_sources() -> None:
+    stages = [{"weights": {"mid": 0}, "until_accuracy": {"big": 0.5, "small": 0.9}}, {"weights": {"big": 0}}]
+    evals = [{"name": name, "path": "x"} for name in ("big", "small")]
+    data = {"curriculum": stages, "eval": evals}
+
+    def stage(order: PromptMixture) -> int:
+        return int(json.loads(order.dump([]))["curriculum"]["stage"])
+
+    order = mixture(**data)
+    order.note_step([], {"big": 0.6, "small": 0.8})
+    order.note_step([], {"small": 1.0})
+    order.note_step([])
+    assert stage(order) == 0
+    order = resumed(order, [], **data)
+    order.note_step([], {"big": 0.6, "small": 0.9})
+    assert stage(order) == 1
+
+
 def test_rows_rest_while_all_pass_or_fail_and_come_back() -> None:
     order = mixture(("mid",), shuffle=False, difficulty={"after": 2, "for_epochs": 1})
     visits: dict[int, list[int]] = {}
