@@ -61,12 +61,12 @@ def _slip(number: int, rng: random.Random) -> int:
     return rng.randint(1, MAX_NUMBER) if rng.random() < SLIP_PROBABILITY else number
 
 
-def batch(tokenizer, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(tokenizer, conversations) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and targets, int64[B, T]; targets of -100 are not learned."""
     rows = []
-    for _ in range(BATCH_SIZE):
+    for parts in conversations:
         ids, targets = [], []
-        for text, is_learned in conversation(rng):
+        for text, is_learned in parts:
             part = tokenizer.encode(text, add_special_tokens=False)
             ids += part
             targets += part if is_learned else [-100] * len(part)
@@ -77,8 +77,8 @@ def batch(tokenizer, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], targets[:, 1:]
 
 
-def train(model, tokenizer, *, seed: int, num_steps: int = NUM_STEPS) -> float:
-    """Supervised steps; returns the last loss."""
+def train(model, tokenizer, draw=conversation, *, seed: int, num_steps: int, batch_size: int = BATCH_SIZE) -> float:
+    """Supervised steps on conversations as they are drawn; returns the last loss."""
     rng = random.Random(seed)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
@@ -88,7 +88,7 @@ def train(model, tokenizer, *, seed: int, num_steps: int = NUM_STEPS) -> float:
     for step in range(num_steps):
         for optimizer, rate in zip(optimizers, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * max(0.05, 1 - step / num_steps)
-        ids, targets = batch(tokenizer, rng)
+        ids, targets = batch(tokenizer, [draw(rng) for _ in range(batch_size)])
         logits = model(input_ids=ids, use_cache=False).logits
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         loss.backward()
