@@ -69,8 +69,9 @@ async def serving(folder: Path) -> AsyncIterator[Sequence[Serving]]:
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(memory_broker())
         client = await stack.enter_async_context(BrokerClient(broker))
+        # Room for all sessions, none of which is finished: nothing is trained on here.
         limits = broker_pb2.RunLimits(
-            groups_per_step=1, group_size=1, max_staleness=1, max_completion_tokens=MAX_CONTEXT
+            groups_per_step=1024, group_size=1, max_staleness=1, max_completion_tokens=MAX_CONTEXT
         )
         await client.open_run(RUN, limits=limits, policy_version=0)
         found = []

@@ -58,11 +58,11 @@ class Workload:
     num_sessions: int = 16
     num_at_once: int = 8
     num_turns: int = 4
-    prompt_tokens: int = 256
+    prompt_tokens: int = 512
     turn_tokens: int = 32
-    given_tokens: int = 160
+    given_tokens: int = 320
     """What the environment gives between two turns."""
-    longest_wait_s: float = 0.2
+    longest_wait_s: float = 1.0
     """What it takes for that, from 0 on, drawn evenly."""
 
 
@@ -131,7 +131,8 @@ class _Player:
     async def _turn(self, http: aiohttp.ClientSession, name: str, tokens: list[int]) -> list[int]:
         address = next(self._any)
         if self._way is Way.LOAD:
-            address = min(self._addresses, key=lambda each: (self._under_way[each], each != address))
+            # Drawn where they are equal: in turns, sessions in step would find their old place by accident.
+            address = min(self._addresses, key=lambda each: (self._under_way[each], self._numbers.random()))
         body = {"token_ids": tokens, "sampling_params": {"max_tokens": self._workload.turn_tokens, "temperature": 1.0}}
         headers = {"X-Session-ID": name} if self._way is Way.SESSION else {}
         self._under_way[address] += 1
