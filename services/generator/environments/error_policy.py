@@ -98,6 +98,9 @@ class ErrorPolicy:
         elif not (may_repeat and may_pass(score)):
             raise error
 
+    def _away(self) -> EnvironmentAwayError:
+        return EnvironmentAwayError(self.notice or "the environment answers with errors")
+
     @asynccontextmanager
     async def _permit(self, until_s: float) -> AsyncIterator[None]:
         """Inside, one call may be tried. Raises EnvironmentAwayError if that is not so by then, in the loop's time."""
@@ -106,8 +109,11 @@ class ErrorPolicy:
                 async with asyncio.timeout_at(until_s):
                     await self._turn.acquire()
             except TimeoutError:
-                raise EnvironmentAwayError(self.notice or "the environment answers with errors") from None
+                raise self._away() from None
             try:
+                # A turn that is free is taken even after its time.
+                if self._errors.is_broken and asyncio.get_running_loop().time() >= until_s:
+                    raise self._away()
                 if self._errors.is_broken:
                     yield
                     return

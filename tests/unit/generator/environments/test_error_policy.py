@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from penstock.v1 import types_pb2
-from services.generator.environments.error_policy import EnvironmentFaultError, ErrorPolicy
+from services.generator.environments import error_policy
+from services.generator.environments.error_policy import EnvironmentAwayError, EnvironmentFaultError, ErrorPolicy
 from tests.helpers.waiting import until
 
 FAILED, TIMEOUT = types_pb2.SCORE_STATUS_FAILED, types_pb2.SCORE_STATUS_TIMEOUT
@@ -83,3 +84,15 @@ async def test_above_the_share_calls_wait_for_each_other_and_none_is_given_up():
     assert most == 1
     is_mended.set()
     assert await asyncio.gather(*waiting) == ["answer"] * 8
+
+
+@pytest.mark.parametrize("num_waiting", [1, 3])
+async def test_samples_that_waited_long_are_given_back(monkeypatch, num_waiting):
+    monkeypatch.setattr(error_policy, "OUTAGE_TIMEOUT_S", 0.3)
+    errors = policy(max_retries=0)
+    for _ in range(16):
+        with pytest.raises((EnvironmentFaultError, EnvironmentAwayError)):
+            await errors.carry_out(Calls(*[fault()] * 100))
+    waiting = [errors.carry_out(Calls(*[fault()] * 100)) for _ in range(num_waiting)]
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(error) for error in found} == {EnvironmentAwayError}
