@@ -214,7 +214,7 @@ function options(xTitle, colours, lines) {
       // What is never negative begins at 0, unless it stays far above.
       y: {
         ...axis,
-        min: least >= 0 && (least < most / 2 || most === 0) ? 0 : undefined,
+        min: least >= -most / 100 && (least < most / 2 || most === 0) ? 0 : undefined,
         suggestedMax: most === least ? most + 1 : undefined,
         ticks: { ...axis.ticks, maxTicksLimit: 6 },
       },

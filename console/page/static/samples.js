@@ -171,7 +171,9 @@ function drawList(root, answer, parameters) {
 function emptyText(answer, parameters) {
   if (parameters.search) return `No sample of step ${answer.step} holds "${parameters.search}".`;
   if (!answer.steps_with_samples) {
-    return answer.indexed < 1 ? readText(answer) : "No samples are recorded. A run keeps them with `record: true`.";
+    return answer.indexed < 1
+      ? readText(answer)
+      : "No samples of this run are kept: `record: true` keeps all, `page.groups_per_step` a few of each step.";
   }
   return `Step ${answer.step} has no samples here.`;
 }

@@ -3,6 +3,7 @@
 import { choice, debounced, el, fill, notice, table } from "./dom.js";
 import { durationText, printable, timeText, valueText } from "./format.js";
 import { KIND_NAMES, kindColour } from "./lane_kinds.js";
+import { drawShares } from "./lane_shares.js";
 import { LaneCanvas } from "./lanes.js";
 import { load, query } from "./load.js";
 import { askWhileReading } from "./polling.js";
@@ -257,43 +258,13 @@ function drawFacts(root, page, pointed) {
       },
       "zoom to it",
     ),
-    key && el("a", { href: addressOf("samples", { run, key }) }, ` sample ${printable(key)}`),
-  );
-}
-
-/**
- * Shares of the time in view, by kind of process.
- * @param {Element} root
- * @param {any} answer
- */
-function drawShares(root, answer) {
-  /** @type {Map<string, { lanes: number, seconds: Map<string, number> }>} */
-  const groups = new Map();
-  for (const lane of answer.lanes) {
-    const group = groups.get(lane.kind) ?? { lanes: 0, seconds: new Map() };
-    group.lanes += 1;
-    for (const [from, to, kind] of lane.spans) {
-      const within = Math.min(to, answer.to) - Math.max(from, answer.from);
-      if (within > 0) group.seconds.set(kind, (group.seconds.get(kind) ?? 0) + within);
-    }
-    groups.set(lane.kind, group);
-  }
-  const kinds = [...new Set([...groups.values()].flatMap((group) => [...group.seconds.keys()]))].sort();
-  if (!kinds.length) {
-    fill(root);
-    return;
-  }
-  const whole = answer.to - answer.from;
-  const share = (/** @type {number | undefined} */ seconds, /** @type {number} */ lanes) =>
-    seconds ? `${((100 * seconds) / (whole * lanes)).toFixed(1)} %` : "-";
-  const rows = [...groups].map(([kind, group]) => [
-    `${group.lanes} × ${kind}`,
-    ...kinds.map((each) => share(group.seconds.get(each), group.lanes)),
-  ]);
-  fill(
-    root,
-    table(["Share of the time in view", ...kinds.map((kind) => KIND_NAMES[kind] ?? kind)], rows, {
-      numbers: kinds.map((_, place) => place + 1),
-    }),
+    key && ` sample ${printable(key)}: `,
+    key &&
+      el(
+        "button",
+        { type: "button", class: "quiet", onclick: () => changeRoute({ sample: key, at: null }) },
+        "its life",
+      ),
+    key && el("a", { href: addressOf("samples", { run, key }) }, "read it"),
   );
 }
