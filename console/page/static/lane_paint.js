@@ -7,6 +7,7 @@ import { kindColour } from "./lane_kinds.js";
 
 export const ROW_PX = 20;
 export const AXIS_PX = 22;
+export const THIN_FROM_PX = 13;
 
 /**
  * @param {CanvasRenderingContext2D} pen
@@ -60,23 +61,36 @@ export function paintLane(pen, owner, lane, row, width, colours) {
   pen.beginPath();
   pen.rect(owner.gutter, top, width - owner.gutter, ROW_PX);
   pen.clip();
+  const isMixed = hasSamplesBeside(lane);
   for (const span of lane.spans) {
     const left = owner.place(span[0]);
     const right = owner.place(span[1]);
     if (right < owner.gutter || left > width) continue;
     const isLit = span === owner.pointed?.span || (sample !== null && span[4] === sample);
     pen.globalAlpha = sample !== null && !isLit ? 0.35 : 1;
-    pen.fillStyle = kindColours(span[2]);
-    pen.fillRect(left, top + 2, Math.max(1, right - left), ROW_PX - 4);
+    const isThin = isMixed && Boolean(span[4]);
+    const [y, height] = isThin ? [top + THIN_FROM_PX, ROW_PX - 2 - THIN_FROM_PX] : [top + 2, ROW_PX - 4];
+    pen.fillStyle = isThin ? colours.text : kindColours(span[2]);
+    if (isThin && !isLit) pen.globalAlpha *= 0.45;
+    // A gap before the next one, where there is room, keeps neighbours apart.
+    pen.fillRect(left, y, Math.max(1, right - left > 3 ? right - left - 1 : right - left), height);
     if (isLit) {
       pen.strokeStyle = colours.text;
-      pen.strokeRect(left + 0.5, top + 2.5, Math.max(1, right - left - 1), ROW_PX - 5);
+      pen.strokeRect(left + 0.5, y + 0.5, Math.max(1, right - left - 1), height - 1);
     }
   }
   pen.restore();
   pen.fillStyle = colours.text;
   pen.textAlign = "left";
   pen.fillText(fitted(pen, printable(lane.name), owner.gutter - 8), 2, top + ROW_PX / 2);
+}
+
+/**
+ * Whether single samples are drawn as thin bars, since the lane also holds what its process did as a whole.
+ * @param {import("./lanes.js").Lane} lane
+ */
+export function hasSamplesBeside(lane) {
+  return lane.spans.some((span) => span[4]) && lane.spans.some((span) => !span[4]);
 }
 
 /** Colours of one painting, since asking the style for each of 4,000 spans is slow. @type {Map<string, string>} */

@@ -32,7 +32,8 @@ function covered(spans, from, to) {
 export function drawShares(root, answer) {
   /** @type {Map<string, { lanes: number, seconds: Map<string, number> }>} */
   const groups = new Map();
-  for (const lane of answer.lanes) {
+  // What a broker traces are lives of samples, not work of its own.
+  for (const lane of answer.lanes.filter((/** @type {any} */ each) => each.kind !== "broker")) {
     const group = groups.get(lane.kind) ?? { lanes: 0, seconds: new Map() };
     group.lanes += 1;
     for (const [kind, seconds] of covered(lane.spans, answer.from, answer.to)) {

@@ -3,7 +3,7 @@
 import { themeColours } from "./charts.js";
 import { el } from "./dom.js";
 import { durationText, timeText } from "./format.js";
-import { AXIS_PX, ROW_PX, paintAxis, paintLane } from "./lane_paint.js";
+import { AXIS_PX, ROW_PX, THIN_FROM_PX, hasSamplesBeside, paintAxis, paintLane } from "./lane_paint.js";
 
 /**
  * @typedef {{ name: string, kind: string, spans: any[][] }} Lane spans: [start_s, end_s, kind, label, sample key or null]
@@ -144,8 +144,12 @@ export class LaneCanvas {
     const row = Math.floor((y - AXIS_PX) / ROW_PX);
     const lane = this.lanes[row];
     if (!lane || x < this.gutter) return null;
+    const isLow = (y - AXIS_PX) % ROW_PX >= THIN_FROM_PX;
+    const isMixed = hasSamplesBeside(lane);
     // Last drawn is on top; a pixel to each side, since short spans are drawn as wide as that.
-    const place = lane.spans.findLastIndex(([from, to]) => this.place(from) - 1 <= x && x <= this.place(to) + 1);
+    const isHit = (/** @type {any[]} */ span) => this.place(span[0]) - 1 <= x && x <= this.place(span[1]) + 1;
+    const thin = isMixed && isLow ? lane.spans.findLastIndex((span) => span[4] && isHit(span)) : -1;
+    const place = thin < 0 ? lane.spans.findLastIndex((span) => !(isMixed && span[4]) && isHit(span)) : thin;
     return place < 0 ? null : { lane: lane.name, span: lane.spans[place], row, place };
   }
 

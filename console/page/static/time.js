@@ -109,18 +109,19 @@ function isWanted(lane, text) {
 }
 
 /**
- * The life of one sample as lanes: as it was traced, else by the times that its recording holds.
+ * The life of one sample as lanes: by the times that its recording holds, and as it was traced.
  * @param {number} run
  * @param {string} key
  * @param {string | undefined} step
  * @returns {Promise<{ lanes: any[], events: any[] }>}
  */
 async function lifeOf(run, key, step) {
-  const traced = await load(query("/api/lanes", { run, sample: key })).catch(() => null);
-  const named = (/** @type {any} */ lane) => ({ ...lane, name: `its ${lane.name}` });
-  if (traced?.lanes.length) return { lanes: traced.lanes.map(named), events: traced.events ?? [] };
-  const sample = await load(query("/api/sample", { run, step, key }));
-  const { submit_s, lease_s, finish_s, score_s, trained_s } = sample.times ?? {};
+  const [traced, sample] = await Promise.all([
+    load(query("/api/lanes", { run, sample: key })).catch(() => null),
+    load(query("/api/sample", { run, step, key })).catch(() => null),
+  ]);
+  if (!traced?.lanes.length && !sample) throw new Error(`Sample ${key} is neither recorded nor traced.`);
+  const { submit_s, lease_s, finish_s, score_s, trained_s } = sample?.times ?? {};
   const stages = [
     [submit_s, lease_s, "queued", "waits for a generator"],
     [lease_s, finish_s, "decoding", "is generated"],
@@ -128,7 +129,9 @@ async function lifeOf(run, key, step) {
     [score_s, trained_s, "waiting", "waits for training"],
   ];
   const spans = stages.filter(([from, to]) => from && to && to >= from).map((stage) => [...stage, key]);
-  return { lanes: [{ name: `sample ${key}`, kind: "sample", spans }], events: [] };
+  const recorded = spans.length ? [{ name: `sample ${key}`, kind: "sample", spans }] : [];
+  const named = (/** @type {any} */ lane) => ({ ...lane, name: `its ${lane.name}` });
+  return { lanes: [...recorded, ...(traced?.lanes ?? []).map(named)], events: traced?.events ?? [] };
 }
 
 const MAX_EVENTS = 200;
