@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from console.view.charts import ticks
+from console.view.axis_ticks import ticks
 from simulator.virtual_run.event_loop import Record
 
 _WIDTH, _LEFT, _RIGHT = 900, 70, 16

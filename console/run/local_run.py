@@ -40,6 +40,7 @@ from console.launch.disk_watch import FolderRefusedError, watch_disk
 from console.launch.launcher import MODEL_READY_S, Launcher
 from console.launch.probes import TLS_FAILS, service_problem
 from console.launch.supervisor import ProcessState, ServiceFailedError
+from console.page.report import write_report
 from console.run.as_planned import elsewhere
 from console.run.follow import RunSession, TrainerLostError
 from console.run.machine_report import report_machine
@@ -50,7 +51,6 @@ from console.run.run_recorder import KEPT_SAMPLES, TRAJECTORIES, RunRecorder
 from console.view.closed_output import discard
 from console.view.forecast_quality import Document, fetch_lengths
 from console.view.formats import duration
-from console.view.html_report import write_report
 from console.view.live_display import choose_display
 from console.view.outcome import add_to_summary, closing_lines, keep_results, read_lines, read_summary
 from console.view.run_view import RunView
@@ -291,7 +291,13 @@ class _Run:
                 occupancy=self._view.occupancy.document(),
             )
             self._add_advice()
-        return self._folder.metrics.is_file() and write_report(self._folder)
+        try:
+            return self._folder.metrics.is_file() and write_report(self._folder)
+        except OSError:
+            raise
+        except Exception as error:  # the run is worth more than its report
+            print(f"penstock: report: {error}", file=sys.stderr, flush=True)
+            return False
 
     def _add_advice(self) -> None:
         advice = final_advice(read_lines(self._folder.metrics), read_summary(self._folder.summary) or {})

@@ -10,11 +10,11 @@ from console.config.config import RunConfig, load_run_config, resolve, to_yaml
 from console.config.derive import training_config
 from console.config.run_folder import RunFolder, open_folder
 from console.devices.device_table import run_table
+from console.page.report import write_report
 from console.run.as_planned import as_planned
 from console.run.local_run import execute_run
 from console.run.preflight import check_run
 from console.run.quick import prepare_task, quickstart_config
-from console.view.html_report import write_report
 from console.view.outcome import read_summary, summary_lines
 from penstock.config import ConfigError
 from penstock.process.log_setup import configure_logging

@@ -1,4 +1,4 @@
-"""Shows the sources of a run's data beside each other: a table, charts, and a few words for the live display."""
+"""Shows the sources of a run's data beside each other: a table, and a few words for the live display."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import fmean
 
-from console.view.charts import Series, line_chart
 from console.view.formats import number
 
 Line = Mapping[str, float]
 PREFIX = "source/"
 """Before the names of metrics by source: source/NAME/KEY."""
 WINDOW_STEPS = 10
-MAX_LINES = 8
-"""Sources in a chart; the table has all."""
 MAX_WORDS = 4
 """Sources in the live display."""
 _COLUMNS = {
@@ -34,23 +31,6 @@ def source_names(lines: Sequence[Line]) -> list[str]:
     """The sources that lines name, in their order."""
     names = (key.removeprefix(PREFIX).rpartition("/")[0] for line in lines for key in line if key.startswith(PREFIX))
     return list(dict.fromkeys(names))
-
-
-def source_charts(steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
-    """Reward, pass rate and held-out accuracy by source; none in a run without named sources."""
-    charts = (
-        ("Training reward by source", steps, "reward_mean", "reward"),
-        ("Pass rate by source", steps, "pass_rate", "pass rate"),
-        ("Held-out accuracy by source, sampled", evaluations, "sampled_accuracy", "accuracy"),
-    )
-    found = []
-    for title, lines, key, y_label in charts:
-        if names := source_names(lines)[:MAX_LINES]:
-            series = [
-                Series(name=name, points=_points(lines, name, key), has_markers=lines is evaluations) for name in names
-            ]
-            found.append(line_chart(title, series, y_label=y_label))
-    return found
 
 
 def sources_table(steps: Sequence[Line], evaluations: Sequence[Line]) -> str:

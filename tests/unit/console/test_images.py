@@ -12,7 +12,7 @@ from tests.helpers.console import ROOT, environment
 SERVICES = ("broker", "scheduler", "reward", "generator", "trainer")
 # What compose files, deployments and docs run by `penstock` in each image, beside its service.
 ALSO = {
-    "console": ("console.run.run_commands", "console.inspect.status", "console.view.html_report"),
+    "console": ("console.run.run_commands", "console.inspect.status", "console.page.report", "console.page.server"),
     "trainer": ("console.run.run_commands",),
     "generator": ("console.node.node",),
 }
