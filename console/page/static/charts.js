@@ -245,7 +245,9 @@ function listenForRange(owner, onRange) {
   let start = null;
   const at = (/** @type {PointerEvent} */ event) => event.clientX - owner.canvas.getBoundingClientRect().left;
   owner.canvas.addEventListener("pointerdown", (/** @type {PointerEvent} */ event) => {
-    if (event.button === 0 && event.pointerType === "mouse") start = at(event);
+    if (event.button !== 0 || event.pointerType !== "mouse") return;
+    start = at(event);
+    owner.canvas.setPointerCapture(event.pointerId);
   });
   owner.canvas.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => {
     if (start === null) return;
@@ -253,7 +255,7 @@ function listenForRange(owner, onRange) {
     mark.style.left = `${Math.min(start, at(event))}px`;
     mark.style.width = `${Math.abs(at(event) - start)}px`;
   });
-  window.addEventListener("pointerup", (event) => {
+  owner.canvas.addEventListener("pointerup", (/** @type {PointerEvent} */ event) => {
     if (start === null) return;
     const ends = [start, at(event)].sort((a, b) => a - b);
     start = null;

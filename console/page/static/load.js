@@ -2,7 +2,7 @@
 
 import { embeddedAnswer, isEmbedded } from "./embedded.js";
 
-const MAX_KEPT = 24;
+const MAX_KEPT_CHARACTERS = 4_000_000;
 
 /** Newest answers by path, so that an answer that did not change keeps its identity. @type {Map<string, {text: string, value: any}>} */
 const kept = new Map();
@@ -23,8 +23,22 @@ export async function load(path) {
   kept.delete(path);
   const entry = before && before.text === text ? before : { text, value: JSON.parse(text) };
   kept.set(path, entry);
-  if (kept.size > MAX_KEPT) kept.delete(/** @type {string} */ (kept.keys().next().value));
+  forgetOldest(path);
   return entry.value;
+}
+
+/**
+ * Drops answers, the oldest first, until what is kept is small; never the one of `newest`.
+ * @param {string} newest
+ */
+function forgetOldest(newest) {
+  let size = 0;
+  for (const { text } of kept.values()) size += text.length;
+  for (const [path, { text }] of kept) {
+    if (size <= MAX_KEPT_CHARACTERS || path === newest) return;
+    kept.delete(path);
+    size -= text.length;
+  }
 }
 
 /**
