@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from penstock import tracing
 from penstock.rewards import ModelAwayError, RewardItem, RewardLoadError, ScoreStatus
 from penstock.rewards.local import LocalModel
 from penstock.security import NO_SECURITY
@@ -72,20 +73,23 @@ async def test_a_rubric_is_scored_by_medians_of_votes_with_seeds_of_their_own(mo
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     by_seed = [verdict(correct=10, clear=0), verdict(correct=8, clear=5), verdict(correct=0, clear=10)]
     before = cost("tokens", kind="prompt"), cost("cost")
-    [result], judge = await judged(
-        lambda body: by_seed[body["seed"]],
-        votes=3,
-        temperature=0.7,
-        prompt_price=2.0,
-        completion_price=5.0,
-        key_variable="JUDGE_KEY",
-    )
+    sample = tracing.group_context("r", "g")
+    with tracing.within(sample):
+        [result], judge = await judged(
+            lambda body: by_seed[body["seed"]],
+            votes=3,
+            temperature=0.7,
+            prompt_price=2.0,
+            completion_price=5.0,
+            key_variable="JUDGE_KEY",
+        )
     assert (result.status, result.value) == (ScoreStatus.OK, pytest.approx(0.65))
     assert result.components == {"correct": 0.8, "clear": 0.5}
     told = {name: text for name, text in result.details.items() if name != "prompt"}
     assert told == {"judge": "judge", "answered": "judge-1@fp-a", "votes": "[0.5, 0.65, 0.5]"}
     assert sorted(body["seed"] for body in judge.bodies) == [0, 1, 2]
     assert judge.keys == ["Bearer sk-secret"] * 3
+    assert judge.traces == [sample.traceparent] * 3
     body = judge.bodies[0]
     assert (body["temperature"], body["response_format"]["json_schema"]["strict"]) == (0.7, True)
     assert material(body) == {"prompt": "2+2=", "completion": "4", "reference": "4"}

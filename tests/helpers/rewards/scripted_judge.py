@@ -35,6 +35,7 @@ class ScriptedJudge:
         self.behave = behave
         self.bodies: list[Body] = []
         self.keys: list[str] = []
+        self.traces: list[str] = []
         self.is_up = True
         self.num_running = 0
         self.most_running = 0
@@ -47,6 +48,7 @@ class ScriptedJudge:
         body = await request.json()
         self.bodies.append(body)
         self.keys.append(request.headers.get("Authorization", ""))
+        self.traces.append(request.headers.get("traceparent", ""))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
