@@ -12,6 +12,8 @@ from services.trainer.reporting.stall_timer import Cause
 
 MAX_PARTS: Final = 512
 """Spans below a step; further ones are left out."""
+MAX_GROUPS: Final = 4096
+"""Sampled groups that are remembered until they are trained on; the newest."""
 _NEAR_S = 0.01
 """Parts of one kind that are closer are one."""
 
@@ -26,7 +28,7 @@ class StepTrace:
         self._parts: list[tuple[str, float, float]] = []
         """What for, from, to; what for is empty for computing."""
         self._samples: dict[str, list[tracing.TraceContext]] = {}
-        """Spans of sampled samples, by group."""
+        """Spans of sampled samples, by group; some groups arrive a step early, some are never trained on."""
 
     def note_wait(self, cause: Cause, start_s: float, end_s: float) -> None:
         """The loop waited."""
@@ -41,6 +43,8 @@ class StepTrace:
         for group in groups:
             root = tracing.read_traceparent(group.prompt.traceparent) if group.prompt.traceparent else None
             if root is not None and tracing.is_on():
+                if len(self._samples) >= MAX_GROUPS:
+                    del self._samples[next(iter(self._samples))]
                 keys = [trajectory.key for trajectory in group.trajectories]
                 self._samples[group.prompt.group_id] = [
                     tracing.sample_context(root, key.sample_index, key.attempt) for key in keys
@@ -49,8 +53,8 @@ class StepTrace:
     def finish(self, group_ids: Iterable[str], *, policy_version: int, history: int) -> None:
         """The step was taken on these groups, and made that version; the next one begins."""
         ended_s, begun_s = self._clock.monotonic_s(), self._begun_s
-        parts, samples = self._parts, self._samples
-        self._begun_s, self._parts, self._samples = ended_s, [], {}
+        parts, links = self._parts, [each for name in group_ids for each in self._samples.pop(name, ())]
+        self._begun_s, self._parts = ended_s, []
         if not tracing.is_on():
             return
         context = tracing.step_context(self._run_id, policy_version, history)
@@ -63,7 +67,7 @@ class StepTrace:
                 end_s=unix_s + ended_s,
                 context=context,
                 attributes={"rl.policy.version": policy_version, "rl.history": history},
-                links=[each for group_id in group_ids for each in samples.get(group_id, ())],
+                links=links,
             )
         )
         for waits_for, start_s, end_s in parts:
