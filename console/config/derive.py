@@ -15,8 +15,7 @@ from penstock.tracing.settings import (
     FOLDER_VARIABLE,
     OFF_VARIABLE,
     RATIO_VARIABLE,
-    RESOURCE_VARIABLE,
-    RUN_ATTRIBUTE,
+    RUN_VARIABLE,
 )
 from services.broker.config import BrokerConfig
 from services.generator.config import GeneratorConfig, OpenAIConfig
@@ -81,7 +80,7 @@ def trace_environment(config: RunConfig, folder: RunFolder) -> dict[str, str]:
     return {
         FOLDER_VARIABLE: str(folder.path),
         RATIO_VARIABLE: str(section.ratio),
-        RESOURCE_VARIABLE: f"{RUN_ATTRIBUTE}={config.run.id}",
+        RUN_VARIABLE: config.run.id,
         **endpoint,
     }
 

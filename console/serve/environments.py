@@ -25,7 +25,7 @@ from penstock.tracing.settings import run_of
 def serve_environment(target: str, *, listen: str, max_sessions: int, max_idle_s: float) -> None:
     """Serve a class until SIGTERM or SIGINT. Raises ConfigError."""
     configure_logging("environment", run_id=run_of())
-    tracing.configure("environment", instance="environment")
+    tracing.configure("environment", instance="environment", run_id=run_of())
     as_address(listen)
     try:
         uvloop.run(serve_async(target, listen=listen, max_sessions=max_sessions, max_idle_s=max_idle_s))

@@ -8,6 +8,7 @@ that always have a deadline, back-off with jitter, and fail-over between interch
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -226,8 +227,9 @@ async def call(
 
     `peer` names it in messages.
     """
-    # Streams live longer than any span: what they carry names its trace itself.
-    sent = tracing.metadata()
+    # Streams live longer than any span: what they carry names its trace itself. A coroutine function is no method of a
+    # stub, but makes calls of its own.
+    sent = None if inspect.iscoroutinefunction(method) else tracing.metadata()
     async with translated_errors(peer):
         if sent is None:
             return await method(request, timeout=timeout_s)

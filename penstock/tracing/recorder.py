@@ -36,7 +36,7 @@ class Recorder:
         settings: Where they go.
         service: `service.name` of the resource.
         instance: `service.instance.id`.
-        run_id: `rl.run.id` of spans that name no run; empty for that of the environment.
+        run_id: `rl.run.id` of spans that name no run; empty if it works for many.
     """
 
     def __init__(self, settings: TraceSettings, *, service: str, instance: str, run_id: str = "") -> None:
@@ -64,7 +64,7 @@ class Recorder:
             processor.shutdown()  # type: ignore[no-untyped-call]
 
     def _make_resource(self, run_id: str) -> Resource:
-        # `create` adds OTEL_RESOURCE_ATTRIBUTES, which name the run of a process that serves one.
+        # `create` adds OTEL_RESOURCE_ATTRIBUTES.
         given = {"service.name": self._service, "service.instance.id": self._instance}
         return Resource.create(given | ({RUN_ATTRIBUTE: run_id} if run_id else {}))
 

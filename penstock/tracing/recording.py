@@ -73,7 +73,7 @@ def configure(service: str, *, instance: str, run_id: str = "", settings: TraceS
     Args:
         service: The kind of service, `service.name`.
         instance: Which one of them, `service.instance.id`.
-        run_id: The run that spans belong to which name none; empty for the one of the environment.
+        run_id: The run that spans belong to which name none; empty if it works for many.
         settings: In place of those of the environment.
 
     Raises:

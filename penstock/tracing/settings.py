@@ -16,7 +16,8 @@ RATIO_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 OFF_VARIABLE = "OTEL_SDK_DISABLED"
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-RESOURCE_VARIABLE = "OTEL_RESOURCE_ATTRIBUTES"
+RUN_VARIABLE = "PENSTOCK_TRACE_RUN"
+"""The run of a process that is started for one, and is not told by its configuration."""
 RUN_ATTRIBUTE = "rl.run.id"
 """Attribute of the resource: the run that spans belong to."""
 DEFAULT_RATIO = 0.01
@@ -53,8 +54,7 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> TraceSettings:
 
 def run_of(environment: Mapping[str, str] = os.environ) -> str:
     """The run that the process's launcher says it serves; empty if none."""
-    pairs = (pair.partition("=") for pair in environment.get(RESOURCE_VARIABLE, "").split(","))
-    return next((value for name, _, value in pairs if name.strip() == RUN_ATTRIBUTE), "")
+    return environment.get(RUN_VARIABLE, "")
 
 
 def _ratio(environment: Mapping[str, str]) -> float:

@@ -225,7 +225,7 @@ class Rollouts:
             return
         _log.info("sample dropped", lease_id=lease_id, reason=reason, **_named(work))
         if work.trace is not None:
-            work.trace.end(reason, is_failure=True)
+            work.trace.end(reason)
         work.stream.discard()
         self._parts.metrics.samples.labels("dropped").inc()
         self.forget(lease_id)
@@ -427,6 +427,8 @@ class Rollouts:
 
     def _give_back(self, work: _Work) -> None:
         work.is_finished = True
+        if work.trace is not None:
+            work.trace.end("given back")
         work.stream.finish(types_pb2.FINISH_REASON_ABORTED)
         self._parts.metrics.samples.labels("given_back").inc()
         self._free_slot(work)

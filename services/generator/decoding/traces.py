@@ -52,7 +52,7 @@ class LeaseTrace:
                 return
         self._chunks.append((age_s, num_tokens, policy_version))
 
-    def end(self, outcome: str, *, is_failure: bool = False) -> None:
+    def end(self, outcome: str) -> None:
         """The lease is over; only the first call counts."""
         if self._is_over:
             return
@@ -79,6 +79,5 @@ class LeaseTrace:
                     )
                     for at_s, num_tokens, version in self._chunks
                 ],
-                error=outcome if is_failure else "",
             )
         )

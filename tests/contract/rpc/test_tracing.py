@@ -13,12 +13,14 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from penstock import tracing
 from penstock.environments import Action, Environment, Message, Outcome, Task
 from penstock.environments.serving import EnvironmentServicer, environment_service
-from penstock.network.rpc import call
+from penstock.network.connection import Connection
 from penstock.process.log_setup import configure_logging
 from penstock.tracing.counters import LOST
 from penstock.tracing.recording import Span
 from penstock.tracing.settings import TraceSettings
 from penstock.v1 import environment_pb2, environment_pb2_grpc
+from services.generator.environments.client import EnvironmentClient
+from services.generator.environments.config import EnvironmentLimits
 from tests.helpers.serving import channel_to
 from tests.helpers.traces import spans_in, tracing_to
 
@@ -34,12 +36,6 @@ class Echo(Environment):
         return Outcome(messages=[Message(role="user", content=action.text)], reward=1.0)
 
 
-async def play(channel: grpc.aio.Channel, turn: int) -> None:
-    stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
-    request = environment_pb2.StepRequest(session_id="s", turn=turn, text="hello")
-    await call(stub.Step, request, peer="environment")
-
-
 async def test_what_an_environment_does_belongs_to_the_sample_that_asks_in_spans_and_logs(tmp_path, capfd):
     configure_logging("environment", run_id="r", log_format="json")
     sample = tracing.sample_context(tracing.group_context("r", "g"), 0, 0)
@@ -47,10 +43,12 @@ async def test_what_an_environment_does_belongs_to_the_sample_that_asks_in_spans
         service = environment_service(EnvironmentServicer(Echo))
         async with channel_to(service) as channel:
             stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
-            await call(stub.Reset, environment_pb2.ResetRequest(session_id="s"), peer="environment")
+            # As a generator calls it.
+            client = EnvironmentClient(Connection(channel), EnvironmentLimits())
+            await client.reset(environment_pb2.ResetRequest(session_id="s"))
             with tracing.within(sample):
-                await play(channel, 0)
-            await play(channel, 1)
+                await client.step(environment_pb2.StepRequest(session_id="s", turn=0, text="hello"))
+            await client.step(environment_pb2.StepRequest(session_id="s", turn=1, text="hello"))
             bad = grpc.aio.Metadata(("traceparent", "00-of nothing"))
             await stub.Step(environment_pb2.StepRequest(session_id="s", turn=2, text="x"), metadata=bad)
     first, *others = [each.span for each in spans_in(tmp_path) if each.name == "rl.environment.step"]

@@ -36,7 +36,7 @@ def test_a_lease_of_hours_has_few_events_and_every_version(tmp_path, now):
             now.s += 0.1
             trace.note(3, n // 30_000)
         trace.end("stored")
-        trace.end("revoked", is_failure=True)
+        trace.end("revoked")
     [span] = spans_in(tmp_path)
     assert span.span["parentSpanId"] == f"{tracing.sample_context(group, 1, 2).span_id:016x}"
     assert span.attributes["rl.lease.outcome"] == "stored"
