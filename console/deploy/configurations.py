@@ -18,7 +18,16 @@ from typing import Any
 from console.config.config import parse_run_config
 from console.config.data_section import canary_files, data_files, run_reward, source_rewards
 from console.config.derive import training_config
-from console.deploy.description import CRITIC_PORT, GPU_REWARD_PORT, IN_CONTAINERS, PORTS, SCORER_PORT, Layout
+from console.deploy.description import (
+    CRITIC_PORT,
+    GPU_REWARD_PORT,
+    IN_CONTAINERS,
+    PORTS,
+    SCORER_PORT,
+    Layout,
+    broker_name,
+    broker_port,
+)
 from console.deploy.environments import is_served, reached_environment
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
@@ -94,6 +103,7 @@ class Configurations:
         """Machines without GPUs that the plan uses."""
         self.center = {name: f"{self.host(self.place(name))}:{port}" for name, port in PORTS.items()}
         """Addresses of the run's services."""
+        self.center["broker"] = ",".join(self._broker_address(index) for index in range(self.num_brokers))
         if moves_trainer:
             places = (f"{self.host(each.name)}:{self._trainer_port(each.name)}" for each in self.machines)
             self.center["trainer"] = ",".join(places)
@@ -166,6 +176,11 @@ class Configurations:
     def place(self, service: str) -> str:
         """The machine of a service of the run; Redis is where the broker is."""
         return self.plan.center.get("broker" if service == "redis" else service, self.head.name)
+
+    @property
+    def num_brokers(self) -> int:
+        """Processes on the one Redis."""
+        return 1 if self.plan.broker is None else self.plan.broker.count
 
     def site(self, machine: str) -> str:
         """Its region."""
@@ -260,19 +275,29 @@ class Configurations:
 
     def _services(self) -> dict[str, Document | str]:
         redis = {"redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0"}
-        documents = {"broker": self._broker() | redis, "scheduler": self._scheduler("/runs")}
+        documents = {broker_name(index): self._broker(index) | redis for index in range(self.num_brokers)}
+        documents["scheduler"] = self._scheduler("/runs")
         if self.head_rewards:
             documents["reward"] = self._reward(PORTS["reward"])
-        return {f"{self.site(self.place(name))}/{name}.yaml": self._service(each) for name, each in documents.items()}
+        return {
+            f"{self.site(self.place(name.partition('-')[0]))}/{name}.yaml": self._service(each)
+            for name, each in documents.items()
+        }
 
-    def _broker(self) -> Document:
-        return {"listen": self._listen("broker"), "scheduler": self.center["scheduler"]}
+    def _broker_address(self, index: int) -> str:
+        return f"{self.host(self.place('broker'))}:{broker_port(index)}"
+
+    def _broker(self, index: int) -> Document:
+        found = {"listen": f"{self.listen_host}:{broker_port(index)}", "scheduler": self.center["scheduler"]}
+        # By these names brokers reach each other.
+        return found | ({"advertise": self._broker_address(index)} if self.num_brokers > 1 else {})
 
     def _host(self, name: str) -> Document:
         """Configuration of `penstock node` on a machine without GPUs, for where it has no containers."""
         folder = self._own_folder(name)
-        documents = {"broker": self._broker(), "scheduler": self._scheduler(str(folder))}
-        here = {service: document for service, document in documents.items() if self.place(service) == name}
+        brokers = [self._broker(index) for index in range(self.num_brokers)]
+        documents = {"brokers": brokers, "scheduler": self._scheduler(str(folder))}
+        here = {key: each for key, each in documents.items() if self.place(key.removesuffix("s")) == name}
         return self._service({"node_id": name, "dir": str(folder), **here})
 
     def _own_folder(self, machine: str) -> PurePath:

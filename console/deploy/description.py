@@ -22,6 +22,8 @@ PORTS: Mapping[str, int] = {
     "scheduler": 7306,
 }
 CRITIC_PORT = 7309
+MORE_BROKERS_PORT = 7320
+"""Of the second broker on a machine; further ones have the ports that follow."""
 SCORER_PORT = 7310
 """Of the scorer on a machine's first GPU; those on others have the ports that follow."""
 GPU_REWARD_PORT = 7330
@@ -203,6 +205,16 @@ class Deployment:
         """A site's configurations by name."""
         start = f"{site}/"
         return {path.removeprefix(start): text for path, text in self.configurations.items() if path.startswith(start)}
+
+
+def broker_name(index: int) -> str:
+    """The name of a broker's configuration and container."""
+    return "broker" if index == 0 else f"broker-{index}"
+
+
+def broker_port(index: int) -> int:
+    """Where it listens."""
+    return PORTS["broker"] if index == 0 else MORE_BROKERS_PORT + index - 1
 
 
 def memory_gib(kind: str, *, weight_bytes: float = 0.0, gpus: int = 0) -> int:

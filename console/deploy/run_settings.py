@@ -52,6 +52,11 @@ def check_center(problem: Problem, plan: PlanDocument) -> None:
     head = plan.train[0].node
     region = node_classes(problem)[head].region
     beside = [name for name, host in host_classes(problem).items() if host.region == region]
+    if plan.broker is not None and plan.broker.count > 1 and plan.broker.node == head:
+        raise ConfigError(
+            f"broker.count: {plan.broker.count}; the head has one, which the run starts; set it to 1, or broker.node "
+            "to a machine without GPUs"
+        )
     for service, machine in plan.center.items():
         if machine not in (head, *beside):
             field = "broker.node" if service == "broker" else service
@@ -115,6 +120,8 @@ def run_config(
         "sampling": {**run.get("sampling", {}), "max_new_tokens": math.ceil(workload.output_len.longest)},
         "endpoints": endpoints,
     }
+    if plan.broker is not None and plan.broker.count > 1:
+        config["policy"] = {"token_shards": plan.broker.token_shards, **run.get("policy", {})}
     if plan.score:
         config["algorithm"] = {"reference": "service", **config["algorithm"]}
         config["scorers"] = 0

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from console.deploy.configurations import Configurations
-from console.deploy.description import PORTS, REDIS_MEMORY_GIB, Deployment, Host, Service, memory_gib
+from console.deploy.description import (
+    PORTS,
+    REDIS_MEMORY_GIB,
+    Deployment,
+    Host,
+    Service,
+    broker_name,
+    broker_port,
+    memory_gib,
+)
 from console.deploy.environments import NAME as ENVIRONMENT
 from console.deploy.environments import stated_environment
 from console.deploy.nodes import Machine
@@ -96,22 +105,26 @@ def _center(made: Configurations, machine: str) -> list[Service]:
                 memory_gib=memory_gib("redis"),
             )
         )
-    starts: list[tuple[str, tuple[str, ...]]] = [("broker", ("redis",)), ("scheduler", ())]
+    starts: list[tuple[str, int, tuple[str, ...]]] = [
+        *((broker_name(index), broker_port(index), ("redis",)) for index in range(made.num_brokers)),
+        ("scheduler", PORTS["scheduler"], ()),
+    ]
     if made.head_rewards:
-        starts.append(("reward", ("broker",)))
+        starts.append(("reward", PORTS["reward"], ("broker",)))
     if made.serves_environment and made.place(ENVIRONMENT) == machine:
         found.append(_environment(made))
-    for name, after in starts:
-        if made.place(name) != machine:
+    for name, port, after in starts:
+        kind = name.partition("-")[0]
+        if made.place(kind) != machine:
             continue
         found.append(
             Service(
                 name=name,
-                kind=name,
-                image=f"penstock-{name}",
-                arguments=("serve", name, "--config", str(config / f"{name}.yaml")),
-                port=PORTS[name],
-                memory_gib=memory_gib(name),
+                kind=kind,
+                image=f"penstock-{kind}",
+                arguments=("serve", kind, "--config", str(config / f"{name}.yaml")),
+                port=port,
+                memory_gib=memory_gib(kind),
                 after=after,
             )
         )
@@ -140,7 +153,8 @@ def _environment(made: Configurations) -> Service:
 
 def _host(made: Configurations, machine: str) -> Service:
     """What starts the services of a machine without GPUs where there are no containers."""
-    services = [name for name in ("redis", "broker", "scheduler") if made.place(name) == machine]
+    kinds = ("redis", *["broker"] * made.num_brokers, "scheduler")
+    services = [name for name in kinds if made.place(name) == machine]
     return Service(
         name=f"node-{machine}",
         kind="node",

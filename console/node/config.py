@@ -78,9 +78,9 @@ class HostConfig(NetworkConfig):
     """Its name in the plan."""
     dir: Path
     """Folder for the state of its Redis, and for logs and configurations of its processes."""
-    broker: BrokerConfig | None = None
-    """Configuration of the broker, if it is here. Its Redis is started beside it, in the folder, unless `redis_url` is
-    stated."""
+    brokers: tuple[BrokerConfig, ...] = ()
+    """Configuration of each broker that is here. A Redis is started beside them, in the folder, for those that state no
+    `redis_url`."""
     scheduler: SchedulerConfig | None = None
     """Configuration of the scheduler, if it is here."""
     log: LogSection = LogSection()

@@ -1,7 +1,7 @@
 """Runs `penstock node` on a machine without GPUs: the broker with its Redis, and the scheduler, where a plan has them.
 
 Invariants:
-- The broker starts once its Redis answers, and ends before it.
+- Brokers start once their Redis answers, and end before it.
 - Everything ends with this process, however it ends; what was stored is there when it starts again.
 """
 
@@ -40,22 +40,22 @@ class HostAgent:
         await race(self._services.watch(), watch.run())
 
     async def leave(self) -> None:
-        """End its services, the broker before its Redis."""
-        await self._services.stop(["broker", "scheduler"])
+        """End its services, brokers before their Redis."""
+        await self._services.stop([name for name in self._services.names if name != "redis"])
         await self._services.stop(["redis"])
 
     async def _start(self) -> None:
         config = self._config
         if (scheduler := config.scheduler) is not None:
             self._launch("scheduler", scheduler, scheduler.listen)
-        if (broker := config.broker) is None:
-            return
-        if "redis_url" not in broker.model_fields_set:
+        if any("redis_url" not in each.model_fields_set for each in config.brokers):
             self._services.launch(redis_spec(self._folder, env=service_environment(os.environ, num_threads=1)))
             await self._services.wait_ready("redis", timeout_s=REDIS_READY_S)
-            broker = broker.model_copy(update={"redis_url": redis_url(self._folder)})
-        self._launch("broker", broker, broker.listen)
+        for index, broker in enumerate(config.brokers):
+            own = {} if "redis_url" in broker.model_fields_set else {"redis_url": redis_url(self._folder)}
+            self._launch(f"broker-{index}" if index else "broker", broker.model_copy(update=own), broker.listen)
 
-    def _launch(self, kind: str, settings: NetworkConfig, listen: str) -> None:
+    def _launch(self, name: str, settings: NetworkConfig, listen: str) -> None:
         own = settings.model_copy(update={"insecure": settings.insecure or self._config.insecure})
-        self._services.launch_service(kind, own, name=kind, target=local_endpoint(listen).target)
+        target = local_endpoint(listen).target
+        self._services.launch_service(name.partition("-")[0], own, name=name, target=target)

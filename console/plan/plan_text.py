@@ -119,10 +119,11 @@ def _mesh(plan: PlanDocument) -> list[str]:
 
 def _center(plan: PlanDocument) -> str:
     """Where the run's own services stand."""
-    found = plan.center
+    found, count = plan.center, plan.broker.count if plan.broker is not None else 1
+    brokers = "broker" if count == 1 else f"{count} brokers"
     if found["broker"] == found["scheduler"]:
-        return f"Redis, broker and scheduler: on {found['broker']}"
-    return f"Redis and broker: on {found['broker']}; scheduler: on {found['scheduler']}"
+        return f"Redis, {brokers} and scheduler: on {found['broker']}"
+    return f"Redis and {brokers}: on {found['broker']}; scheduler: on {found['scheduler']}"
 
 
 def _weights(report: FeasiblePlan) -> Iterator[str]:

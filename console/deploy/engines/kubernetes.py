@@ -261,7 +261,7 @@ def _pod(deployment: Deployment, host: Host, sidecars: list[Service], main: Serv
 
 def _wait(deployment: Deployment, host: Host, name: str) -> Object:
     """Until a service of the run is healthy."""
-    target = deployment.center[name]
+    target = deployment.center[name].partition(",")[0]
     loop = f"until python -m penstock.healthcheck {target}; do sleep 5; done"
     service = next(each for each in host.services if each.kind == "run")
     return {**_container(deployment, host, service), "name": f"wait-{name}", "command": ["sh", "-c", loop], "args": []}
@@ -270,7 +270,7 @@ def _wait(deployment: Deployment, host: Host, name: str) -> Object:
 def _container(deployment: Deployment, host: Host, service: Service) -> Object:
     limits = {"memory": f"{service.memory_gib}Gi", "nvidia.com/gpu": service.gpus}
     found: Object = {
-        "name": service.kind,
+        "name": service.name if service.kind == "broker" else service.kind,
         "image": service.image,
         "args": list(service.arguments),
         "resources": {

@@ -52,7 +52,7 @@ def _center(deployment: Deployment, host: Host) -> Object:
         "selector": _center_labels(deployment, host),
         # A trainer whose broker is away is not ready, and is still asked and stopped.
         "publishNotReadyAddresses": True,
-        "ports": [{"name": name, "port": PORTS[name]} for name in _ports(host, _LOCAL)],
+        "ports": [{"name": name, "port": port} for name, port in _ports(host, _LOCAL).items()],
     }
 
 
@@ -60,11 +60,12 @@ def _center_labels(deployment: Deployment, host: Host) -> dict[str, str]:
     return labels(host, "head" if host.name == deployment.head.name else CENTER)
 
 
-def _ports(host: Host, names: tuple[str, ...]) -> list[str]:
+def _ports(host: Host, names: tuple[str, ...]) -> dict[str, int]:
     """Those of the names that are served on a machine, by services of their own or by its `penstock node`."""
     kinds = {service.kind for service in host.services}
     kinds |= {"trainer"} if any(service.may_train for service in host.services) else set()
-    return [name for name in names if _SERVED_BY.get(name, name) in kinds]
+    found = {name: PORTS[name] for name in names if _SERVED_BY.get(name, name) in kinds}
+    return found | {each.name: each.port for each in host.services if each.kind == "broker" and each.port is not None}
 
 
 def _service(host: Host, spec: Object) -> Object:
@@ -96,10 +97,10 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
 
 def _center_policy(deployment: Deployment, host: Host) -> Object:
     ours = [{"podSelector": {"matchLabels": NAME_LABEL}}]
-    rules: list[Object] = [{"from": ours, "ports": [{"port": PORTS[name]} for name in _ports(host, _LOCAL)]}]
+    rules: list[Object] = [{"from": ours, "ports": [{"port": port} for port in _ports(host, _LOCAL).values()]}]
     if len(deployment.sites) > 1:
         # Other sites, by their certificates.
-        rules.append({"ports": [{"port": PORTS[name]} for name in _ports(host, _PUBLIC)]})
+        rules.append({"ports": [{"port": port} for port in _ports(host, _PUBLIC).values()]})
     name = "head" if host.name == deployment.head.name else host.name
     return _policy(name, _center_labels(deployment, host), rules)
 

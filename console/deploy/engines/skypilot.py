@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from console.deploy.description import PORTS, Deployment, Files, Host
+from console.deploy.description import Deployment, Files, Host
 from console.deploy.engines.machine_script import SECRETS_FOLDER, machine_script
 from console.deploy.environments import NAME as ENVIRONMENT
 from console.deploy.trainers import MAX_RESTARTS
@@ -164,7 +164,8 @@ def _resources(deployment: Deployment, hosts: Sequence[Host]) -> Task:
         found["accelerators"] = {_NAMES.get(gpu, gpu): gpus}
     names = {host.address for host in hosts if host in deployment.center_hosts}
     public = (*_PUBLIC, *([ENVIRONMENT] if deployment.serves_environment else []))
-    ports = [PORTS[name] for name in public if deployment.center[name].rpartition(":")[0] in names]
+    targets = [target.rpartition(":") for name in public for target in deployment.center[name].split(",")]
+    ports = [int(port) for host, _, port in targets if host in names]
     if ports and len(deployment.sites) > 1:
         found["ports"] = ports
     return found

@@ -76,7 +76,8 @@ def put_services(message: pb.Plan, plan: PlanDocument, first: Mapping[str, int])
     for relay in plan.relay:
         message.weight_relays.add(site=relay.site, node_id=relay.node)
     if plan.broker is not None:
-        message.assignments.add(node_id=plan.broker.node, role=pb.ROLE_BROKER, num_replicas=1)
+        broker = plan.broker
+        message.assignments.add(node_id=broker.node, role=pb.ROLE_BROKER, num_replicas=broker.count)
     if plan.scheduler is not None:
         message.assignments.add(node_id=plan.scheduler, role=pb.ROLE_SCHEDULER, num_replicas=1)
 
@@ -105,15 +106,16 @@ def document_of(plan: pb.Plan) -> PlanDocument:
     rewards = (each for each in plan.assignments if each.role == pb.ROLE_REWARD)
     reward = [each.node_id for each in rewards if not each.accelerator_indices]
     train, mesh = trainers_of(plan)
-    center = {each.role: each.node_id for each in plan.assignments if each.role in CENTER}
+    center = {each.role: each for each in plan.assignments if each.role in CENTER}
+    broker, scheduler = (center.get(role) for role in CENTER)
     return PlanDocument(
         gen=tuple(gen),
         train=train,
         mesh=mesh,
         score=score,
         reward=tuple(reward),
-        broker=Broker(node=center[pb.ROLE_BROKER]) if pb.ROLE_BROKER in center else None,
-        scheduler=center.get(pb.ROLE_SCHEDULER),
+        broker=None if broker is None else Broker(node=broker.node_id, count=broker.num_replicas or 1),
+        scheduler=None if scheduler is None else scheduler.node_id,
         critic=_critic_of(plan),
         relay=tuple(Relay(site=each.site, node=each.node_id) for each in plan.weight_relays),
         reward_gpus=reward_gpus,

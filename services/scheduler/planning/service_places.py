@@ -1,19 +1,27 @@
 """Places what no solver does: broker, Redis and scheduler, and the relay of each site; and says what its link carries.
 
-The rules, which use no rates of the cost model:
+The rules, by which no rate changes:
 
 - Broker, Redis and scheduler stand on the first machine without GPUs in the head's region, where they take nothing
-  from a trainer and stay when the trainer moves; without one on the head.
+  from a trainer and stay when the trainer moves; without one on the head. There as many brokers share a Redis as the
+  tokens of the plan keep busy.
 - At every other site that generates, weights come to the machine with the fastest network card.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import Broker, PlanDocument, Relay, host_classes, node_classes
 from services.scheduler.problem.problem import Problem
+
+TOKENS_PER_BROKER = 48_000
+"""Completion tokens per second with which a broker is busy for 70 % of a core, by what was measured of its token stream
+(docs/benchmarks.md: 14.5 % for 10,000)."""
+MAX_BROKERS = 8
+"""As many as were measured on one Redis (docs/scale.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +47,25 @@ def without_places(plan: PlanDocument) -> PlanDocument:
     return plan.model_copy(update={"broker": None, "scheduler": None, "relay": ()})
 
 
-def with_center(problem: Problem, plan: PlanDocument, before: PlanDocument | None) -> PlanDocument:
-    """The plan with machines for broker and scheduler: those of the plan `before`, where it states some."""
+def with_center(
+    problem: Problem, plan: PlanDocument, before: PlanDocument | None, *, tokens_per_second: float = 0.0
+) -> PlanDocument:
+    """The plan with machines for broker and scheduler: those of the plan `before`, where it states some.
+
+    Args:
+        problem: What is planned for.
+        plan: Who trains and who generates.
+        before: The plan that it starts from.
+        tokens_per_second: Completion tokens that it reaches.
+    """
     head = plan.train[0].node
     region = node_classes(problem)[head].region
     place = next((name for name, host in host_classes(problem).items() if host.region == region), head)
     broker, scheduler = (None, None) if before is None else (before.broker, before.scheduler)
-    return plan.model_copy(update={"broker": broker or Broker(node=place), "scheduler": scheduler or place})
+    # Beside a trainer the run's console starts one.
+    wanted = min(MAX_BROKERS, max(1, math.ceil(tokens_per_second / TOKENS_PER_BROKER))) if place != head else 1
+    broker = broker or Broker(node=place, count=wanted)
+    return plan.model_copy(update={"broker": broker, "scheduler": scheduler or place})
 
 
 def with_relays(problem: Problem, plan: PlanDocument) -> PlanDocument:

@@ -98,7 +98,9 @@ def make_advised_plan(
     simulated = simulate(model, report.plan, time_left=simulating, seed=seed)
     return replace(
         report,
-        plan=with_center(model.problem, report.plan, next(iter(starts), None)),
+        plan=with_center(
+            model.problem, report.plan, next(iter(starts), None), tokens_per_second=report.tokens_per_second
+        ),
         simulated_samples_per_second=simulated,
         next_purchases=purchases(model, report.solution, time_left=part_of(time_left, 0.5), seed=seed),
         alternatives=alternatives(model, report.solution, time_left=time_left, seed=seed),

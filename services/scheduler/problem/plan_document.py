@@ -96,6 +96,13 @@ class Broker(StrictModel):
 
     node: str
     """Machine of both, which may be one without GPUs."""
+    count: int = Field(default=1, ge=1, le=64)
+    """Broker processes on that Redis."""
+
+    @property
+    def token_shards(self) -> int:
+        """`policy.token_shards` of the run, by which they share its tokens: four for each; one has none."""
+        return 4 * self.count if self.count > 1 else 1
 
 
 class Relay(StrictModel):
@@ -228,6 +235,8 @@ class PlanDocument(StrictModel):
                 del each["pp"]
         if "critic" in found and not found["critic"]["is_beside_trainer"]:
             del found["critic"]["is_beside_trainer"]
+        if found.get("broker", {}).get("count") == 1:
+            del found["broker"]["count"]
         return found
 
 

@@ -36,11 +36,11 @@ async def test_a_host_keeps_what_its_broker_stored_and_serves_the_roles_of_the_r
         monkeypatch.setenv(f"PENSTOCK_TLS_{name.upper()}", str(getattr(own, f"{name}_file")))
     generator = issue(authority, roles=["generator"], run="r", name="gpu")
     operator = issue(authority, name="head")
-    broker, scheduler = free_addresses(2)
+    broker, second, scheduler = free_addresses(3)
     document = {
         "node_id": "desk",
         "dir": str(tmp_path / "desk"),
-        "broker": {"listen": broker, "scheduler": scheduler},
+        "brokers": [{"listen": listen, "scheduler": scheduler} for listen in (broker, second)],
         "scheduler": {"listen": scheduler},
     }
     config = HostConfig.model_validate(document)
@@ -49,7 +49,9 @@ async def test_a_host_keeps_what_its_broker_stored_and_serves_the_roles_of_the_r
     for start in ("first", "second"):
         host = HostAgent(config, security=own)
         running = asyncio.create_task(host.run())
-        await asyncio.gather(up("scheduler", scheduler, generator), up("broker", broker, generator))
+        await asyncio.gather(
+            up("scheduler", scheduler, generator), *(up("broker", each, generator) for each in (broker, second))
+        )
         async with open_channel(scheduler, generator) as channel:
             nodes = scheduler_pb2_grpc.SchedulerServiceStub(channel).ListNodes
             assert not (await call(nodes, scheduler_pb2.ListNodesRequest(), peer=scheduler)).nodes
@@ -57,7 +59,10 @@ async def test_a_host_keeps_what_its_broker_stored_and_serves_the_roles_of_the_r
             stub = broker_pb2_grpc.BrokerServiceStub(channel)
             if start == "first":
                 await call(stub.OpenRun, broker_pb2.OpenRunRequest(run_id="r", limits=limits()), peer=broker)
-            await call(stub.GetRun, broker_pb2.GetRunRequest(run_id="r"), peer=broker)
+        # Both brokers have the one Redis.
+        async with open_channel(second, operator) as channel:
+            stub = broker_pb2_grpc.BrokerServiceStub(channel)
+            await call(stub.GetRun, broker_pb2.GetRunRequest(run_id="r"), peer=second)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await host.leave()

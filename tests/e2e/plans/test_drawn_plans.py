@@ -21,7 +21,7 @@ from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of
 from services.scheduler.planning.service_places import with_center, with_relays
 from services.scheduler.planning.solve import solve
-from services.scheduler.problem.plan_document import node_classes
+from services.scheduler.problem.plan_document import Broker, node_classes
 from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.console import ROOT, write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
@@ -86,7 +86,7 @@ def relaying(logs):
 def centers(machines, run):
     """The machine of Redis, broker and scheduler, by whose folder has their logs; None is the run's own."""
     folders = {each.name: each / "logs" for each in machines.iterdir()} | {None: run.log_of("trainer").parent}
-    services = ("redis", "broker", "scheduler")
+    services = ("redis", "broker", "broker-1", "scheduler")
     return {(kind, name) for name, logs in folders.items() for kind in services if (logs / f"{kind}.log").exists()}
 
 
@@ -111,7 +111,8 @@ def carry_out(problem, plan, model_dir, folder):
         assert all(("loss/value_loss" in line) is (plan.critic is not None) for line in run.metrics())
         machines, head = written / "machines", plan.train[0].node
         stands = {kind: None if name == head else name for kind, name in plan.center.items()}
-        assert centers(machines, run.folder) == {*stands.items(), ("redis", stands["broker"])}
+        more = {("redis", stands["broker"]), *([("broker-1", stands["broker"])] if plan.broker.count > 1 else [])}
+        assert centers(machines, run.folder) == {*stands.items(), *more}
         lines = [json.loads(line) for line in (run.folder.path / "trajectories.jsonl").read_text().splitlines()]
     assert {line["score"]["model"] for line in lines} == {"guess"}
     assert any(len(line["score"]["turn_values"]) > 1 for line in lines)
@@ -173,6 +174,7 @@ def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
         if kind == "pipeline" and not carried_out:
             assume(plan.relay)
             assume(plan.broker.node != plan.train[0].node)
+            plan = plan.model_copy(update={"broker": Broker(node=plan.broker.node, count=2)})
         carried_out[kind] += 1
         folder = tmp_path / f"run-{carried_out.total()}"
         folder.mkdir()

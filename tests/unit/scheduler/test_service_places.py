@@ -6,7 +6,7 @@ from console.run.run_plan import as_message
 from penstock.config import ConfigError, validate
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of, keep_center
-from services.scheduler.planning.service_places import weight_routes, with_center, with_relays
+from services.scheduler.planning.service_places import MAX_BROKERS, weight_routes, with_center, with_relays
 from services.scheduler.planning.solve import make_advised_plan, make_plan
 from services.scheduler.problem.plan_check import violations
 from services.scheduler.problem.plan_document import Broker, PlanDocument, Relay
@@ -44,6 +44,10 @@ def with_hosts(*hosts: dict, faster: str | None = None) -> Problem:
 def test_broker_and_scheduler_stand_beside_the_head_without_gpus_where_they_can(hosts, place):
     found = with_center(with_hosts(*hosts), FAR, None)
     assert (found.broker, found.scheduler) == (Broker(node=place), place)
+    # A broker carries 48,000 tokens a second; beside a trainer there is one.
+    for rate, count in ((48_000.0, 1), (49_000.0, 2), (1e9, MAX_BROKERS)):
+        busy = with_center(with_hosts(*hosts), FAR, None, tokens_per_second=rate)
+        assert busy.broker == Broker(node=place, count=1 if place == "a100-0" else count)
     kept = PlanDocument(broker=Broker(node="l40s-0"))
     again = with_center(with_hosts(*hosts), FAR, kept)
     assert (again.broker, again.scheduler) == (kept.broker, place), "a running plan's broker stays"

@@ -545,14 +545,36 @@ def test_broker_redis_and_scheduler_stand_on_the_machine_of_the_plan(tmp_path):
     assert "r0/node-desk.yaml" not in plain
 
 
+def test_several_brokers_share_the_redis_and_the_tokens_of_the_run(tmp_path):
+    two = APART.model_copy(update={"broker": Broker(node="desk", count=2)})
+    files = deployed(CostModel(HOSTED), of=two)
+    both = "desk:7301,desk:7320"
+    services = files["r0/docker-compose.yml"]["services"]
+    assert services["broker-1"]["command"] == ["serve", "broker", "--config", "/config/broker-1.yaml"]
+    assert services["broker-1"]["healthcheck"]["test"][-1] == "127.0.0.1:7320"
+    for name, address in (("broker", "desk:7301"), ("broker-1", "desk:7320")):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(files[f"r0/{name}.yaml"]))
+        read = load_service_config(ServiceKind.BROKER, path, [], listen=None)
+        assert (read.address, read.redis_url) == (address, "redis://127.0.0.1:7300/0")
+    assert files["run.yaml"]["endpoints"]["broker"] == files["r0/run.yaml"]["endpoints"]["broker"] == both
+    assert files["r1/node-l4-0.yaml"]["generator"]["broker"] == files["r0/reward.yaml"]["broker"] == both
+    assert parse_run_config(files["r0/run.yaml"], source="run").policy.token_shards == 8
+    host = validate(HostConfig, files["r0/node-desk.yaml"], source="desk")
+    assert [each.address for each in host.brokers] == both.split(",")
+    assert document_of(as_message(two)) == two
+    with pytest.raises(ConfigError, match=r"broker.count: 2; the head has one, which the run starts; set it to 1"):
+        deployed(CostModel(HOSTED), of=PLAN.model_copy(update={"broker": Broker(node="a100-0", count=2)}))
+
+
 def test_without_containers_penstock_node_starts_them_there_and_the_run_waits_for_them(tmp_path):
     written = tmp_path / "out"
     write_deployment(written, CostModel(HOSTED), APART, address="127.0.0.1")
     host = read_machine(written / "r0" / "node-desk.yaml")
     assert isinstance(host, HostConfig)
-    assert (host.broker.listen, host.scheduler.listen) == ("127.0.0.1:7301", "127.0.0.1:7306")
-    assert host.broker.scheduler == "127.0.0.1:7306"
-    assert "redis_url" not in host.broker.model_fields_set, "its Redis is its own"
+    assert (host.brokers[0].listen, host.scheduler.listen) == ("127.0.0.1:7301", "127.0.0.1:7306")
+    assert host.brokers[0].scheduler == "127.0.0.1:7306"
+    assert "redis_url" not in host.brokers[0].model_fields_set, "its Redis is its own"
     run = load_run_config(written / "run.yaml")
     assert str(written / "r0" / "node-desk.yaml") in map(str, run.scheduler.nodes)
     assert elsewhere(as_planned(run)) == {"broker": "127.0.0.1:7301", "scheduler": "127.0.0.1:7306"}

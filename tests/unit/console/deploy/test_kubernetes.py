@@ -208,7 +208,7 @@ def test_a_trainer_that_moves_is_started_in_the_pods_of_its_machines(place: str,
 def test_what_the_run_has_once_stands_in_a_pod_on_the_machine_of_the_plan(tmp_path: Path) -> None:
     stated = problem("tiny_04", "hosts=[{name: desk, region: r0}]")
     model, bare = CostModel(stated), plan([("l4-0", 1, 8)], [("a100-0", 8)])
-    of = with_center(stated, bare, None)
+    of = with_center(stated, bare, None).model_copy(update={"broker": Broker(node="desk-0", count=2)})
     settings: dict[str, Any] = {"engine": "kubernetes", "run": PLAIN_RUN, "head_address": f"{HEAD},desk.example.org"}
     paths = write_deployment(tmp_path / "out", model, of, **settings)
     names = [path for path in paths if path.name.startswith(("pods-", "network", "claims", "fill"))]
@@ -222,13 +222,13 @@ def test_what_the_run_has_once_stands_in_a_pod_on_the_machine_of_the_plan(tmp_pa
     found = pods(by_site["r0"])
     desk, head = found["desk-0"], found["a100-0"]
     assert desk["nodeSelector"] == {"kubernetes.io/hostname": "desk-0"}
-    assert [each["name"] for each in containers(desk)] == ["check", "redis", "broker", "scheduler"]
+    assert [each["name"] for each in containers(desk)] == ["check", "redis", "broker", "broker-1", "scheduler"]
     assert [each["name"] for each in containers(head)] == ["check", "reward", "trainer"]
     waits = {each["name"]: each["command"][-1] for each in found["run"]["initContainers"] if each["name"] != "check"}
     assert "healthcheck desk-0:7301;" in waits["wait-broker"]
     assert "healthcheck a100-0:7304;" in waits["wait-trainer"]
     kinds = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in by_site["r0"]}
-    for name, ports in (("desk-0", [7301, 7306]), ("a100-0", [7304, 7305, 7303])):
+    for name, ports in (("desk-0", [7301, 7306, 7320]), ("a100-0", [7304, 7305, 7303])):
         service, policy = kinds["Service", name], kinds["NetworkPolicy", "head" if name == "a100-0" else name]
         assert [port["port"] for port in service["ports"]] == ports
         assert [port["port"] for port in policy["ingress"][0]["ports"]] == ports

@@ -126,6 +126,6 @@ def test_a_machine_without_gpus_is_a_component_that_runs_broker_and_scheduler(tm
     )
     host = read_machine(folder / "r0" / "node-ctl-0.yaml")
     assert isinstance(host, HostConfig)
-    assert (host.broker.listen, host.dir) == ("0.0.0.0:7301", Path("runs/ctl-0"))
+    assert (host.brokers[0].listen, host.dir) == ("0.0.0.0:7301", Path("runs/ctl-0"))
     head = load_run_config(folder / "r0" / "run.yaml")
     assert (head.endpoints.broker, head.endpoints.scheduler) == ("ctl-0:7301", "ctl-0:7306")
