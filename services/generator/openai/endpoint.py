@@ -11,9 +11,11 @@ Promises:
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -113,6 +115,7 @@ class Agents:
         self._config = config
         self._metrics = metrics
         self._groups: SessionGroups | None = None
+        self._keeping: set[asyncio.Task[None]] = set()
         self._admission = SessionAdmission(
             putter.get_run,
             version=lambda: unleased.policy_version,
@@ -200,6 +203,9 @@ class Agents:
                 outcome.session.undelivered.discard(outcome.turn)
             else:
                 outcome.session.undelivered.add(outcome.turn)
+                keeping = asyncio.create_task(self._keep_again(outcome.session))
+                self._keeping.add(keeping)
+                keeping.add_done_callback(self._keeping.discard)
 
     async def finish(self, session_id: str, reward: float, *, components: dict[str, float], model: str) -> bool:
         """End a session with its reward; returns whether this was the first time. Raises ApiError."""
@@ -249,6 +255,10 @@ class Agents:
         except ApiError:
             groups.drop(session.session_id, MOVED)
             raise
+
+    async def _keep_again(self, session: Session) -> None:
+        with suppress(ApiError):
+            await self._keep(session)
 
     async def _session(self, labels: Labels | None) -> Session | None:
         return None if labels is None else await self.find(labels.session_id, labels.task)

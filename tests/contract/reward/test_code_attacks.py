@@ -51,7 +51,12 @@ def suites(secret: str) -> dict[str, dict[str, object]]:
     }
 
 
-KINDS = ["sandlock", "bubblewrap", pytest.param("container", marks=pytest.mark.docker), "remote"]
+KINDS = [
+    "sandlock",
+    "bubblewrap",
+    pytest.param("container", marks=[pytest.mark.docker, pytest.mark.timeout(1800)]),
+    "remote",
+]
 EACH_OF_A_SERVICE = 10
 """Every so many attacks go to a service, whose programs are run as its sandbox runs them here."""
 
