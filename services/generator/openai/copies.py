@@ -220,7 +220,10 @@ class SessionCopies:
         if self._held.was_taken(owner, session_id):
             return web.json_response({"is_taken": True})
         held = Held(owner=owner, task=task, data=await request.read(), put_s=self._clock.monotonic_s())
-        return web.json_response({"is_held": not self._is_stopping and self._held.put(session_id, held)})
+        # Its owner will be asked whether it lives: nobody else's address is called.
+        is_peers = owner.partition("#")[0] in (self._own, *self._others)
+        is_held = is_peers and not self._is_stopping and self._held.put(session_id, held)
+        return web.json_response({"is_held": is_held})
 
     async def _check(self, request: web.Request) -> web.Response:
         asked = read(_Check, await request.read())

@@ -102,6 +102,11 @@ async def test_what_went_to_another_generator_is_the_former_one_s_no_longer(
         assert (await state(other, "c"))["turns"] == 1
         await until(lambda: other.outcomes["put"] == 2)
 
+        # Of nobody who is no peer.
+        query = {"session": "x", "task": "", "owner": "127.0.0.1:1#x"}
+        refused = await other.client().post("/copies", cast_to=object, body={}, options={"params": query})
+        assert refused == {"is_held": False}
+
         # It wakes up: what it goes on with is refused, and it puts nothing a second time.
         with pytest.raises(APIStatusError, match="went to another generator") as caught:
             await turn(owner, "c", "task", said("more"), extra_headers=PLACED)
