@@ -97,7 +97,6 @@ def guesses(rng, opening, last, brackets):
 
 
 @pytest.mark.grid
-@pytest.mark.asyncio
 async def test_an_openenv_server_gives_the_rewards_of_training(tmp_path):
     with openenv_server() as (url, _):
         await wait_until_it_answers(url)
@@ -130,7 +129,6 @@ def test_a_game_of_textarena_gives_the_rewards_of_training(tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.asyncio
 async def test_a_server_of_nemo_gym_gives_the_rewards_of_training(tmp_path):
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
     row = {"responses_create_params": {"input": "1+2?", "tools": tools}, "expected": "3"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from penstock.rewards.outcomes import describe
 
 MAX_TOOLS = 128
 MAX_PAGES = 16
+MAX_SHOWN_CHARACTERS = 100
+"""Of a command, in messages."""
 CLOSE_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
 """Of a program's start, or the first contact with a server."""
@@ -50,7 +53,7 @@ class McpServer:
     """Of its endpoint, http(s)://HOST:PORT/PATH."""
     command: Sequence[str] = ()
     """Program and arguments, started for each connection."""
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables of the program, beside those that the SDK passes on (HOME, PATH, USER and the like)."""
     token: str | None = field(default=None, repr=False)
     """Sent to `url` as a bearer token."""
@@ -58,7 +61,7 @@ class McpServer:
     """Of each answer."""
 
     def __str__(self) -> str:
-        return self.url or self.command[0]
+        return self.url or shlex.join(self.command)[-MAX_SHOWN_CHARACTERS:]
 
 
 class McpConnection:
