@@ -31,7 +31,16 @@ from console.deploy.description import (
 from console.deploy.environments import is_served, reached_environment
 from console.deploy.machine_check import MachineConfig
 from console.deploy.nodes import LENGTHS_FILE, Machine, drawn_lengths, machines
-from console.deploy.run_settings import DATA, check_center, check_engine, check_moves, check_names, placed, run_config
+from console.deploy.run_settings import (
+    DATA,
+    check_center,
+    check_critic,
+    check_engine,
+    check_moves,
+    check_names,
+    placed,
+    run_config,
+)
 from console.deploy.trainers import RENDEZVOUS_PORT, training_machines
 from console.node.config import HostConfig, NodeConfig
 from penstock.config import ConfigError, Document, StrictModel, validate
@@ -93,7 +102,9 @@ class Configurations:
         """Machines beside the head with a reward worker that takes no GPU."""
         self.head_rewards = self.head.name in plan.reward or not (plan.reward or plan.reward_gpus)
         """Whether the head has one."""
-        self._place_critic()
+        if (critic := plan.critic) is not None:
+            check_critic(self.config, critic, layout)
+            self.config["endpoints"]["critic"] = f"{self.host(critic.node)}:{CRITIC_PORT}"
         self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
         self.is_insecure = bool(self.config.get("insecure", False))
         self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
@@ -147,26 +158,6 @@ class Configurations:
         for _, name, kind, document in documents:
             validate(kind, document, source=name)
         return {f"{self.site(name)}/{what}-{name}.yaml": document for what, name, _, document in documents}
-
-    def _place_critic(self) -> None:
-        """Name the critic's address, where its machine starts it. Raises ConfigError."""
-        place = self.plan.critic
-        if place is None:
-            return
-        stated = self.config["endpoints"].get("critic")
-        if stated is not None:
-            raise ConfigError(f"endpoints.critic: {stated}, and the plan has a critic on {place.node}; leave it out")
-        if self.config["algorithm"]["critic"] != "service":
-            raise ConfigError(
-                "algorithm.critic: trainer, and the plan has a critic; set it to service, or is_service of the "
-                "problem's tasks to false and plan again"
-            )
-        if place.is_beside_trainer and not self.layout.names_gpus:
-            raise ConfigError(
-                f"critic.is_beside_trainer: pods share no GPUs, and the critic is on those that train on {place.node}; "
-                "give it others in the plan, or deploy --for compose or slurm"
-            )
-        self.config["endpoints"]["critic"] = f"{self.host(place.node)}:{CRITIC_PORT}"
 
     def names(self) -> list[str]:
         """All machines: those that train first, those without GPUs last."""

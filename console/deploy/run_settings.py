@@ -15,12 +15,29 @@ from penstock.config import ConfigError, Document
 from penstock.storage.addresses import looks_like_address
 from services.generator.engines.registry import DEFAULT_ENGINE, ENGINES
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.problem.plan_document import PlanDocument, host_classes, node_classes
+from services.scheduler.problem.plan_document import CriticPlace, PlanDocument, host_classes, node_classes
 from services.scheduler.problem.problem import Problem
 
 DATA = PurePath("/data")
 """Model and data as containers see them."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def check_critic(config: Document, place: CriticPlace, layout: Layout) -> None:
+    """Raise ConfigError for a run that cannot have the plan's critic."""
+    stated = config["endpoints"].get("critic")
+    if stated is not None:
+        raise ConfigError(f"endpoints.critic: {stated}, and the plan has a critic on {place.node}; leave it out")
+    if config["algorithm"]["critic"] != "service":
+        raise ConfigError(
+            "algorithm.critic: trainer, and the plan has a critic; set it to service, or is_service of the "
+            "problem's tasks to false and plan again"
+        )
+    if place.is_beside_trainer and not layout.names_gpus:
+        raise ConfigError(
+            f"critic.is_beside_trainer: pods share no GPUs, and the critic is on those that train on {place.node}; "
+            "give it others in the plan, or deploy --for compose or slurm"
+        )
 
 
 def check_names(problem: Problem) -> None:
