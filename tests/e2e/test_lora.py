@@ -71,6 +71,7 @@ def largest_gap(model, rows):
 
 
 @pytest.mark.vllm
+@pytest.mark.grid
 def test_vllm_samples_with_the_adapters_that_the_run_trains_and_drains_before_each(task, tmp_path):
     (tmp_path / "brevity.py").write_text("def brevity(completion: str) -> float:\n    return -float(len(completion))\n")
     document = small_run(

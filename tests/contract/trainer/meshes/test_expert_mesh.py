@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
     [
         pytest.param("qwen3_moe", 2, {"expert": 2}, marks=pytest.mark.grid),
         pytest.param("olmoe", 4, {"expert": 4}, marks=pytest.mark.grid),
-        ("olmoe", 4, {"expert": 2}),
+        pytest.param("olmoe", 4, {"expert": 2}, marks=pytest.mark.grid),
         ("qwen3_moe", 4, {"expert": 2, "replicate": 2}),
     ],
 )
