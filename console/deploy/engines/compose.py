@@ -21,8 +21,8 @@ docker-compose -f SITE/docker-compose.yml logs check-MACHINE          # why noth
 ```
 
 Images are those of the repository's compose file, built beforehand (`penstock-generator-gpu`, ...). Without containers:
-`penstock node SITE/node-MACHINE.yaml` on a machine that generates, `penstock run run.yaml` in this folder on the head,
-each after `. {place}/env`.
+`penstock node SITE/node-MACHINE.yaml` on a machine that has that file, `penstock run run.yaml` in this folder on the
+head, each after `. {place}/env`.
 """
 _COPY = " and `certificates/MACHINE` to `{place}` there (user 10001 must be able to read it)"
 _COPY_ENVIRONMENT = ", on the head `certificates/environment` to `{place}-environment` too"
