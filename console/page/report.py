@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote
 
@@ -25,8 +26,12 @@ from penstock.process.durable_files import replace_file
 MAX_BYTES = 5_000_000
 SERIES_BYTES = 1_200_000
 """Of the curves over all three axes; beyond it they are drawn from fewer points."""
-MAX_STEPS, LISTED = 40, 200
+MAX_STEPS, LISTED = 20, 64
 """Steps whose samples are embedded, and samples of each."""
+INDEX_S, LIST_S = 10.0, 5.0
+"""Longest time to read a recording's index, and to list its steps: a run that ends does not wait for more."""
+_MAX_REFUSED = 8
+"""Answers in a row that do not fit, after which no more are tried."""
 _AXES = ("step", "tokens", "hours")
 _IMPORT = re.compile(r"^import\s*\{[^}]*\}\s*from\s*\"\./(\w+\.js)\";\n?", re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(async )?(function|const|let|class)\b)", re.MULTILINE)
@@ -103,12 +108,16 @@ def joined_modules() -> str:
 def answers(data: RunData, max_bytes: int) -> Answer:
     """Answers by the paths that the page asks for, the most useful first, as long as they fit."""
     found: Answer = {}
-    left = max_bytes
+    left, num_refused = max_bytes, 0
     for path, answer in _wanted(data):
         size = len(path) + 8 + len(json.dumps(answer, separators=(",", ":")).replace("<", "\\u003c"))
         if size <= left:
             found[path] = answer
-            left -= size
+            left, num_refused = left - size, 0
+        else:
+            num_refused += 1
+        if num_refused >= _MAX_REFUSED:
+            break
     return found
 
 
@@ -118,15 +127,17 @@ def _wanted(data: RunData) -> Iterator[tuple[str, Answer]]:
     yield from _series(data)
     for what in ("cost", "problems", "weights", "lanes"):
         yield f"/api/{what}?run=0", data.answer(what, {})
-    newest = _listed(data, {})
+    newest = _newest(data)
     yield "/api/samples?run=0", newest
     steps = newest["steps"]
     # The newest and the first step, then those in between.
     stride = max(1, len(steps) // MAX_STEPS)
-    order = dict.fromkeys([*steps[-1:], *steps[:1], *steps[stride::stride][:MAX_STEPS]])
-    listed = {step: _listed(data, {"step": str(step)}) for step in order}
-    for step, answer in listed.items():
-        yield f"/api/samples?run=0&step={step}", answer
+    listed: dict[int, Answer] = {}
+    until_s = time.monotonic() + LIST_S
+    for step in dict.fromkeys([*steps[-1:], *steps[:1], *steps[stride::stride][:MAX_STEPS]]):
+        if time.monotonic() < until_s:
+            listed[step] = data.answer("samples", {"step": str(step), "limit": str(LISTED)})
+            yield f"/api/samples?run=0&step={step}", listed[step]
     yield from _single(data, listed)
 
 
@@ -146,22 +157,23 @@ _SAFE = "!~*'()"
 """What encodeURIComponent leaves besides letters, digits and -_.~"""
 
 
-def _listed(data: RunData, query: Mapping[str, str]) -> Answer:
-    answer = data.answer("samples", query)
-    while answer["indexed"] < 1.0:
-        answer = data.answer("samples", query)
-    return {**answer, "samples": data.answer("samples", {**query, "limit": str(LISTED)})["samples"]}
+def _newest(data: RunData) -> Answer:
+    """The samples of the newest step, once the recording is indexed."""
+    until_s = time.monotonic() + INDEX_S
+    answer = data.answer("samples", {"limit": str(LISTED)})
+    while answer["indexed"] < 1.0 and time.monotonic() < until_s:
+        answer = data.answer("samples", {"limit": str(LISTED)})
+    return answer
 
 
 def _series(data: RunData) -> Iterator[tuple[str, Answer]]:
     points = 600
-    while True:
-        found = {axis: data.answer("series", {"x": axis, "points": str(points)}) for axis in _AXES}
-        if points < 20 or sum(len(json.dumps(each)) for each in found.values()) <= SERIES_BYTES:
-            break
-        points //= 2
-    for axis, answer in found.items():
-        yield f"/api/series?run=0&x={axis}", answer
+    whole = data.answer("series", {"points": str(points)})
+    size = len(json.dumps(whole)) * len(_AXES)
+    if size > SERIES_BYTES:
+        points = max(10, len(whole["x"]) * SERIES_BYTES // size)
+    for axis in _AXES:
+        yield f"/api/series?run=0&x={axis}", data.answer("series", {"x": axis, "points": str(points)})
 
 
 def _inline(script: str) -> str:

@@ -34,7 +34,7 @@ from console.page.queries.lanes import lanes
 from console.page.queries.one_sample import one_sample
 from console.page.queries.problems import problems
 from console.page.queries.sample_lists import SampleLists
-from console.page.queries.series import EVALUATIONS, MAX_POINTS, MAX_SERIES, X_AXES, series
+from console.page.queries.series import EVALUATIONS, MAX_POINTS, MAX_SERIES, MAX_VALUES, X_AXES, series
 from console.page.queries.weights import weights
 from penstock.v1 import broker_pb2
 
@@ -128,13 +128,15 @@ class RunData:
         names = [name for name in query.get("names", "").split(",") if name]
         if len(names) > MAX_SERIES:
             raise BadQuestionError(f"names: {len(names)} metrics; at most {MAX_SERIES} at once")
+        names = names or self._names()
         low, high = seconds(query, "from"), seconds(query, "to")
+        points = whole(query, "points", 600, least=1, most=MAX_POINTS)
         return series(
             self._steps,
             self._evaluations,
-            names or self._names(),
+            names,
             x=one_of(query, "x", X_AXES),
-            points=whole(query, "points", 600, least=1, most=MAX_POINTS),
+            points=min(points, max(10, MAX_VALUES // max(1, len(names)))),
             within=(-math.inf if low is None else low, math.inf if high is None else high),
         )
 

@@ -50,9 +50,10 @@ class MetricsTable:
 
     def refresh(self) -> None:
         """Take in what was written since."""
-        if not self._file.has_changed():
-            return
-        for _, text in self._file.lines():
+        has_changed = self._file.has_changed()
+        if self._generation != self._file.generation:
+            self._clear()
+        for _, text in self._file.lines() if has_changed else ():
             if self._generation != self._file.generation:
                 self._clear()
             line = _parsed(text)

@@ -14,6 +14,8 @@ from console.page.files.metrics_table import Column, MetricsTable
 EVALUATIONS = "eval/"
 X_AXES = ("step", "tokens", "hours")
 MAX_POINTS, MAX_SERIES = 5000, 64
+MAX_VALUES = 100_000
+"""Points of all curves of an answer; more curves are drawn from fewer points each."""
 Edges = npt.NDArray[np.int64]
 Answer = dict[str, Any]
 

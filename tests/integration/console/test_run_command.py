@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from yarl import URL
 
 from console.config.run_folder import RunFolder, read_record, started_ticks_of
 from console.launch.embedded_redis import redis_spec, redis_url
@@ -52,6 +54,14 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+async def page_of(process: asyncio.subprocess.Process) -> URL:
+    """The link that a run prints of its page."""
+    assert process.stdout is not None
+    while not (line := await asyncio.wait_for(process.stdout.readline(), 40.0)).startswith(b"page: "):
+        assert line, "the output ended"
+    return URL(line.decode().removeprefix("page: ").strip())
+
+
 async def test_a_run_is_followed_to_its_end_and_reported(tmp_path: Path) -> None:
     trainer = ScriptedTrainer()
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
@@ -64,7 +74,9 @@ async def test_a_run_is_followed_to_its_end_and_reported(tmp_path: Path) -> None
     run_dir = tmp_path / "runs" / "r1"
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
-    assert "<svg" in (run_dir / "report.html").read_text()
+    assert '"/api/series?run=0' in (run_dir / "report.html").read_text()
+    samples = read_samples(run_dir / "samples.jsonl")
+    assert [sample.position[0] for sample in samples] == ["g1", "g1", "g2", "g2"]
     assert "id: r1" in (run_dir / "config.yaml").read_text()
 
 
@@ -86,11 +98,18 @@ async def test_ctrl_c_stops_the_run_after_the_trainer_has_stopped(tmp_path: Path
         trainer.pace.release()
         process = await started(arguments, tmp_path)
         await until(lambda: trainer.pace.locked() and bool(trainer.starts), timeout_s=60)
+        page = await page_of(process)
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {page.query['token']}"}) as session,
+            session.get(page.with_path("/api/runs").with_query({})) as answer,
+        ):
+            (run,) = (await answer.json())["runs"]
         process.send_signal(signal.SIGINT)
         status, out, _ = await ended(process)
     assert trainer.stopped.is_set()
     assert status == 130
     assert "stopped" in out
+    assert (run["run_id"], run["state"]) == ("r1", "running")
 
 
 async def test_a_trainer_that_lost_the_run_is_told_to_resume_it(tmp_path: Path) -> None:

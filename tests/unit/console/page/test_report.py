@@ -74,15 +74,19 @@ def test_modules_are_joined_into_one_script_after_those_that_they_import() -> No
 
 
 def test_a_long_run_stays_below_five_megabytes(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = {f"component/{index:03}": 0.1234567 * index for index in range(150)}
-    folder.metrics.write_text("".join(metrics_line(version, **many) for version in range(1, 1001)))
+    many = {f"component/{index:03}": 0.1234567 * index for index in range(60)}
+    folder.metrics.write_text("".join(metrics_line(version, **many) for version in range(1, 401)))
+    monkeypatch.setattr(report, "SERIES_BYTES", 200_000)
     text = page_html(RunData(folder), "")
     assert len(text.encode()) <= report.MAX_BYTES
-    assert len(embedded(text)["/api/series?run=0&x=step"]["x"]) > 10
+    curves = [embedded(text)[f"/api/series?run=0&x={axis}"] for axis in ("step", "tokens", "hours")]
+    assert len(curves[0]["x"]) > 10
+    assert sum(len(json.dumps(each)) for each in curves) < 220_000
     fixed = len(text.encode()) - len(json.dumps(embedded(text), separators=(",", ":")).replace("<", "\\u003c"))
     monkeypatch.setattr(report, "MAX_BYTES", fixed + 20_000)
-    assert "/api/runs" in embedded(page_html(RunData(folder), ""))
-    assert "/api/series?run=0&x=step" not in embedded(page_html(RunData(folder), ""))
+    small = embedded(page_html(RunData(folder), ""))
+    assert "/api/runs" in small
+    assert "/api/series?run=0&x=step" not in small
 
 
 def test_a_run_that_was_cut_short_has_a_report_and_one_without_a_step_has_none(tmp_path: Path) -> None:

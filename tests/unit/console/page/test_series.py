@@ -58,8 +58,10 @@ def test_lines_that_are_torn_late_nonsense_or_of_a_rewind_are_borne(tmp_path: Pa
     replaced.write_text(metrics_line(7))
     replaced.replace(folder.metrics)
     assert data.answer("series", {"names": "reward/mean"})["x"] == [7.0]
+    folder.metrics.write_text("")
+    assert data.facts()["steps"] == 0
     folder.metrics.unlink()
-    assert data.facts()["steps"] == 7
+    assert data.facts()["steps"] == 0
 
 
 def test_memory_is_bounded_by_forgetting_every_second_line(tmp_path: Path) -> None:
