@@ -28,6 +28,13 @@ export function embeddedAnswer(path) {
   const run = url.searchParams.get("run") ?? "0";
   if (url.pathname === "/api/series") return heldSeries(held, run, url.searchParams);
   if (url.pathname === "/api/samples") return heldSamples(held, run, url.searchParams);
+  if (url.pathname === "/api/sample" && !url.searchParams.has("step")) {
+    const end = `&key=${encodeURIComponent(url.searchParams.get("key") ?? "")}`;
+    const found = Object.keys(held).findLast(
+      (each) => each.startsWith(`/api/sample?run=${run}&`) && each.endsWith(end),
+    );
+    if (found) return held[found];
+  }
   const plain = held[`${url.pathname}?run=${run}`];
   const isOfOne = url.pathname === "/api/sample" || url.searchParams.has("sample");
   if (plain && !isOfOne) return plain;
