@@ -94,28 +94,29 @@ class RunData:
     def _facts(self) -> Answer:
         summary, config = self._summary(), self._document()
         times = [time for time in self._steps.times.tolist() if math.isfinite(time)]
-        versions = self._steps.versions
+        versions, run = self._steps.versions, self._live()
         outcome = text(summary.get("outcome"), 64) or None
         return {
             "run_id": text(mapping(config.get("run")).get("id"), 200) or self.folder.path.name,
-            "state": self._state(outcome),
+            "state": self._state(outcome, run),
             "outcome": outcome,
             "message": text(summary.get("message"), 2000),
-            "steps": int(versions[-1]) if len(versions) else 0,
+            "steps": int(versions[-1]) if len(versions) else 0 if run is None else run.policy_version,
             "num_steps": count(mapping(config.get("run")).get("num_steps")),
             "started_s": self._started_s(),
             "updated_s": times[-1] if times else None,
             "config": self._config[1],
         }
 
-    def _state(self, outcome: str | None) -> str:
+    def _state(self, outcome: str | None, run: broker_pb2.GetRunResponse | None) -> str:
         """`running` while its console lives, or its broker says that it is open; `cut short` without an end."""
         console = read_record(self.folder.services / f"{CONSOLE_NAME}.json")
-        run = self._live()
         if (console is not None and console.is_alive and console.state != "stopped") or (
             run is not None and not run.is_closed
         ):
             return "running"
+        if outcome is None and run is not None:
+            return "finished"
         return {None: "cut short", "failed": "failed"}.get(outcome, "finished")
 
     def _started_s(self) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from console.config.run_folder import ProcessRecord
+from console.config.run_folder import ProcessRecord, RunFolder
 from console.page.queries.problems import DOCS, DROPS, RESTARTS, STALENESS, STALLS
 from console.page.run_data import RunData
 from penstock.v1 import broker_pb2
@@ -58,6 +58,9 @@ def test_stalls_come_first_as_the_broker_tells_them(tmp_path: Path) -> None:
     assert (stall["since_s"], stall["state"], stall["docs"]) == (100.0, "now", STALLS)
     assert {each["source"] for each in others} == {"reward-0", "audit"}
     assert data.facts()["state"] == "running"
+    run.is_closed, run.policy_version = True, 9
+    elsewhere = RunData(RunFolder(tmp_path / "r-elsewhere"), live=lambda: run).facts()
+    assert (elsewhere["run_id"], elsewhere["state"], elsewhere["steps"]) == ("r-elsewhere", "finished", 9)
 
 
 @pytest.mark.parametrize("page", sorted({page for _, page in DOCS} | {STALLS, RESTARTS, DROPS, STALENESS}))
