@@ -81,10 +81,12 @@ def kubernetes_files(deployment: Deployment) -> Files:
 
 
 def _check(deployment: Deployment) -> None:
-    if deployment.critic_on is not None:
+    centers = {host.name for host in deployment.center_hosts}
+    critic = next((host for host in deployment.hosts if host.name == deployment.critic_on), None)
+    if critic is not None and (critic.name in centers or critic.site != deployment.head.site):
         raise ConfigError(
-            f"--for kubernetes: the plan has a critic on {deployment.critic_on}, whose pod has no volume for its "
-            "steps; deploy --for compose or slurm, or take critic out of the plan"
+            f"--for kubernetes: the plan has a critic on {critic.name}, whose name does not lead the trainer's "
+            "pod to it; place it on another machine of the head's site, or deploy --for compose or slurm"
         )
     names = " and ".join(host.name for host in deployment.training)
     if len(deployment.training) > 1 and not deployment.has_storage:
@@ -158,12 +160,12 @@ def _network(deployment: Deployment, site: str) -> list[Object]:
 
 
 def _claims(deployment: Deployment, host: Host) -> list[Object]:
-    """Volumes that outlive pods: model and data of every machine, Redis, the runs of the head, forecasts of lengths."""
+    """Volumes that outlive pods: model and data of every machine, Redis, runs, the critic, forecasts of lengths."""
     weights_gib = deployment.weight_bytes / _GIB
     sizes = {"data": 10 + 2 * weights_gib} if host.all_gpus else {"data": 10.0, "runs": 10.0}
     if host.has("redis"):
         sizes["redis"] = 20
-    if host.name == deployment.head.name:
+    if host.name in (deployment.head.name, deployment.critic_on):
         sizes["runs"] = 50 + 24 * weights_gib
     return [
         {
@@ -322,7 +324,7 @@ def _probes(command: list[str]) -> Object:
 
 
 def _volumes(deployment: Deployment, host: Host, together: list[Service]) -> list[Object]:
-    keeps_runs = host.name in {each.name for each in deployment.center_hosts}
+    keeps_runs = host.name in {deployment.critic_on, *(each.name for each in deployment.center_hosts)}
 
     def claimed(what: str) -> Object:
         return {"name": what, "persistentVolumeClaim": {"claimName": claim(host, what)}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from console.deploy.description import PORTS, Deployment, Host
+from console.deploy.description import CRITIC_PORT, PORTS, Deployment, Host
 from console.deploy.engines.kubernetes_names import (
     CENTER,
     COMPONENT_LABEL,
@@ -32,11 +32,12 @@ def services(deployment: Deployment, site: str) -> list[Object]:
             _service(host, {"type": "ExternalName", "externalName": deployment.public[host.name]})
             for host in deployment.center_hosts
         ]
-        return [*centers, *(_relay(host) for host in deployment.at(site))]
+        return [*centers, *(_by_name(host) for host in deployment.at(site))]
     found = [_service(host, _center(deployment, host)) for host in deployment.center_hosts]
     if deployment.moving_by is not None:
         # Trainers are called by the names of their machines.
-        return [*found, *(_relay(host) for host in deployment.at(site) if host not in deployment.center_hosts)]
+        return [*found, *(_by_name(host) for host in deployment.at(site) if host not in deployment.center_hosts)]
+    found += [_by_name(host) for host in deployment.at(site) if host.name == deployment.critic_on]
     if len(deployment.training) > 1:
         headless = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(head, "head")}
         found.append({"apiVersion": "v1", "kind": "Service", "metadata": metadata(ranks(head), head), "spec": headless})
@@ -72,8 +73,8 @@ def _service(host: Host, spec: Object) -> Object:
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata(host.name, host), "spec": spec}
 
 
-def _relay(host: Host) -> Object:
-    """The machine's name stands for its pod: relays listen on ports by the GPUs of their generators."""
+def _by_name(host: Host) -> Object:
+    """The machine's name stands for its pod: relays listen on ports by the GPUs of their generators, a critic too."""
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels(host, "node")}
     return _service(host, spec)
 
@@ -83,6 +84,7 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
     found = [_policy("nobody", dict(NAME_LABEL), [])]
     if site == deployment.head.site:
         found += [_center_policy(deployment, host) for host in deployment.center_hosts]
+        found += [_critic_policy(deployment, host) for host in deployment.hosts if host.name == deployment.critic_on]
         if deployment.moving_by is not None:
             return [*found, _ranks_policy("node"), _trainers_policy()]
         return [*found, _ranks_policy(TRAINER)] if len(deployment.training) > 1 else found
@@ -103,6 +105,13 @@ def _center_policy(deployment: Deployment, host: Host) -> Object:
         rules.append({"ports": [{"port": port} for port in _ports(host, _PUBLIC).values()]})
     name = "head" if host.name == deployment.head.name else host.name
     return _policy(name, _center_labels(deployment, host), rules)
+
+
+def _critic_policy(deployment: Deployment, host: Host) -> Object:
+    """The trainer alone calls the critic, from the head, or from any machine if it moves."""
+    trainer = dict(NAME_LABEL) if deployment.moving_by is not None else labels(deployment.head, "head")
+    caller = {"podSelector": {"matchLabels": trainer}}
+    return _policy("critic", labels(host, "node"), [{"from": [caller], "ports": [{"port": CRITIC_PORT}]}])
 
 
 def _trainers_policy() -> Object:

@@ -21,7 +21,7 @@ from penstock.config import ConfigError
 from penstock.process.grace_periods import STOP_GRACE_S
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.service_places import with_center
-from services.scheduler.problem.plan_document import Broker
+from services.scheduler.problem.plan_document import Broker, CriticPlace
 from services.scheduler.problem.problem import Problem
 from tests.helpers.plans.problems import plan, problem
 from tests.helpers.plans.two_sites import PLAN, PROBLEM
@@ -274,3 +274,30 @@ def test_what_kubernetes_cannot_carry_out_is_refused(changed: str, train: list, 
     model, of = CostModel(problem("tiny_04", changed)), plan([], train)
     with pytest.raises(ConfigError, match=said):
         deployment(model, of, engine="kubernetes", run=PLAIN_RUN, folder=Path("/out"))
+
+
+def test_a_critic_has_a_name_a_volume_and_one_caller() -> None:
+    tasks = "[{name: actor, kind: train}, {name: critic, kind: train, is_service: true}]"
+    model = CostModel(problem("tiny_04", f"workload.train_tasks={tasks}"))
+
+    def files(node: str) -> dict[str, Any]:
+        placed = plan([("l4-0", 2, 4)], [("a100-0", 4)]).model_copy(update={"critic": CriticPlace(node=node, gpus=4)})
+        return deployment(model, placed, engine="kubernetes", head_address=HEAD, folder=Path("/out"))
+
+    found = files("l40s-0")
+    names = ("claims", "network", "pods-l40s-0", "pods-a100-0")
+    objects = [each for name in names for each in found[f"r0/{name}.yaml"]]
+    for each in objects:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+    assert found["r0/run.yaml"]["endpoints"]["critic"] == "l40s-0:7309"
+    named = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in objects}
+    runs = next(volume for volume in pods(objects)["node-l40s-0"]["volumes"] if volume["name"] == "runs")
+    assert ("PersistentVolumeClaim", runs["persistentVolumeClaim"]["claimName"]) in named
+    labels = {name: spec["template"]["metadata"]["labels"] for (_, name), spec in named.items() if "template" in spec}
+    assert named["Service", "l40s-0"]["selector"] == labels["node-l40s-0"]
+    policy = named["NetworkPolicy", "critic"]
+    assert policy["podSelector"]["matchLabels"] == labels["node-l40s-0"]
+    caller = {"podSelector": {"matchLabels": labels["a100-0"]}}
+    assert policy["ingress"] == [{"from": [caller], "ports": [{"port": 7309}]}]
+    with pytest.raises(ConfigError, match=r"^--for kubernetes: the plan has a critic on a100-0, whose name does not"):
+        files("a100-0")
