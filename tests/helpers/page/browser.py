@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import ElementNotInteractableException, StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -77,7 +77,10 @@ class Browser:
     def until(self, holds: Callable[[], Any]) -> Any:
         """Wait for a condition, whose elements may be replaced meanwhile."""
         return WebDriverWait(
-            self.driver, WAIT_S, poll_frequency=0.05, ignored_exceptions=[StaleElementReferenceException]
+            self.driver,
+            WAIT_S,
+            poll_frequency=0.05,
+            ignored_exceptions=[StaleElementReferenceException, ElementNotInteractableException],
         ).until(lambda _: holds())
 
     def field(self, label: str) -> WebElement:

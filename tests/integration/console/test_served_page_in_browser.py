@@ -66,5 +66,6 @@ def test_steps_of_a_run_that_goes_on_appear(browser: Browser, tmp_path: Path) ->
 
         browser.until(asked)
         points = "return Chart.getChart(document.querySelector('.chart canvas')).data.datasets[0].data.length"
-        browser.until(lambda: browser.js(points) == 4)
+        # With the evaluation before the first step.
+        browser.until(lambda: browser.js(points) == 5)
         assert browser.complaints() == []
