@@ -46,8 +46,10 @@ _CONFINED = (
     *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
 )
 _STARTED = b"R"
-_ANNOUNCED = (f'printf {_STARTED.decode()}; exec "$@"', "sh")
-"""Says that the container has started, then becomes the program."""
+_ANNOUNCED = (f'printf {_STARTED.decode()}; read -r _; exec "$@"', "sh")
+"""Says that the container has started, waits for a line, then becomes the program."""
+_STARTING_PIDS = 64
+"""While a container starts, threads of the engine's own are among its processes; with fewer it fails now and then."""
 _COMMAND_TIMEOUT_S, _START_TIMEOUT_S, _END_TIMEOUT_S = 20.0, 30.0, 20.0
 _ENGINES_ERRORS = ("docker: ", "Error: ", "error ", "Error response ")
 
@@ -80,7 +82,8 @@ class ContainerSandbox:
             raise SandboxError(f"container: {error}") from error
         container = Container(self._engine, name, process, errors)
         try:
-            container.await_start()
+            # `timeout` is one of its processes.
+            container.await_start(max_processes=limits.max_processes + 1)
         except BaseException:
             container.end()
             raise
@@ -91,8 +94,7 @@ class ContainerSandbox:
         memory = str(limits.memory_bytes)
         command = [self._engine, "run", "--rm", "--name", name, "--pull", "never", "--log-driver", "none"]
         command += ["--interactive", "--attach", "stdin", "--attach", "stdout", *_CONFINED]
-        # `timeout` below is one of its processes.
-        command += ["--pids-limit", str(limits.max_processes + 1), "--memory", memory, "--memory-swap", memory]
+        command += ["--pids-limit", str(_STARTING_PIDS), "--memory", memory, "--memory-swap", memory]
         command += ["--read-only-tmpfs=false"] if self._is_podman else []
         for path in dict.fromkeys([*existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]):
             command += ["--mount", f"type=bind,source={path},target={path},readonly"]
@@ -112,12 +114,16 @@ class Container:
         assert process.stdout is not None
         self.stdin, self.stdout = process.stdin.fileno(), process.stdout.fileno()
 
-    def await_start(self) -> None:
-        """Return when it has started. Raises SandboxError."""
+    def await_start(self, *, max_processes: int) -> None:
+        """Return when the program has started, with as many processes as it may have. Raises SandboxError."""
         ready, _, _ = select.select([self.stdout], [], [], _START_TIMEOUT_S)
         if not ready or os.read(self.stdout, 1) != _STARTED:
             said = self._said() or ("it ended at once" if ready else f"not within {_START_TIMEOUT_S:g} s")
             raise SandboxError(f"container: it did not start: {said}")
+        if problem := _command(self._engine, "update", "--pids-limit", str(max_processes), self._name):
+            raise SandboxError(f"container: its processes cannot be bounded: {problem}")
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.stdin, b"\n")
 
     def wait(self, timeout_s: float) -> Ended:
         """How the program ended."""
@@ -136,8 +142,7 @@ class Container:
         # Repeated, because it may not have started yet.
         while (status := self._process.poll()) is None and time.monotonic() < deadline_s:
             _command(self._engine, "kill", self._name)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.2)
+            self._discard_output(0.2)
         self._process.kill()
         self._process.wait()
         self._errors.close()
@@ -147,6 +152,15 @@ class Container:
                     stream.close()
         if status is None:
             raise SandboxError(f"container: {self._name} does not end; {self._engine} kill {self._name}")
+
+    def _discard_output(self, seconds: float) -> None:
+        """Read what is still printed, for a while: a command line that cannot write does not see its container end."""
+        until_s = time.monotonic() + seconds
+        while self._process.poll() is None and (left_s := until_s - time.monotonic()) > 0:
+            ready, _, _ = select.select([self.stdout], [], [], left_s)
+            if ready and not os.read(self.stdout, 65536):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(left_s)
 
     def _said(self) -> str:
         """What the engine's command line has to say."""

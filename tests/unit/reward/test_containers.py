@@ -57,7 +57,7 @@ def test_a_program_gets_a_container_of_its_own_with_every_bound(engine: Path, tm
         "--rm --name penstock-code-",
         "--network none --ipc none",
         "--user 65534:65534 --cpus 1 --read-only --cap-drop ALL --security-opt no-new-privileges",
-        "--pids-limit 5 --memory 67108864 --memory-swap 67108864",
+        "--pids-limit 64 --memory 67108864 --memory-swap 67108864",
         "--mount type=bind,source=/usr,target=/usr,readonly",
         "--mount type=bind,source=/opt,target=/opt,readonly",
         f"--mount type=bind,source={tmp_path},target={tmp_path},readonly --workdir {tmp_path} {IMAGE}",
@@ -65,6 +65,7 @@ def test_a_program_gets_a_container_of_its_own_with_every_bound(engine: Path, tm
         "prlimit --cpu=5:6 --core=0 --nofile=64 -- /bin/cat",
     ):
         assert bound in command
+    assert asked(engine, "update")[:3] == ["update", "--pids-limit", "5"], "once the engine's own threads have gone"
     assert "privileged" not in command.replace("no-new-privileges", "")
     assert outcome("/bin/cat", folder=tmp_path)[0] == b""
     assert len({each for each in asked(engine, "run") if each.startswith("penstock-code-")}) == 2
