@@ -47,11 +47,11 @@ def trained(folder, model, rows, environment, **sections):
         "run": {"dir": str(folder / "runs"), "id": RUN_ID, "num_steps": NUM_STEPS, "num_eval_prompts": 0},
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"train": str(path), "max_prompt_tokens": 600},
-        "sampling": {"max_new_tokens": 900},
+        "sampling": {"max_new_tokens": 1400},
         "algorithm": {"group_size": GROUP_SIZE, "prompts_per_step": GROUPS_PER_STEP, "max_staleness": 1},
         "optimizer": {"learning_rate": 1e-5},
         "generator": {"engine": "transformers", "max_concurrent_samples": 16},
-        "environment": {"target": environment, "max_turns": 6},
+        "environment": {"target": environment, "max_turns": 12},
         "record": True,
         **sections,
     }
