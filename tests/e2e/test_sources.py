@@ -9,7 +9,7 @@ import pytest
 
 from penstock.wire.source_tag import read_tag
 from tests.e2e.runs import running, small_run
-from tests.helpers.reasoning_gym import skip_without_reasoning_gym
+from tests.helpers.imports.reasoning_gym import skip_without_reasoning_gym
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NUM_STEPS, GROUPS_PER_STEP = 6, 6

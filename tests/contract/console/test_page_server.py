@@ -27,7 +27,7 @@ from penstock.security.roles import Role, role_name
 from tests.helpers.brokers.recordings import recorded
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.console import COMMAND
-from tests.helpers.run_pages import page_folder, write_recording
+from tests.helpers.page.run_folders import page_folder, write_recording
 
 HOSTILE = "</script><script>alert(1)</script>\x00\x1b[31m\u2028"
 SECRET = "0123456789abcdef"

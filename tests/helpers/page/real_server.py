@@ -14,7 +14,7 @@ from console.page.server import serving_page
 from penstock.security import NO_SECURITY
 from tests.helpers.brokers.recordings import recorded
 from tests.helpers.page.answers import HOSTILE
-from tests.helpers.run_pages import page_folder, trace_line, write_recording
+from tests.helpers.page.run_folders import page_folder, trace_line, write_recording
 
 START_S = 30.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.page.browser import Browser, missing_browser, running_browser
 from tests.helpers.page.real_server import real_page, told_run
-from tests.helpers.run_pages import metrics_line
+from tests.helpers.page.run_folders import metrics_line
 
 pytestmark = pytest.mark.skipif(missing_browser() is not None, reason=str(missing_browser()))
 

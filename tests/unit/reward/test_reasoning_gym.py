@@ -8,7 +8,7 @@ from penstock.rewards import RewardItem, ScoreStatus
 from services.reward.code.config import CodeConfig
 from services.reward.reasoning_gym import reward as reward_module
 from services.reward.reasoning_gym.reward import ReasoningGymReward, answer_of
-from tests.helpers.reasoning_gym import skip_without_reasoning_gym
+from tests.helpers.imports.reasoning_gym import skip_without_reasoning_gym
 
 skip_without_reasoning_gym(allow_module_level=True)
 

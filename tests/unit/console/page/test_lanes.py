@@ -9,7 +9,7 @@ import pytest
 from console.page.files.trace_spans import SpanStore
 from console.page.files.values import BadQuestionError
 from console.page.run_data import RunData
-from tests.helpers.run_pages import BEGIN_S, page_folder, trace_line
+from tests.helpers.page.run_folders import BEGIN_S, page_folder, trace_line
 
 STEP = {"rl.policy.version": 2}
 KEY = {"rl.sample.key": "g/0"}

@@ -11,7 +11,7 @@ from console.config.run_folder import ProcessRecord, RunFolder
 from console.page.queries.problems import DOCS, DROPS, RESTARTS, STALENESS, STALLS
 from console.page.run_data import RunData
 from penstock.v1 import broker_pb2
-from tests.helpers.run_pages import page_folder
+from tests.helpers.page.run_folders import page_folder
 
 ROOT = Path(__file__).resolve().parents[4]
 LOG = """\

@@ -16,7 +16,7 @@ from console.page import report
 from console.page.report import joined_modules, page_html, write_report
 from console.page.run_data import RunData
 from tests.helpers.brokers.recordings import recorded
-from tests.helpers.run_pages import metrics_line, page_folder, write_recording
+from tests.helpers.page.run_folders import metrics_line, page_folder, write_recording
 
 HOSTILE = "</script><script>alert(1)</script><!--"
 

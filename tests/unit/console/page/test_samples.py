@@ -18,7 +18,7 @@ from console.page.run_data import RunData
 from console.recording.parts import parts_of
 from console.recording.recorded_sample import Recorded
 from tests.helpers.brokers.recordings import recorded
-from tests.helpers.run_pages import BEGIN_S, page_folder, write_recording
+from tests.helpers.page.run_folders import BEGIN_S, page_folder, write_recording
 
 HOSTILE = "<script>alert(1)</script>\x00\x1b[31m\u202e"
 

@@ -11,7 +11,7 @@ import pytest
 from console.page.files.metrics_table import MetricsTable
 from console.page.files.values import BadQuestionError
 from console.page.run_data import RunData
-from tests.helpers.run_pages import metrics_line, page_folder
+from tests.helpers.page.run_folders import metrics_line, page_folder
 
 
 def test_curves_over_steps_tokens_and_hours_hold_steps_and_evaluations(tmp_path: Path) -> None:

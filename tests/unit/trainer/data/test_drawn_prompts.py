@@ -14,7 +14,7 @@ from services.trainer.data.prompt_mixture import PassedGroup, PromptMixture, Pro
 from services.trainer.data.prompt_order import EncodedPrompt
 from services.trainer.data.prompt_rows import Row
 from services.trainer.data_config import DataConfig
-from tests.helpers.reasoning_gym import skip_without_reasoning_gym
+from tests.helpers.imports.reasoning_gym import skip_without_reasoning_gym
 
 
 class Bytes:
