@@ -16,6 +16,8 @@ MAX_SPANS = 4000
 MAX_LANES = 200
 """Drawn at once; `lane` asks for one of them."""
 _KINDS = ("generator", "reward", "environment", "trainer", "broker")
+_LEAST_SHARE = 0.01
+"""Parts of a step shorter than that are not named."""
 _NO_TRACES = "without traces: the trainer's times by step; when in a step it waited is not recorded"
 _STAGES = {
     "rl.sample.queue": "queued",
@@ -179,6 +181,7 @@ def _of_traced(step: StepSpan, store: SpanStore) -> str:
     words = [
         f"{duration_s:.1f} s {_WORDS[what]}{f' for {whom}' if whom else ''}{_share(duration_s, length_s)}"
         for (what, whom), duration_s in sorted(spent.items(), key=lambda item: -item[1])[:4]
+        if duration_s >= _LEAST_SHARE * length_s
     ]
     last = _ended_last(step, store)
     return f"{named} took {length_s:.1f} s: {', '.join(words) or 'nothing of it is traced'}.{last}"
