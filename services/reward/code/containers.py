@@ -24,7 +24,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 from services.reward.code.sandbox import (
     MAX_OPEN_FILES,
@@ -50,6 +50,7 @@ _ANNOUNCED = (f'printf {_STARTED.decode()}; read -r _; exec "$@"', "sh")
 """Says that the container has started, waits for a line, then becomes the program."""
 _STARTING_PIDS = 64
 """While a container starts, threads of the engine's own are among its processes; with fewer it fails now and then."""
+_UNHEARD: Any = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
 _COMMAND_TIMEOUT_S, _START_TIMEOUT_S, _END_TIMEOUT_S = 20.0, 30.0, 20.0
 _ENGINES_ERRORS = ("docker: ", "Error: ", "error ", "Error response ")
 
@@ -141,7 +142,12 @@ class Container:
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         # Repeated, because it may not have started yet.
         while (status := self._process.poll()) is None and time.monotonic() < deadline_s:
-            _command(self._engine, "kill", self._name)
+            killing = subprocess.Popen([self._engine, "kill", self._name], **_UNHEARD)
+            # Meanwhile read on: an engine that cannot pass on what is printed does not end the container.
+            while killing.poll() is None and time.monotonic() < deadline_s:
+                self._discard_output(0.05)
+            killing.kill()
+            killing.wait()
             self._discard_output(0.2)
         self._process.kill()
         self._process.wait()
@@ -154,7 +160,7 @@ class Container:
             raise SandboxError(f"container: {self._name} does not end; {self._engine} kill {self._name}")
 
     def _discard_output(self, seconds: float) -> None:
-        """Read what is still printed, for a while: a command line that cannot write does not see its container end."""
+        """Read what is still printed, for a while."""
         until_s = time.monotonic() + seconds
         while self._process.poll() is None and (left_s := until_s - time.monotonic()) > 0:
             ready, _, _ = select.select([self.stdout], [], [], left_s)
