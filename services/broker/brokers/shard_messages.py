@@ -43,6 +43,8 @@ def chunk_message(chunk: ChunkFacts) -> types_pb2.TokenChunk:
     message = types_pb2.TokenChunk.FromString(chunk.payload)
     message.key.CopyFrom(_key(chunk.group_id, chunk.sample_index, chunk.attempt))
     message.lease_id = chunk.lease_id
+    if chunk.score is not None:
+        message.score.CopyFrom(chunk.score)
     return message
 
 
