@@ -55,7 +55,9 @@ def test_two_sources_train_side_by_side_and_through_a_kill(task, tmp_path):
     assert len({(tag.source, tag.epoch, tag.row) for tag in tags.values()}) == len(tags)
     evaluations = (run.folder.path / "evaluations.jsonl").read_text().splitlines()
     assert {f"source/{name}/greedy_accuracy" for name in SIZES} <= json.loads(evaluations[-1]).keys()
-    assert "Pass rate by source" in run.folder.report.read_text()
+    report = run.folder.report.read_text()
+    assert "<h2>Sources, in the last " in report
+    assert all(f"source/{name}/pass_rate" in report for name in SIZES)
 
 
 def test_a_task_of_reasoning_gym_trains_beside_a_file_with_its_own_scorer_and_through_a_kill(task, tmp_path):
