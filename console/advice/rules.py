@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from console.advice.measured import Measured
 
 MAX_SENTENCES = 3
-WAIT = 0.2
+WAIT = 0.25
 """Share of the time from which waiting for samples or a critic counts."""
 PAUSE = 0.1
 """The same of publishing and checkpointing, which cost nothing in a run that is set up well."""
