@@ -76,6 +76,7 @@ def text(line):
     return chat_tokenizer().decode(line["token_ids"])
 
 
+@pytest.mark.grid
 def test_tools_of_an_mcp_server_are_called_in_training_and_the_reward_model_scores(tmp_path):
     environment = f"mcp:{shlex.join([sys.executable, str(MCP_SERVER)])}?tools=add&shared=true"
     tools = load_environment(environment).tools

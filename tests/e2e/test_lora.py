@@ -24,6 +24,7 @@ def task(tmp_path):
     return Prepared(model_dir=make_tiny_model(tmp_path / "model"), train_path=path, eval_path=path)
 
 
+@pytest.mark.grid
 def test_an_adapter_is_trained_published_saved_and_merged(task, tmp_path):
     document = small_run(task, tmp_path, run__num_steps=NUM_STEPS, optimizer__learning_rate=1e-2)
     # All rewards are alike: the decay alone moves the adapter.

@@ -60,6 +60,7 @@ def test_two_sources_train_side_by_side_and_through_a_kill(task, tmp_path):
     assert all(f"source/{name}/pass_rate" in report for name in SIZES)
 
 
+@pytest.mark.grid
 def test_a_task_of_reasoning_gym_trains_beside_a_file_with_its_own_scorer_and_through_a_kill(task, tmp_path):
     skip_without_reasoning_gym()
     easy = {"reasoning_gym": "chain_sum", "config": {"max_terms": 2, "max_digits": 1, "min_digits": 1}}

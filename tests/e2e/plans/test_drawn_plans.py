@@ -133,7 +133,7 @@ def carry_out(problem, plan, model_dir, folder):
     return followed, places(log)
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "islands"])
+@pytest.mark.parametrize("kind", [pytest.param("pipeline", marks=pytest.mark.grid), "islands"])
 def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
     model_dir = make_tiny_model(tmp_path / "model", num_layers=4)
     carried_out = Counter()
