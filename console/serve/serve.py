@@ -16,6 +16,7 @@ from penstock import tracing
 from penstock.config import ConfigError, StrictModel, apply_overrides, read_document, validate
 from penstock.network.rpc import PortUnavailableError
 from penstock.notices.watch import NoticeSources, heed
+from penstock.process.collector import collect_rarely
 from penstock.process.log_setup import LogFormat, configure_logging
 from penstock.tracing.settings import run_of
 
@@ -57,6 +58,7 @@ def serve_command(
     notices: NoticeSources,
 ) -> None:
     """Load the configuration and serve until SIGTERM, SIGINT or a notice. Raises ConfigError."""
+    collect_rarely()
     service = _choice(kind, tuple(ServiceKind), "service")
     config = load_service_config(service, path, overrides, listen=listen)
     run_id = getattr(config, "run_id", "") or run_of()

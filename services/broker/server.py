@@ -97,7 +97,6 @@ async def serve(config: BrokerConfig) -> None:
     malloc.keep_large_buffers()
     # Imported objects live as long as the process, and most objects that calls create die young.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
     security = Security.from_environment(insecure=config.insecure)
     serve_metrics(config.metrics_address, security)
     store = make_store(config, registry=REGISTRY, security=security)

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from penstock.process.collector import collect_as_usual
 from services.trainer.model.packing_check import check_packing, check_rotary
 from services.trainer.model.precision import MASTER, compute_dtype
 from services.trainer.model.ranks import Ranks
@@ -53,6 +54,7 @@ def load_trained(settings: ModelSettings, device: torch.device, ranks: Ranks) ->
         UnsupportedModelError: packed rows would not train it on its own function, or its weights do not fit it.
         OSError: the directory does not hold a model.
     """
+    collect_as_usual()
     # Trained weights are held in full precision; their reference, or a base below an adapter, is not.
     own = compute_dtype(settings.dtype, path=settings.path, device=device)
     if settings.lora is not None:
