@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from penstock.process.collector import collect_rarely
 from services.broker.records.store import Store
 from tests.helpers.stores.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
 
@@ -51,6 +53,16 @@ LONG_FILES = (
     "contract/reward/test_code_attacks.py",
     "contract/broker/trajectories/test_large_groups.py",
 )
+
+
+def pytest_configure() -> None:
+    """Tests are objects, too, and so is what they import: collecting those costs a twelfth of the unit tests' time."""
+    collect_rarely()
+
+
+def pytest_collection_finish() -> None:
+    """All that there is now stays until the end."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
