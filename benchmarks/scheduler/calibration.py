@@ -30,7 +30,7 @@ from services.scheduler.cost_model.calibrated import (
     TRAINER_DUTY,
     trainer_mfu,
 )
-from services.scheduler.problem.problem import CostConstants
+from services.scheduler.problem.cost_constants import CostConstants
 
 RM1_CONSTANTS = CostConstants()
 CONSTANTS = CostConstants.model_validate(

@@ -11,7 +11,7 @@ import numpy as np
 from console.probe.probe_file import Decode, Probe
 from penstock.config import Document
 from penstock.model.model_shape import read_numbers
-from services.scheduler.problem.problem import CostConstants
+from services.scheduler.problem.cost_constants import CostConstants
 
 _UNLIKE = 2.0
 """Ratio of the largest to the smallest fixed time of a step from which a note says that machines differ."""

@@ -14,7 +14,7 @@ from services.scheduler.problem.output_lengths import (
     LognormalLengths,
     OutputLengths,
 )
-from services.scheduler.problem.problem import Workload
+from services.scheduler.problem.workload import Workload
 
 _Array = npt.NDArray[np.float64]
 _AT_ONCE = 8192

@@ -11,7 +11,7 @@ from services.broker.fleet.snapshot import MAX_GROUPS_MEASURED, SeenLengths, len
 from services.broker.rules.limits import Limits
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.problem.problem import Workload
+from services.scheduler.problem.workload import Workload
 from services.scheduler.solvers.interface import TimeLeft
 from simulator.virtual_run.build_run import Mode, Setup, SetupError, colocated, from_plan
 from simulator.virtual_run.drawn_lengths import forecaster, group_source

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.scheduler.cost_model.published import NUM_RUNS_FITTED, Row, decode_rows, generation_rows, run_rows
 from services.scheduler.cost_model.calibrated import BENCHMARK_MFU, trainer_mfu
-from services.scheduler.problem.problem import CostConstants
+from services.scheduler.problem.cost_constants import CostConstants
 
 Constants = dict[str, float]
 

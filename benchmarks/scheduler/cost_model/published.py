@@ -24,8 +24,9 @@ from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.layouts import layouts
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.cost_model.replica import ReplicaModel
+from services.scheduler.problem.cost_constants import CostConstants
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.problem.problem import CostConstants, Problem
+from services.scheduler.problem.problem import Problem
 
 STREAMRL_STEPS_MS = {
     1: 8.3,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.scheduler.cost_model.demand import Demand
+from services.scheduler.problem.model import Model
 from services.scheduler.problem.plan_document import Layout
-from services.scheduler.problem.problem import Model, NodeClass, Problem
+from services.scheduler.problem.problem import NodeClass, Problem
 
 MAX_TENSOR_PARALLEL = 16
 _WEIGHTS_HEADROOM = 1.02

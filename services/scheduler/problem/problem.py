@@ -12,27 +12,21 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from penstock.config import MAX_CONFIG_BYTES, ConfigError, StrictModel, read_document, validate
 from penstock.model.model_shape import read_numbers
-from services.scheduler.problem.output_lengths import OutputLengths
+from services.scheduler.problem.cost_constants import CostConstants
+from services.scheduler.problem.model import Model
+from services.scheduler.problem.quantities import Name, NotNegative, Positive
+from services.scheduler.problem.workload import Workload
 
 MAX_NODES = 10_000
 MAX_GPUS = 1024
 """Most GPUs of a machine."""
 SCHEMA = "rl-sched-instance/1"
-
-MAX_NUMBER = 1e15
-"""Upper bound of any quantity; keeps the arithmetic finite."""
-
-Positive = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
-NotNegative = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
-Share = Annotated[float, Field(ge=1e-6, le=1)]
-Name = Annotated[str, Field(min_length=1, max_length=128)]
-Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class GpuType(StrictModel):
@@ -86,10 +80,6 @@ class HostClass(StrictModel):
         return self.machines[index] if self.machines else f"{self.name}-{index}"
 
 
-_GATED_MATRICES = 3
-"""Of a feed-forward network with a gate."""
-
-
 class Link(StrictModel):
     """The network between two regions, the same in both directions. Pairs without an entry are not connected."""
 
@@ -97,255 +87,6 @@ class Link(StrictModel):
     b: Name
     bw_Gbps: Positive
     latency_ms: NotNegative = 0.0
-
-
-class Model(StrictModel):
-    """The model to train."""
-
-    name: str = ""
-    params: Positive
-    layers: Count
-    hidden: Count
-    q_heads: Count
-    kv_heads: Count
-    head_dim: Count
-    ffn: Count | None = None
-    """Width of the feed-forward network that every token passes; without effect in a mixture of experts."""
-    vocab: Count
-    tied_embeddings: bool = False
-    experts: Count | None = None
-    """Experts of each layer of a mixture, gated networks all; unset for a dense model."""
-    experts_per_token: Count | None = None
-    """Of these, those that a token is sent to."""
-    expert_ffn: Count | None = None
-    """Width of an expert."""
-    expert_layers: Count | None = None
-    """Layers that have experts; unset: all."""
-    shared_ffn: Count | None = None
-    """Width of what all tokens pass beside their experts; unset if there is nothing."""
-    weight_bytes: Positive = 2.0
-    """Bytes per parameter, in generation."""
-    kv_bytes: Positive = 2.0
-    """Bytes per element of the KV cache."""
-
-    @property
-    def expert_params(self) -> float:
-        """Of all experts of all layers; 0 in a dense model."""
-        layers = self.layers if self.expert_layers is None else self.expert_layers
-        return layers * (self.experts or 0) * _GATED_MATRICES * self.hidden * (self.expert_ffn or 0)
-
-    @property
-    def expert_share(self) -> float:
-        """Of the experts, those that a token is sent to; 1 in a dense model."""
-        return (self.experts_per_token or 0) / self.experts if self.experts else 1.0
-
-    @property
-    def token_ffn(self) -> int | None:
-        """Width of the feed-forward networks that a token passes together; None if it is not stated."""
-        if self.experts is None:
-            return self.ffn
-        return (self.experts_per_token or 0) * (self.expert_ffn or 0) + (self.shared_ffn or 0)
-
-    @model_validator(mode="after")
-    def _is_more_than_its_embedding(self) -> Self:
-        # The rest is multiplied with each token: without it, costs would be negative.
-        embedding = self.vocab * self.hidden
-        if self.params <= embedding and not self.tied_embeddings:
-            raise ValueError(
-                f"params: {self.params:g}; must be more than the {embedding:g} of the input embedding (vocab x hidden)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _is_a_mixture_or_dense(self) -> Self:
-        stated = {"experts_per_token": self.experts_per_token, "expert_ffn": self.expert_ffn}
-        if self.experts is None:
-            stated |= {"shared_ffn": self.shared_ffn, "expert_layers": self.expert_layers}
-            others = [name for name, value in stated.items() if value is not None]
-            if others:
-                raise ValueError(f"{others[0]}: only for a mixture; state experts as well, or remove it")
-            return self
-        for name, value in stated.items():
-            if value is None:
-                raise ValueError(f"{name}: a mixture of {self.experts} experts needs it; state it, or remove experts")
-        if (self.expert_layers or 0) > self.layers:
-            raise ValueError(f"expert_layers: {self.expert_layers}; at most the {self.layers} layers")
-        if self.expert_share > 1:
-            raise ValueError(f"experts_per_token: {self.experts_per_token}; at most the {self.experts} experts")
-        rest = self.params - self.expert_params
-        if rest <= self.vocab * self.hidden * (1 if self.tied_embeddings else 2):
-            raise ValueError(
-                f"params: {self.params:g}; must be more than embeddings and the {self.expert_params:g} of all experts "
-                f"({_GATED_MATRICES} x expert_layers x experts x hidden x expert_ffn)"
-            )
-        return self
-
-
-def _with_default(value: float | dict[str, float]) -> float | dict[str, float]:
-    if isinstance(value, dict) and "default" not in value:
-        raise ValueError("needs the key 'default' for GPU types that are not listed")
-    return value
-
-
-class TrainTask(StrictModel):
-    """Work on each sample other than generation: a forward pass, or training (three times that)."""
-
-    name: Name
-    kind: Literal["train", "infer"]
-    scale: Positive = 1.0
-    """Model size relative to the actor's."""
-    epochs: Positive = 1.0
-    shares_weights: bool = False
-    """True if its weights are already in memory for another task."""
-    is_service: bool = False
-    """Computed by a service of its own, not by the training pool: log-probs of a frozen reference or teacher by scorers
-    (`penstock serve scorer`); what is trained, and what shares its weights, by a critic (`penstock serve critic`)."""
-
-    @property
-    def is_critics(self) -> bool:
-        """Whether a critic of its own computes it."""
-        return self.is_service and (self.kind == "train" or self.shares_weights)
-
-
-class RewardWork(StrictModel):
-    """What a reward worker needs, and how long it takes to score a sample."""
-
-    seconds_per_sample: Positive | dict[str, Positive]
-    """One time for all machines, or by their GPU type with `default`."""
-    at_once: Count = 1
-    """Samples that a worker scores at once."""
-    memory_GB: NotNegative = 0.0
-    """Main memory of a worker."""
-    gpu_memory_GB: NotNegative = 0.0
-    """Of a GPU that each worker has to itself, for a reward model or judge; 0: workers take no GPU."""
-
-    @field_validator("seconds_per_sample")
-    @classmethod
-    def _there_is_a_default(cls, value: float | dict[str, float]) -> float | dict[str, float]:
-        return _with_default(value)
-
-    def samples_per_second(self, gpu: str) -> float:
-        """Rate of one worker on a machine with GPUs of that type."""
-        value = self.seconds_per_sample
-        return self.at_once / (value.get(gpu, value["default"]) if isinstance(value, dict) else value)
-
-
-class Workload(StrictModel):
-    """The data that a training step consumes."""
-
-    algorithm: str = ""
-    """A label; `train_tasks` and `staleness` decide what is computed."""
-    prompts_per_step: Count
-    group_size: Count = 1
-    """Responses per prompt."""
-    prompt_len: Positive
-    """Mean prompt length, tokens."""
-    output_len: OutputLengths
-    staleness: int = Field(ge=0, le=1_000_000)
-    """Policy versions a sample may be behind when it is trained on; 0 is synchronous."""
-    train_tasks: tuple[TrainTask, ...] = Field(min_length=1, max_length=64)
-    reward: RewardWork | None = None
-    """Scoring; unset: it never limits a plan, and the head's reward worker does it."""
-
-    @property
-    def pool_tasks(self) -> tuple[TrainTask, ...]:
-        """What the training pool computes."""
-        return tuple(task for task in self.train_tasks if not task.is_service)
-
-    @property
-    def scored_task(self) -> TrainTask | None:
-        """What scorers compute; None if a plan needs none."""
-        return next((task for task in self.train_tasks if task.is_service and not task.is_critics), None)
-
-    @property
-    def critic_tasks(self) -> tuple[TrainTask, ...]:
-        """What a critic of its own computes; empty if a plan needs none."""
-        return tuple(task for task in self.train_tasks if task.is_critics)
-
-    @model_validator(mode="after")
-    def _services_have_one_model_each(self) -> Self:
-        services = len(self.train_tasks) - len(self.pool_tasks)
-        trained = sum(task.kind == "train" for task in self.critic_tasks)
-        if services - len(self.critic_tasks) > 1 or trained > 1 or not self.pool_tasks:
-            raise ValueError(
-                f"train_tasks: {services} of {len(self.train_tasks)} are services; a run has one model in scorers and "
-                "one critic at most, and trains"
-            )
-        if self.critic_tasks and not trained:
-            raise ValueError(
-                f"train_tasks: {self.critic_tasks[0].name} shares the weights of a critic, and no service is trained; "
-                "add that task (kind train), or leave out shares_weights or is_service"
-            )
-        return self
-
-
-_MFU_TRAIN = {
-    "default": 0.40,
-    "H200": 0.42,
-    "H100": 0.42,
-    "H800": 0.43,
-    "H20": 0.33,
-    "A100-80": 0.55,
-    "A100-40": 0.50,
-    "L40S": 0.33,
-    "L4": 0.35,
-    "RTX4090": 0.45,
-}
-_MFU_INFER = {"default": 0.45, "H20": 0.40, "L4": 0.40}
-
-
-class CostConstants(StrictModel):
-    """Constants of the cost model; the defaults are RM-1's. Terms that RM-1 lacks are off by default."""
-
-    eta_bw: Share = 0.75
-    """Share of the memory bandwidth that decoding achieves."""
-    eta_fl: Share = 0.60
-    """Share of the arithmetic peak that decoding achieves."""
-    eta_prefill: Share = 0.65
-    mfu_train: Share | dict[str, Share] = _MFU_TRAIN
-    """Share of the peak in training: one for all GPUs, or by GPU type with `default`."""
-    mfu_infer: Share | dict[str, Share] = _MFU_INFER
-    """Share of the peak in forward passes other than generation."""
-    step_overhead_s: NotNegative = 0.002
-    """Fixed time of each decode step."""
-    layer_overhead_s: NotNegative = 0.0
-    """Fixed time of each layer in a decode step: kernel start and end."""
-    allreduce_overhead_s: NotNegative = 0.0
-    """Time of each all-reduce in a decode step, two per layer, beyond its latency: launches, waiting for the last
-    GPU."""
-    sequence_overhead_s: NotNegative = 0.0
-    """Time per sequence in a decode step: sampling, bookkeeping."""
-    attention_efficiency: Share = 1.0
-    """Rate of attention over the rate of matrix products, outside generation."""
-    mem_util: Share = 0.9
-    reserve_GB: NotNegative = 2.0
-    """Memory of each GPU for everything but weights and cache."""
-    max_num_seqs: Count = 1024
-    """Maximum sequences that a replica decodes concurrently."""
-    prefix_sharing: bool = True
-    """Prefill and keep the prompt of a group once."""
-    sync_pause_s: NotNegative = 1.0
-    """Seconds for which a weight update pauses a replica."""
-    kv_recompute_on_update: bool = False
-    """An update drops the cache, which is then computed again."""
-    dp_overlap: float = Field(default=0.8, ge=0, le=1)
-    """Share of a step's computation that can hide its all-reduce."""
-    train_overhead_s: NotNegative = 0.0
-    """Fixed time of each training step."""
-    train_bytes_per_param: Positive = 16.0
-    train_pack_tokens: int = Field(default=0, ge=0, le=100_000_000)
-    """Tokens of a trainer's forward pass. Memory and traffic are then those of Penstock's trainer: even shards over
-    all GPUs of the pool, gathered weights and activations besides, gathers for every pass. 0: RM-1's rules."""
-
-    @field_validator("mfu_train", "mfu_infer")
-    @classmethod
-    def _there_is_a_default(cls, value: float | dict[str, float]) -> float | dict[str, float]:
-        return _with_default(value)
-
-    def mfu(self, gpu: str, kind: Literal["train", "infer"]) -> float:
-        """Share of its peak that a GPU type reaches in a task of this kind."""
-        value = self.mfu_train if kind == "train" else self.mfu_infer
-        return value.get(gpu, value["default"]) if isinstance(value, dict) else value
 
 
 class Constraints(StrictModel):
