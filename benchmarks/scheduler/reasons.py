@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from benchmarks.scheduler.comparisons import HETRL_CASES, HETRL_PACK, HEX_PACK, by_trainer, hetrl_cluster, hex_cluster
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
 from services.scheduler.cost_model.reference import CostModel, Infeasible
-from services.scheduler.problem.plan_document import Mesh, PlanDocument, Replicas, TrainShare
+from services.scheduler.problem.mesh import Mesh
+from services.scheduler.problem.plan_document import PlanDocument, Replicas, TrainShare
 from simulator.virtual_run.build_run import with_staleness
 
 COLUMNS = ("what trains", "mesh", "samples/s", "limit", "computes, s", "exchanges that it does not hide, s")
@@ -105,4 +106,6 @@ def _shown(mesh: Mesh | None) -> str:
         return f"stages of {layers} layers" + (f", {num_islands} islands" if num_islands > 1 else "")
     if mesh.tensor > 1:
         return f"layers split {mesh.tensor} ways"
+    if mesh.expert > 1:
+        return f"experts divided {mesh.expert} ways"
     return f"islands of {', '.join(map(str, mesh.islands or ()))}"

@@ -75,6 +75,10 @@ def trainer_section(model: CostModel, plan: PlanDocument, stated: Document) -> D
         return {**stated, "processes": _processes(plan, rates)}
     if stated.get("parallel"):
         raise ConfigError("trainer.parallel: the plan states a mesh of its own; leave it out")
+    for key, value in (("offload", False), ("device", "cpu")):
+        if plan.mesh.offload and stated.get(key) == value:
+            shown = str(value).lower()
+            raise ConfigError(f"trainer.{key}: {shown}, and in the plan GPUs offload the trainer's state; leave it out")
     return {**stated, **mesh_settings(plan)}
 
 
@@ -88,10 +92,11 @@ def moving_section(model: CostModel, stated: Document) -> Document:
 
 
 def mesh_settings(plan: PlanDocument) -> Document:
-    """`processes` and `parallel` of the section `trainer`, by a plan with a mesh."""
+    """`processes`, `parallel` and, where it is planned, `offload` of the section `trainer`, by a plan with a mesh."""
     assert plan.mesh is not None
     shares = (share.share or 1.0 for share in plan.train)
-    return {"processes": _processes(plan, shares), "parallel": plan.mesh.parallel(plan.num_processes)}
+    settings = {"processes": _processes(plan, shares), "parallel": plan.mesh.parallel(plan.num_processes)}
+    return {**settings, "offload": True} if plan.mesh.offload else settings
 
 
 def _processes(plan: PlanDocument, shares: Iterable[float]) -> int | list[float]:

@@ -112,6 +112,11 @@ def _mesh(plan: PlanDocument) -> list[str]:
         return [f"training: {each}" + (f", in {len(sizes)} copies" if len(sizes) > 1 else "")]
     if mesh.tensor > 1:
         return [f"training: layers split over {mesh.tensor} GPUs, {len(sizes)} x {sizes[0] // mesh.tensor} shards"]
+    if mesh.expert > 1:
+        return [f"training: experts divided over {mesh.expert} GPUs, {len(sizes)} x {sizes[0]} shards"]
+    if mesh.offload:
+        held = "weights and optimiser in the machines' memory"
+        return [f"training: {held}, {len(sizes)} x {sizes[0]} shards"]
     counts = Counter(sizes)
     islands = " and ".join(f"{count} of {size}" for size, count in counts.items())
     return [f"training: islands of GPUs that each hold a copy, {islands}"]

@@ -52,7 +52,7 @@ def _apart(plan: PlanDocument) -> dict[str, str]:
 
 
 def _with_mesh(config: RunConfig) -> RunConfig:
-    """The run with `trainer.processes` and `trainer.parallel` as `scheduler.plan` states them.
+    """The run with `trainer.processes`, `parallel` and `offload` as `scheduler.plan` states them.
 
     Without a plan, or one without a mesh, the run itself; also where only generators follow the plan, because they are
     emulated beside a trainer on real GPUs. Raises ConfigError if the run states another mesh of its own.
@@ -66,7 +66,7 @@ def _with_mesh(config: RunConfig) -> RunConfig:
     planned = validate(
         ComputeConfig, {**trainer.model_dump(exclude_unset=True), **mesh_settings(plan)}, source=str(path)
     )
-    for name in ("processes", "parallel"):
+    for name in ("processes", "parallel", "offload"):
         wanted, stated = getattr(planned, name), getattr(trainer, name)
         if name in trainer.model_fields_set and wanted != stated:
             raise ConfigError(f"trainer.{name}: {stated}, and {path} plans {wanted}; leave it out, or plan again")

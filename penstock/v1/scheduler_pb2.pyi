@@ -318,6 +318,8 @@ class Assignment(_message.Message):
     SHARE_FIELD_NUMBER: _builtins.int
     NUM_REPLICAS_FIELD_NUMBER: _builtins.int
     NUM_CONCURRENT_SAMPLES_FIELD_NUMBER: _builtins.int
+    EXPERT_PARALLEL_FIELD_NUMBER: _builtins.int
+    OFFLOADS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Which machine."""
     role: Global___Role.ValueType
@@ -332,6 +334,10 @@ class Assignment(_message.Message):
     """Processes (replicas) of this kind on the machine; 0 means 1."""
     num_concurrent_samples: _builtins.int
     """Samples that each replica of a generator decodes at once by this plan; 0 means that the plan does not say."""
+    expert_parallel: _builtins.int
+    """Trainers: neighbours that divide the experts of each layer between them; 0 means 1."""
+    offloads: _builtins.bool
+    """Trainers: weights, gradients and moments rest in the machine's memory."""
     @_builtins.property
     def accelerator_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices of the accelerators used, per kind in the node's order; empty means all."""
@@ -352,10 +358,12 @@ class Assignment(_message.Message):
         share: _builtins.float = ...,
         num_replicas: _builtins.int = ...,
         num_concurrent_samples: _builtins.int = ...,
+        expert_parallel: _builtins.int = ...,
+        offloads: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_indices", b"accelerator_indices", "layers_per_stage", b"layers_per_stage", "node_id", b"node_id", "num_concurrent_samples", b"num_concurrent_samples", "num_replicas", b"num_replicas", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "share", b"share", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator_indices", b"accelerator_indices", "expert_parallel", b"expert_parallel", "layers_per_stage", b"layers_per_stage", "node_id", b"node_id", "num_concurrent_samples", b"num_concurrent_samples", "num_replicas", b"num_replicas", "offloads", b"offloads", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "share", b"share", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -403,8 +411,8 @@ class Plan(_message.Message):
     @_builtins.property
     def trainer_islands(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Processes of each group of trainers that holds a copy of the model, by the order of the trainers' assignments and
-        their accelerators; empty: all hold one copy. Each group is divided by the assignments' tensor_parallel and
-        pipeline_parallel, which all trainers have in common.
+        their accelerators; empty: all hold one copy. Each group is divided by the assignments' tensor_parallel,
+        pipeline_parallel and expert_parallel, which all trainers have in common.
         """
 
     @_builtins.property

@@ -30,6 +30,9 @@ class PoolMemory:
         self._state_bytes = demand.training_state_bytes
         self.is_even = problem.cost_model.train_pack_tokens > 0
         """Whether shards are even; RM-1's rule otherwise."""
+        can_offload = problem.offload_obstacle is None
+        self._offloading = frozenset(node.name for node in problem.nodes if can_offload and node.memory_GB is not None)
+        """Entries that may hold the state in the machine's memory."""
         self._alone_bytes, self._working_bytes = _working_bytes(problem) if self.is_even else (0.0, 0.0)
         self.least_gpus = {node.name: self._least_gpus(node) for node in problem.nodes}
         """GPUs of the smallest pool that a GPU of each entry can be part of; infinite if it can be in none."""
@@ -64,11 +67,18 @@ class PoolMemory:
             f"{self._usable_bytes[smallest.name] / 1e9:.1f} GB"
         )
 
+    @property
+    def bounding_bytes(self) -> float:
+        """The least that the GPUs of any pool must offer together: the state, unless machines may hold it."""
+        return 0.0 if self._offloading else self._state_bytes
+
     def least_pool(self, nodes: Collection[NodeClass]) -> int | None:
         """Fewest GPUs of these entries whose memory holds the state; None if all of them together do not.
 
-        Which of them a mesh needs besides is not counted.
+        Which of them a mesh needs besides is not counted. With machines that may hold the state it is one.
         """
+        if any(node.name in self._offloading for node in nodes):
+            return 1
         needed, least = self._state_bytes, 0
         for node in sorted(nodes, key=lambda node: -self._usable_bytes[node.name]):
             room = self._usable_bytes[node.name]
@@ -101,6 +111,9 @@ def model_shape(problem: Problem) -> ModelShape:
         vocab=model.vocab,
         is_tied=model.tied_embeddings,
         num_chosen_experts=model.experts_per_token or 0,
+        expert_params=model.expert_params,
+        num_dense_layers=model.num_dense_layers,
+        dense_feed_forward=model.ffn or model.token_ffn,
     )
 
 

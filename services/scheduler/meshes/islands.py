@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.scheduler.problem.plan_document import Mesh, TrainShare
+from services.scheduler.problem.mesh import Mesh
+from services.scheduler.problem.plan_document import TrainShare
 from services.scheduler.problem.problem import NodeClass
 
 

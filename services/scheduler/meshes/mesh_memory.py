@@ -1,7 +1,8 @@
 """Decides whether a mesh has the memory to train, by the trainer's own formula, island by island and stage by stage.
 
 Every GPU holds its share of weights, gradients and moments of its part of the model, and takes what a forward and
-backward pass needs (`penstock.model.training_memory`). As in the trainer, all recompute their layers or none does.
+backward pass needs (`penstock.model.training_memory`). As in the trainer, all recompute their layers or none does. With
+offload the share is in the machine's memory instead (`offload`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from penstock.model.training_memory import TrainingMode, working_bytes
 from services.scheduler.cost_model.demand import Demand
 from services.scheduler.cost_model.pool_memory import model_shape
 from services.scheduler.meshes.islands import Island, size_of
-from services.scheduler.problem.plan_document import Mesh
+from services.scheduler.meshes.offload import memory_error
+from services.scheduler.problem.mesh import Mesh
 from services.scheduler.problem.problem import Problem
 
 _RECOMPUTES = (False, True)
@@ -29,7 +31,7 @@ class MeshMemory:
     """
 
     def __init__(self, problem: Problem, demand: Demand, usable_bytes: Mapping[str, float]) -> None:
-        self._shape = model_shape(problem)
+        self._problem, self._demand, self._shape = problem, demand, model_shape(problem)
         self._pack_tokens = problem.cost_model.train_pack_tokens
         self._state_bytes = demand.training_state_bytes
         self._usable_bytes = usable_bytes
@@ -39,6 +41,8 @@ class MeshMemory:
 
     def error(self, islands: Sequence[Island], mesh: Mesh) -> str | None:
         """Why this mesh cannot train; None if it can."""
+        if mesh.offload and (lacking := memory_error(self._problem, self._demand, islands)) is not None:
+            return lacking
         missing: list[str] = []
         for recomputes in _RECOMPUTES:
             if (found := self._lack(islands, mesh, recomputes=recomputes)) is None:
@@ -57,6 +61,8 @@ class MeshMemory:
                     is_first=stage == 0,
                     is_last=stage == len(stages) - 1,
                     recomputes=recomputes,
+                    expert=mesh.expert,
+                    offload=mesh.offload,
                 )
                 for part in parts:
                     if self._usable_bytes[part.node.name] < needed:
@@ -95,8 +101,17 @@ class MeshMemory:
             low, high = (middle, high) if needed <= self._usable_bytes[name] else (low, middle - 1)
         return low
 
-    def _needed_bytes(
-        self, num_shards: int, *, tensor: int, num_layers: int, is_first: bool, is_last: bool, recomputes: bool
+    def _needed_bytes(  # the directions of its mesh
+        self,
+        num_shards: int,
+        *,
+        tensor: int,
+        num_layers: int,
+        is_first: bool,
+        is_last: bool,
+        recomputes: bool,
+        expert: int = 1,
+        offload: bool = False,
     ) -> float:
         whole = self._shape.stage(num_layers, is_first=is_first, is_last=is_last)
         shape = whole.split(tensor)
@@ -106,7 +121,11 @@ class MeshMemory:
             is_half=True,
             checkpoints_layers=recomputes,
             is_stage=not (is_first and is_last),
+            num_expert_shards=expert,
+            offloads=offload,
         )
+        if offload:
+            return working_bytes(shape, mode)
         state = self._state_bytes * shape.num_params / self._shape.num_params
         return state / num_shards + working_bytes(shape, mode)
 

@@ -1,8 +1,9 @@
 """Finds the mesh of a training pool: islands of like GPUs, split layers, or pipelines over unlike GPUs.
 
-The trainer has three kinds of meshes. Islands are runs of machines, or parts of one, with tokens by speed; layers are
-split inside machines; pipelines give each GPU type stages of its own, whose layers `divide_layers` chooses exactly. All
-of each kind are tried that treat machines of one entry alike; a pool is searched once.
+The trainer has four kinds of meshes. Islands are runs of machines, or parts of one, with tokens by speed; layers are
+split inside machines, the experts of a mixture over any neighbours; pipelines give each GPU type stages of its own,
+whose layers `divide_layers` chooses exactly. All of each kind are tried that treat machines of one entry alike; a pool
+is searched once. Only where the memory of none suffices, weights and optimiser are offloaded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from services.scheduler.meshes.islands import Island, Part, cut, size_of
 from services.scheduler.meshes.layer_division import divide_layers
 from services.scheduler.meshes.mesh_memory import MeshMemory
 from services.scheduler.meshes.mesh_step import MeshSteps
-from services.scheduler.problem.plan_document import SHARE_DIGITS, Mesh, TrainShare
+from services.scheduler.problem.mesh import Mesh
+from services.scheduler.problem.plan_document import SHARE_DIGITS, TrainShare
 from services.scheduler.problem.problem import Problem
 
 MAX_STAGES = 16
@@ -32,6 +34,8 @@ _Group = tuple[Part, ...]
 """A pool's machines of one entry."""
 _Runs = tuple[_Group, ...]
 """Islands that only shard."""
+Meshed = tuple[list[Island], Mesh]
+"""GPUs in their places, and the directions in which they divide a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +62,28 @@ class MeshSearch:
         def can_win(least_s: float) -> bool:
             return best is None or least_s < best.step.step_s
 
-        for islands, mesh in chain(
-            self._island_meshes(groups), self._splits(groups), self._pipelines(groups, pool, can_win)
-        ):
-            step = self._steps.step(islands, mesh)
-            if can_win(step.step_s) and self._memory.error(islands, mesh) is None:
-                best = Trained(pool_of(islands), mesh, step)
-                if step.step_s <= ideal_s * _GOOD:
-                    break
+        def tried(meshes: Iterator[Meshed]) -> None:
+            nonlocal best
+            for islands, mesh in meshes:
+                step = self._steps.step(islands, mesh)
+                if can_win(step.step_s) and self._memory.error(islands, mesh) is None:
+                    best = Trained(pool_of(islands), mesh, step)
+                    if step.step_s <= ideal_s * _GOOD:
+                        return
+
+        tried(
+            chain(
+                self._island_meshes(groups),
+                self._splits(groups),
+                self._divided_experts(groups),
+                self._pipelines(groups, pool, can_win),
+            )
+        )
+        if best is None and self._problem.offload_obstacle is None:
+            tried(self._offloaded(groups))
         return best
 
-    def _island_meshes(self, groups: Sequence[_Group]) -> Iterator[tuple[list[Island], Mesh]]:
+    def _island_meshes(self, groups: Sequence[_Group]) -> Iterator[Meshed]:
         for blocks in _blocks(groups):
             options = [self._runs(block) for block in blocks]
             if not all(options):
@@ -124,7 +139,7 @@ class MeshSearch:
             for recomputes in (False, True)
         )
 
-    def islands(self, runs: _Runs) -> tuple[list[Island], Mesh]:
+    def islands(self, runs: _Runs) -> Meshed:
         """With shares of tokens, so that all end at once."""
         speeds = [self._steps.island_speed(run) for run in runs]
         processes = [[speed * self._of_all(part, run) for part in run] for speed, run in zip(speeds, runs, strict=True)]
@@ -144,7 +159,7 @@ class MeshSearch:
 
     def _pipelines(
         self, groups: Sequence[_Group], pool: Sequence[Part], can_win: Callable[[float], bool]
-    ) -> Iterator[tuple[list[Island], Mesh]]:
+    ) -> Iterator[Meshed]:
         total = sum(map(size_of, groups))
         common = gcd(*map(size_of, groups))
         for width in _divisors(total):
@@ -186,13 +201,38 @@ class MeshSearch:
                 seen.add(layers)
                 yield Mesh(islands=sizes, pipeline=len(stages), layers_per_stage=layers)
 
-    def _splits(self, groups: Sequence[_Group]) -> Iterator[tuple[list[Island], Mesh]]:
-        model = self._problem.model
-        parts = [
-            replace(part, share=self._steps.rates[part.node.name]) for group in _orders(groups)[0] for part in group
-        ]
+    def _divided_experts(self, groups: Sequence[_Group]) -> Iterator[Meshed]:
+        if (num_experts := self._problem.model.experts) is None:
+            return
+        for order in _orders(groups):
+            for islands in self._equal_islands(order):
+                sizes = tuple(sum(map(size_of, island)) for island in islands)
+                for expert in _divisors(gcd(sizes[0], num_experts)):
+                    if expert > 1:
+                        yield islands, Mesh(islands=sizes, expert=expert)
+
+    def _offloaded(self, groups: Sequence[_Group]) -> Iterator[Meshed]:
+        for islands in self._equal_islands(_orders(groups)[0]):
+            # FSDP offloads what it shards.
+            if (size := sum(map(size_of, islands[0]))) > 1:
+                yield islands, Mesh(islands=(size,) * len(islands), offload=True)
+
+    def _equal_islands(self, order: Sequence[_Group]) -> Iterator[list[Island]]:
+        """Of one copy, two, and so on, with tokens by the GPUs' speed."""
+        parts = self._by_speed(order)
+        total = size_of(parts)
+        for copies in _divisors(total):
+            yield [(run,) for run in cut(parts, (total // copies,) * copies)]
+
+    def _by_speed(self, order: Sequence[_Group]) -> list[Part]:
+        parts = [replace(part, share=self._steps.rates[part.node.name]) for group in order for part in group]
         most = max(part.share for part in parts)
-        parts = [replace(part, share=round(part.share / most, SHARE_DIGITS)) for part in parts]
+        least = 10.0**-SHARE_DIGITS
+        return [replace(part, share=max(least, round(part.share / most, SHARE_DIGITS))) for part in parts]
+
+    def _splits(self, groups: Sequence[_Group]) -> Iterator[Meshed]:
+        model = self._problem.model
+        parts = self._by_speed(_orders(groups)[0])
         total = size_of(parts)
         for tensor in (2, 4, 8):
             widths = [part.gpus for part in parts] + [model.q_heads, model.kv_heads, model.experts or model.ffn or 1]

@@ -7,25 +7,31 @@
 - *Pipeline*: a pack passes the stages in microbatches of whole samples, at most four for each stage, all forwards and
   then all backwards (GPipe, arXiv 1811.06965): with m of them the first takes the sum over stages, and each further
   one the time of the slowest. Hidden states travel in float32; the weights of a stage are gathered once a pack.
+- *Experts*: neighbours with packs of their own wait in each layer for tokens and answers (`expert_exchange`). No
+  other process gathers these experts.
+- *Offload*: shards go up as they are gathered, gradients back, and the machines take the step (`offload`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
+from penstock.model.decoder_shape import ModelShape
 from penstock.model.training_memory import TrainingMode
-from penstock.model.training_traffic import gathered_bytes, reduced_bytes
+from penstock.model.training_traffic import exchanged_bytes, gathered_bytes, reduced_bytes
 from services.scheduler.cost_model.demand import Demand
 from services.scheduler.cost_model.network import Network
 from services.scheduler.cost_model.pool_memory import model_shape
 from services.scheduler.cost_model.training_step import TrainingStep, gpu_samples_per_second
+from services.scheduler.meshes.expert_exchange import exchange_s
 from services.scheduler.meshes.islands import Island, Part, size_of
 from services.scheduler.meshes.layer_division import Passage, StageCost
 from services.scheduler.meshes.mesh_memory import layers_of
-from services.scheduler.problem.plan_document import Mesh
+from services.scheduler.meshes.offload import moved_s, optimizer_s
+from services.scheduler.problem.mesh import Mesh
 from services.scheduler.problem.problem import Problem
 
 MICROBATCHES_PER_STAGE = 4
@@ -34,6 +40,7 @@ _MASTER_BYTES = 4
 """Of hidden states between stages, and of gradients between islands."""
 _HALF_BYTES = 2
 """Of what split layers add up."""
+_ONE_COPY = Mesh()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +109,19 @@ class MeshSteps:
         shares = sum(part.gpus * part.share for island in islands for stage in island for part in stage)
         samples = self._demand.samples_per_step / shares
         # Equal islands pass at once what crosses the link of two regions.
-        alike = len(islands) if mesh.tensor * mesh.pipeline > 1 else 1
+        alike = len(islands) if mesh.is_uniform else 1
         works = [work for island in islands for work in self._works(island, mesh, samples, alike)]
         overlap = self._problem.cost_model.dp_overlap
         slowest = max(works, key=lambda work: _exposed(work, overlap) + work.compute_s)
         summed_s = self._summed_s(islands, mesh)
+        overhead_s = self._problem.cost_model.train_overhead_s
+        if mesh.offload:
+            overhead_s += optimizer_s(self._problem, islands, num_params=self._shape.num_params * self._trained)
         return TrainingStep(
             compute_s=slowest.compute_s,
             allreduce_s=slowest.hidden_s + summed_s,
             exposed_allreduce_s=_exposed(slowest, overlap) + summed_s,
-            overhead_s=self._problem.cost_model.train_overhead_s,
+            overhead_s=overhead_s,
         )
 
     def _works(self, island: Island, mesh: Mesh, samples: float, alike: int) -> list[_Work]:
@@ -122,29 +132,64 @@ class MeshSteps:
         num_shards = size_of(parts) // mesh.tensor
         # All take part in as many passes as the one with the most tokens.
         passes = self.passes(samples * mesh.tensor * max(part.share for part in parts))
-        hidden_s = passes * self.pass_s(parts, num_shards, tensor=mesh.tensor, alike=alike)
+        hidden_s = passes * self.pass_s(parts, num_shards, mesh, alike=alike)
+        waits_s = self._expert_s(parts, samples * max(part.share for part in parts), mesh)
         return [
             _Work(
-                samples * part.share * (1 / self.rates[part.node.name] + mesh.tensor * self.split_s(part, mesh.tensor)),
+                samples * part.share * (1 / self.rates[part.node.name] + mesh.tensor * self.split_s(part, mesh.tensor))
+                + waits_s,
                 hidden_s,
             )
             for part in parts
         ]
 
+    def _expert_s(self, parts: Sequence[Part], samples: float, mesh: Mesh) -> float:
+        """What an island exchanges for experts, the process with that many samples setting the pace."""
+        if mesh.expert == 1:
+            return 0.0
+        mode = self._mode(size_of(parts), mesh)
+        tokens = samples * self._demand.trained_tokens
+        sent = exchanged_bytes(
+            self._shape, mode, num_tokens=tokens * self._num_passes, num_scoring_tokens=tokens * self._num_scoring
+        )
+        return exchange_s(self._problem.gpu_types, self._network, parts, num_expert_shards=mesh.expert, sent=sent)
+
+    def _mode(self, num_shards: int, mesh: Mesh) -> TrainingMode:
+        return TrainingMode(
+            num_shards=num_shards, pack_tokens=self._pack_tokens, is_half=True, num_expert_shards=mesh.expert
+        )
+
     def passes(self, samples: float) -> int:
         """Packs of that many samples."""
         return max(1, math.ceil(samples * self._demand.trained_tokens / self._pack_tokens * (1 - 1e-9)))
 
-    def pass_s(self, parts: Sequence[Part], num_shards: int, *, tensor: int = 1, alike: int = 1) -> float:
+    def pass_s(self, parts: Sequence[Part], num_shards: int, mesh: Mesh = _ONE_COPY, *, alike: int = 1) -> float:
         """What those that shard a copy exchange for a pack: weights for both passes, and gradients."""
         if num_shards == 1:
             return 0.0
-        shape = self._shape.split(tensor)
-        mode = TrainingMode(num_shards=num_shards, pack_tokens=self._pack_tokens, is_half=True)
-        traffic = gathered_bytes(shape, mode, num_passes=self._num_passes, num_scoring_passes=self._num_scoring)
-        traffic += reduced_bytes(shape, mode, num_passes=self._num_passes)
-        # On one network card, those that split layers gather side by side.
-        return self._sent_s(parts, (num_shards - 1) / num_shards * traffic, at_card=tensor, at_link=tensor * alike)
+        moved = 0.0
+        if mesh.offload:
+            shard, passes = self._shape.num_params / num_shards, (self._num_passes, self._num_scoring)
+            moved = moved_s(self._problem, num_params=shard, num_passes=passes[0], num_scoring=passes[1])
+        shape, mode = self._shape.split(mesh.tensor), self._mode(num_shards, mesh)
+        all_bytes = self._shared_bytes(shape, mode)
+        if mesh.expert == 1:
+            # On one network card, those that split layers gather side by side.
+            sent = (num_shards - 1) / num_shards * all_bytes
+            return moved + self._sent_s(parts, sent, at_card=mesh.tensor, at_link=mesh.tensor * alike)
+        # Experts are gathered side by side as well, by those that have the same ones.
+        rest = replace(shape, num_params=shape.num_params - shape.expert_params, expert_params=0.0)
+        rest_bytes = self._shared_bytes(rest, mode)
+        kept = mesh.expert / num_shards
+        at_card = min(mesh.expert, max(part.gpus for part in parts))
+        return self._sent_s(parts, (num_shards - 1) / num_shards * rest_bytes, at_card=1, at_link=alike) + self._sent_s(
+            parts, (1 - kept) * (all_bytes - rest_bytes), at_card=at_card, at_link=mesh.expert * alike
+        )
+
+    def _shared_bytes(self, shape: ModelShape, mode: TrainingMode) -> float:
+        """What processes gather and add up for a pack, each but for its own part."""
+        gathered = gathered_bytes(shape, mode, num_passes=self._num_passes, num_scoring_passes=self._num_scoring)
+        return gathered + reduced_bytes(shape, mode, num_passes=self._num_passes)
 
     def split_s(self, part: Part, tensor: int) -> float:
         """Sums of a sample's hidden states over those that split layers, for which all wait."""
@@ -244,10 +289,9 @@ class MeshSteps:
         if num_islands == 1:
             return 0.0
         sent = _MASTER_BYTES * self._shape.num_params * self._trained
-        if mesh.tensor * mesh.pipeline > 1:
+        if mesh.is_uniform:
             # `replicate`: a ring of two sums after every backward pass.
-            width = mesh.tensor * mesh.pipeline
-            packs = self.passes(self._demand.samples_per_step * width / sum(map(_size, islands)))
+            packs = self.passes(self._demand.samples_per_step * mesh.width / sum(map(_size, islands)))
             sent *= 2 / num_islands * packs
         machines = {part.machine for island in islands for stage in island for part in stage}
         if len(machines) == 1:

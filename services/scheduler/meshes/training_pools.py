@@ -12,7 +12,8 @@ from services.scheduler.meshes.islands import Island, Part, cut, islands_of, siz
 from services.scheduler.meshes.mesh_memory import MeshMemory
 from services.scheduler.meshes.mesh_search import MeshSearch, Trained, pool_of
 from services.scheduler.meshes.mesh_step import MeshSteps
-from services.scheduler.problem.plan_document import Mesh, PlanDocument, TrainShare
+from services.scheduler.problem.mesh import Mesh
+from services.scheduler.problem.plan_document import PlanDocument, TrainShare
 from services.scheduler.problem.problem import NodeClass, Problem
 
 Nodes = Mapping[str, NodeClass]
@@ -55,6 +56,8 @@ class TrainingPools:
             return "mesh: memory of islands and stages is only known with cost_model.train_pack_tokens; state that"
         if (error := _model_error(self._problem, plan.mesh)) is not None:
             return error
+        if plan.mesh.offload and (obstacle := self._problem.offload_obstacle) is not None:
+            return f"mesh.offload: {obstacle}"
         islands = islands_of(plan.train, plan.mesh, nodes)
         return _shares_error(islands, plan.mesh) or self.memory.error(islands, plan.mesh)
 
@@ -93,7 +96,7 @@ class TrainingPools:
         self, pool: Sequence[TrainShare], mesh: Mesh | None, nodes: Nodes, *, region: str
     ) -> tuple[tuple[TrainShare, ...], Mesh | None]:
         """The same with its head in a region, if islands or machines of the pool are there; stages stay in order."""
-        if mesh is not None and (mesh.tensor > 1 or mesh.pipeline > 1):
+        if mesh is not None and mesh.is_uniform:
             return tuple(pool), mesh
 
         def is_away(machine: TrainShare) -> bool:
@@ -137,4 +140,6 @@ def _model_error(problem: Problem, mesh: Mesh) -> str | None:
     for name, width in widths.items():
         if width % mesh.tensor:
             return f"mesh.tensor: {mesh.tensor} does not divide the model's {name}, {width}"
+    if mesh.expert > 1 and (model.experts or 1) % mesh.expert:
+        return f"mesh.expert: {mesh.expert} does not divide the model's experts, {model.experts or 0}"
     return None

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.problem.mesh import Mesh
 from services.scheduler.problem.plan_document import (
     SHARE_DIGITS,
     Broker,
     CriticPlace,
     GpuWorkers,
-    Mesh,
     PlanDocument,
     Relay,
     Replicas,
@@ -47,6 +47,8 @@ def put_trainers(message: pb.Plan, plan: PlanDocument, shares: Sequence[float] =
             tensor_parallel=mesh.tensor if mesh.tensor > 1 else 0,
             pipeline_parallel=mesh.pipeline if mesh.pipeline > 1 else 0,
             layers_per_stage=mesh.layers_per_stage or (),
+            expert_parallel=mesh.expert if mesh.expert > 1 else 0,
+            offloads=mesh.offload,
         )
     if plan.mesh is not None:
         message.trainer_islands.extend(mesh.sizes(plan.num_processes))
@@ -166,5 +168,7 @@ def trainers_of(message: pb.Plan) -> tuple[tuple[TrainShare, ...], Mesh | None]:
         tensor=first.tensor_parallel or 1,
         pipeline=first.pipeline_parallel or 1,
         layers_per_stage=tuple(first.layers_per_stage) or None,
+        expert=first.expert_parallel or 1,
+        offload=first.offloads,
     )
     return pool, mesh

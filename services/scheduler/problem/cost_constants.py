@@ -68,6 +68,10 @@ class CostConstants(StrictModel):
     train_pack_tokens: int = Field(default=0, ge=0, le=100_000_000)
     """Tokens of a trainer's forward pass. Memory and traffic are then those of Penstock's trainer: even shards over
     all GPUs of the pool, gathered weights and activations besides, gathers for every pass. 0: RM-1's rules."""
+    host_link_GBps: Positive = 20.0
+    """Between a GPU and its machine's memory, each way, where a mesh offloads. Assumed: of PCIe 4.0 x16's 32 GB/s."""
+    host_memory_GBps: Positive = 100.0
+    """Of a machine's memory, as its processors read and write it in AdamW's step where a mesh offloads. Assumed."""
 
     @field_validator("mfu_train", "mfu_infer")
     @classmethod

@@ -24,7 +24,8 @@ class Model(StrictModel):
     kv_heads: Count
     head_dim: Count
     ffn: Count | None = None
-    """Width of the feed-forward network that every token passes; without effect in a mixture of experts."""
+    """Width of the feed-forward network that every token passes; in a mixture, of the layers without experts, where it
+    is as wide as what a token passes in the others unless stated."""
     vocab: Count
     tied_embeddings: bool = False
     experts: Count | None = None
@@ -43,9 +44,14 @@ class Model(StrictModel):
     """Bytes per element of the KV cache."""
 
     @property
+    def num_dense_layers(self) -> int:
+        """Layers of a mixture without experts; 0 in a dense model."""
+        return 0 if self.experts is None or self.expert_layers is None else self.layers - self.expert_layers
+
+    @property
     def expert_params(self) -> float:
         """Of all experts of all layers; 0 in a dense model."""
-        layers = self.layers if self.expert_layers is None else self.expert_layers
+        layers = self.layers - self.num_dense_layers
         return layers * (self.experts or 0) * _GATED_MATRICES * self.hidden * (self.expert_ffn or 0)
 
     @property

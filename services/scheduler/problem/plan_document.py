@@ -24,16 +24,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from penstock.config import StrictModel, read_document, validate
+from services.scheduler.problem.mesh import Count, Mesh
 from services.scheduler.problem.problem import MAX_NODES, HostClass, NodeClass, Problem
 
 SHARE_DIGITS = 4
 """Of a share of tokens, where the largest is 1."""
-Count = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Layout(NamedTuple):
@@ -124,57 +124,6 @@ class CriticPlace(StrictModel):
     """On the GPUs of the machine that train, all of them, which it shares; otherwise on others."""
 
 
-class Mesh(StrictModel):
-    """The directions in which the processes of the pool divide a step, in the order of their ranks."""
-
-    islands: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=1024)] | None = None
-    """Processes of each group that holds a copy of the model; unset: all are one. Unlike ones only shard."""
-    tensor: Count = 1
-    """Neighbours that split each layer between them."""
-    pipeline: Count = 1
-    """Stages of layers in each island, one after the other in its ranks, each sharded over equally many processes."""
-    layers_per_stage: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
-    """Layers of each stage; unset: as even as possible."""
-
-    @model_validator(mode="after")
-    def _can_be_carried_out(self) -> Self:
-        if self.tensor > 1 and self.pipeline > 1:
-            raise ValueError(f"tensor: {self.tensor} beside pipeline {self.pipeline}; the trainer has one of them")
-        sizes, width = self.islands or (), self.tensor * self.pipeline
-        if width > 1 and len(set(sizes)) > 1:
-            raise ValueError(f"islands: {list(sizes)} are unlike beside tensor or pipeline; make them equal")
-        if any(size % width for size in sizes):
-            raise ValueError(f"islands: {list(sizes)} are no multiples of tensor x pipeline, {width}")
-        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.pipeline:
-            layers = list(self.layers_per_stage)
-            raise ValueError(f"layers_per_stage: {layers} for pipeline {self.pipeline}; state one number a stage")
-        return self
-
-    def sizes(self, num_processes: int) -> tuple[int, ...]:
-        """Processes of each island, among that many."""
-        return self.islands or (num_processes,)
-
-    def error(self, num_processes: int) -> str | None:
-        """Why that many processes are no such mesh; None if they are."""
-        sizes = self.sizes(num_processes)
-        if sum(sizes) != num_processes:
-            return f"mesh.islands: {list(sizes)} are {sum(sizes)} processes, and train has {num_processes} GPUs"
-        if sizes[0] % (self.tensor * self.pipeline):
-            return f"mesh: {sizes[0]} processes are no multiple of tensor {self.tensor} x pipeline {self.pipeline}"
-        return None
-
-    def parallel(self, num_processes: int) -> dict[str, Any]:
-        """`trainer.parallel` of a run."""
-        sizes, width = self.sizes(num_processes), self.tensor * self.pipeline
-        if width == 1:
-            return {"islands": list(sizes)} if len(sizes) > 1 else {}
-        found: dict[str, Any] = {"replicate": len(sizes), "shard": sizes[0] // width}
-        if self.tensor > 1:
-            return {**found, "tensor": self.tensor}
-        stages = {} if self.layers_per_stage is None else {"layers_per_stage": list(self.layers_per_stage)}
-        return {**found, "pipeline": self.pipeline, **stages}
-
-
 class PlanDocument(StrictModel):
     """Roles of all machines; the cost model judges nothing else."""
 
@@ -233,6 +182,9 @@ class PlanDocument(StrictModel):
         for each in found["gen"]:
             if each["pp"] == 1:
                 del each["pp"]
+        if "mesh" in found:
+            unused = {"expert": 1, "offload": False}
+            found["mesh"] = {key: value for key, value in found["mesh"].items() if value != unused.get(key)}
         if "critic" in found and not found["critic"]["is_beside_trainer"]:
             del found["critic"]["is_beside_trainer"]
         if found.get("broker", {}).get("count") == 1:

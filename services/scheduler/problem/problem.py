@@ -57,7 +57,8 @@ class NodeClass(StrictModel):
     price_per_gpu_hour: NotNegative = 0.0
     """Price in US dollars."""
     memory_GB: Positive | None = None
-    """Main memory of each machine that reward workers may take; unset: as much as they need."""
+    """Main memory of each machine, for reward workers and for what trainers offload; unset: as much as reward workers
+    need, and nothing is offloaded there."""
     machines: tuple[Name, ...] = Field(default=(), max_length=MAX_NODES)
     """Names of the machines, `count` of them; `name-0`, `name-1`, ... if empty."""
 
@@ -135,6 +136,16 @@ class Problem(StrictModel):
     """Published results of a real run; not used."""
     published: Any = None
     """See `measured`."""
+
+    @property
+    def offload_obstacle(self) -> str | None:
+        """Why its trainer cannot offload; None if it can, on machines that state `memory_GB`."""
+        if not self.cost_model.train_pack_tokens:
+            return "memory is only known with cost_model.train_pack_tokens; state that"
+        trained = [task.name for task in self.workload.pool_tasks if task.kind == "train"]
+        if len(trained) > 1:
+            return f"the trainer has {trained[1]} as well, which cannot be offloaded; make it a service (is_service)"
+        return None
 
     @model_validator(mode="after")
     def _activations_can_be_counted(self) -> Self:

@@ -57,7 +57,7 @@ def solve_columns(
     trained = total(lambda node, split: split.train_gpus * model.gpu_training_rate[node.name])
     # In GB, to be of a similar magnitude to the rates; what meshes need in each GPU besides is left out.
     memory = total(lambda node, split: split.train_gpus * model.usable_bytes[node.name] / 1e9)
-    program.add_linear_constraint(memory >= demand.training_state_bytes / 1e9)
+    program.add_linear_constraint(memory >= model.pool_memory.bounding_bytes / 1e9)
     # Pipelines send no gradients over links.
     is_bounded = len(home) > 1 and not model.pool_memory.is_even
     throughput = program.add_variable(lb=0, ub=_spanning_ceiling(model) if is_bounded else math.inf)

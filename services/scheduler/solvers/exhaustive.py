@@ -102,9 +102,9 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
         exposed_s = np.maximum(0.0, allreduce_s - problem.cost_model.dp_overlap * compute_s)
         step_s = compute_s + np.where(trained > 0, exposed_s, 0.0) + problem.cost_model.train_overhead_s
         bounds: _Array = np.minimum(made, demand.samples_per_step / step_s)
-    # No mesh holds less than one copy of the state in all.
+    # No mesh holds less than one copy of the state in all, unless machines hold it.
     offered = summed(lambda part: part.train_gpus * model.usable_bytes[part.node.name])
-    lacks_memory = offered < demand.training_state_bytes
+    lacks_memory = offered < model.pool_memory.bounding_bytes
     bounds[lacks_memory | (trained <= 0)] = 0
     if problem.constraints.train_single_region:
 

@@ -14,18 +14,14 @@ from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
 from console.node.config import NodeConfig, read_node
 from console.run.as_planned import as_planned
-from console.run.run_plan import as_message
+from console.run.run_plan import as_message, trainer_settings
 from console.serve.serve import ServiceKind, load_service_config
 from penstock.config import ConfigError, read_document, validate
 from services.reward.config import RewardConfig
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of
-from services.scheduler.problem.plan_document import (
-    Mesh,
-    PlanDocument,
-    TrainShare,
-    read_plan,
-)
+from services.scheduler.problem.mesh import Mesh
+from services.scheduler.problem.plan_document import PlanDocument, TrainShare, read_plan
 from services.scheduler.problem.problem import read_problem
 from tests.helpers.plans.problems import plan, problem
 from tests.unit.console.deploy.deployed import PLAN, SPREAD, deployed, spread_model
@@ -204,14 +200,21 @@ def test_stages_and_split_layers_are_what_the_trainer_calls_them(model):
     for mesh, parallel in (
         (Mesh(pipeline=3, layers_per_stage=(20, 8, 8)), {"pipeline": 3, "layers_per_stage": [20, 8, 8], "shard": 4}),
         (Mesh(islands=(6, 6), tensor=2), {"replicate": 2, "shard": 3, "tensor": 2}),
+        (Mesh(islands=(6, 6), expert=3), {"replicate": 2, "shard": 6, "expert": 3}),
+        (Mesh(islands=(6, 6), offload=True), {"replicate": 2, "shard": 6}),
         (Mesh(), {}),
     ):
         meshed = SPREAD.model_copy(update={"train": pool, "mesh": mesh})
-        stated = deployed(model, of=meshed)["run.yaml"]["trainer"]["parallel"]
-        assert {key: value for key, value in stated.items() if value != 1} == parallel
+        trainer = deployed(model, of=meshed)["run.yaml"]["trainer"]
+        assert {key: value for key, value in trainer["parallel"].items() if value != 1} == parallel
+        assert trainer.get("offload") is (True if mesh.offload else None)
+        assert trainer_settings(as_message(meshed)).get("offload") == trainer.get("offload")
         assert document_of(as_message(meshed)).mesh == mesh.model_copy(update={"islands": mesh.islands or (12,)})
-    with pytest.raises(ValidationError, match=r"islands: .* are unlike beside tensor or pipeline; make them equal"):
+    with pytest.raises(ValidationError, match=r"islands: .* are unlike beside tensor, pipeline, expert or offload"):
         Mesh(islands=(4, 8), pipeline=2)
+    offloaded = SPREAD.model_copy(update={"train": pool, "mesh": Mesh(offload=True)})
+    with pytest.raises(ConfigError, match=r"trainer.device: cpu, and in the plan GPUs offload the trainer's state"):
+        deployed(model, of=offloaded, run={**PLAIN_RUN, "trainer": {"device": "cpu"}})
 
 
 def test_a_trainer_of_one_machine_starts_its_processes_itself(model):

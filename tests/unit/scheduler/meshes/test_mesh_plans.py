@@ -5,8 +5,9 @@ import pytest
 from penstock.model.training_memory import TrainingMode, working_bytes
 from services.scheduler.cost_model.pool_memory import model_shape
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
+from services.scheduler.problem.mesh import Mesh
 from services.scheduler.problem.plan_check import violations
-from services.scheduler.problem.plan_document import Mesh, PlanDocument, TrainShare
+from services.scheduler.problem.plan_document import PlanDocument, TrainShare
 from services.scheduler.solvers.regeneration import regenerate
 from tests.helpers.plans.problems import plan, problem
 
