@@ -1,6 +1,6 @@
 """Builds a planning problem from an inventory of probes, a model's folder, lengths, and a run's configuration.
 
-    probes -> cluster    config.json -> model    recording or rows -> lengths    RUN.yaml and flags -> workload
+    probes -> cluster, reward    config.json -> model    recording or rows -> lengths    RUN.yaml and flags -> workload
 
 The document goes through the same checks as a problem that a person wrote. What is missing is asked for in one list:
 the field, why it is missing, and what gives it. Fields that nothing here measures keep their defaults.
@@ -19,6 +19,7 @@ from console.node.config import NodeConfig, device_differences, read_nodes
 from console.plan.cluster import cluster_of
 from console.plan.lengths import output_lengths, read_lengths
 from console.plan.model_section import decode_constants, model_section
+from console.plan.reward_section import reward_section
 from console.probe.probe_file import Probe, read_inventory
 from penstock.config import ConfigError, Document, validate
 from penstock.model.model_shape import read_numbers
@@ -45,6 +46,8 @@ class Sources:
     prompts_per_step: int | None = None
     group_size: int | None = None
     staleness: int | None = None
+    reward_rate: float | None = None
+    """Samples per second that one reward worker scores."""
     write_problem: Path | None = None
     """File to write the problem to."""
 
@@ -73,7 +76,7 @@ def build_problem(inventory: Path, sources: Sources) -> BuiltProblem:
     cluster = cluster_of(list(probes.values()))
     missing, notes = cluster.missing, cluster.notes
     if run is not None:
-        missing += _differences(run, list(probes.values()))
+        missing += _differences(run, [probe for probe in probes.values() if probe.accelerators is not None])
     model = sources.model or (run.model.folder if run is not None else None)
     if model is None:
         missing.append("model: not given; name its Hugging Face folder with --model, or a run with --run")
@@ -84,9 +87,13 @@ def build_problem(inventory: Path, sources: Sources) -> BuiltProblem:
         "notes": [f"probed: {probe.name}, {probe.measured_at.isoformat()}" for probe in probes.values()],
         "gpu_types": cluster.gpu_types,
         "nodes": cluster.nodes,
+        "hosts": cluster.hosts,
         "links": cluster.links,
         "model": section,
-        "workload": _workload(sources, run, model, missing, notes),
+        "workload": {
+            **_workload(sources, run, model, missing, notes),
+            **reward_section(list(probes.values()), run, stated=sources.reward_rate, missing=missing, notes=notes),
+        },
         "cost_model": {**decode_constants(list(probes.values()), notes), **_run_constants(run, notes)},
         "constraints": _constraints(run),
     }
@@ -224,4 +231,5 @@ def _node_differences(path: Path, node: NodeConfig, known: Mapping[str, Probe]) 
             f"--name {node.node_id} on it, or leave it out of scheduler.nodes"
         ]
     own = probe.accelerators
+    assert own is not None, "hosts are no machines of scheduler.nodes"
     return device_differences(path, node, gpu=own.kind, gpus=own.count, source="the probe")

@@ -26,19 +26,24 @@ OTHERS_BUSY, STOLEN_BUSY = 0.1, 0.05
 class Machine:
     """The devices to measure."""
 
-    accelerators: Accelerators
+    accelerators: Accelerators | None
+    """None: a host."""
     gpus: tuple[GpuDevice, ...] = ()
     """Empty where the CPUs are the devices."""
 
     @property
     def num_threads(self) -> int:
         """CPU threads for each device."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.accelerators.count)
+        return max(1, num_cores() // (self.accelerators.count if self.accelerators is not None else 1))
+
+
+def num_cores() -> int:
+    """CPU cores that a process may use here."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def this_machine(num_cpu_devices: int | None) -> Machine:
-    """The GPUs that CUDA_VISIBLE_DEVICES gives this process; without any, the CPUs as so many equal devices (1).
+    """The GPUs that CUDA_VISIBLE_DEVICES gives this process; without any, the CPUs as so many equal devices, or a host.
 
     Raises ConfigError: its GPUs are not alike, or cannot be read, or there are fewer cores than devices.
     """
@@ -48,7 +53,7 @@ def this_machine(num_cpu_devices: int | None) -> Machine:
     except (NvidiaSmiError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if not gpus:
-        return Machine(accelerators=_cpus(num_cpu_devices or 1))
+        return Machine(accelerators=None if num_cpu_devices is None else _cpus(num_cpu_devices))
     if num_cpu_devices is not None:
         raise ConfigError(
             f"--cpu-devices: this machine has {len(gpus)} GPUs; leave it out, or hide them with {VARIABLE}="
@@ -72,7 +77,7 @@ def _gpus(gpus: Sequence[GpuDevice]) -> Accelerators:
 
 
 def _cpus(count: int) -> Accelerators:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     if count > cores:
         raise ConfigError(f"--cpu-devices: {count} for {cores} cores; at most one device a core")
     # Not "cpu": a run registers the console's machine under that kind, which is not one of the plan's.

@@ -86,6 +86,23 @@ class MeasuredLink(StrictModel):
     send_Gbps: Rate
     receive_Gbps: Rate
     round_trip_ms: float = Field(ge=0, le=1e6)
+    clock_ahead_s: float | None = Field(default=None, ge=-1e10, le=1e10)
+    """By how much the other machine's clock was ahead of this one's, to half a round trip; None if it did not say."""
+
+
+class MeasuredReward(StrictModel):
+    """How fast one reward worker of a run scores here."""
+
+    model: Text
+    """The rewards that were measured, as `reward_name` writes them."""
+    samples_per_second: Rate
+    """With as many calls under way as the run allows."""
+    num_samples: int = Field(ge=1, le=1_000_000_000)
+    """Scores behind the rate."""
+    completions: Literal["recorded", "answers"]
+    """What was scored: completions of a recording, or rows' reference answers in their place."""
+    memory_GB: Rate
+    """Most that the worker had, and its largest child process."""
 
 
 class Load(StrictModel):
@@ -108,7 +125,12 @@ class Probe(StrictModel):
     site: MachineName = "default"
     """Machines of one site share a fast network."""
     measured_at: datetime.datetime
-    accelerators: Accelerators
+    cores: int | None = Field(default=None, ge=1, le=100_000)
+    """CPU cores that a process here may use."""
+    memory_GB: Rate | None = None
+    """Main memory of the machine, or of the container."""
+    accelerators: Accelerators | None = None
+    """None: a host, a machine without GPUs that is there for broker, Redis and scheduler."""
     matrix_tflops_bf16: Rate | None = None
     """10^12 FLOP/s of each device in a large bfloat16 matrix product, with all devices at work."""
     memory_GBps: Rate | None = None
@@ -116,6 +138,7 @@ class Probe(StrictModel):
     allreduce: AllReduce | None = None
     disk: Disk | None = None
     decode: Decode | None = None
+    reward: MeasuredReward | None = None
     links: tuple[MeasuredLink, ...] = Field(default=(), max_length=1000)
     absent: dict[str, Text] = Field(default_factory=dict, max_length=100)
     """Why a measurement is missing, by its name."""

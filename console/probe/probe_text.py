@@ -8,8 +8,11 @@ from console.probe.probe_file import Probe
 def summary(probe: Probe) -> list[str]:
     """One line for each measurement, made or not."""
     devices = probe.accelerators
+    what = f"a host of {probe.cores} cores and {probe.memory_GB or 0:.1f} GB"
+    if devices is not None:
+        what = f"{devices.count} x {devices.kind}, {devices.memory_GB:.1f} GB each"
     lines = [
-        f"{probe.name} of site {probe.site}: {devices.count} x {devices.kind}, {devices.memory_GB:.1f} GB each",
+        f"{probe.name} of site {probe.site}: {what}",
         *_line("matrix", probe.matrix_tflops_bf16, "{:.4g} TFLOP/s each in bfloat16"),
         *_line("memory", probe.memory_GBps, "{:.4g} GB/s each"),
     ]
@@ -22,6 +25,11 @@ def summary(probe: Probe) -> list[str]:
     if (decode := probe.decode) is not None:
         steps = ", ".join(f"{point.batch}: {1000 * point.step_s:.2f} ms" for point in decode.points)
         lines.append(f"  decode step {steps} ({decode.engine}, {decode.params / 1e6:.3g}M parameters, {decode.model})")
+    if (reward := probe.reward) is not None:
+        lines.append(
+            f"  reward      {reward.samples_per_second:.4g} samples/s by a worker ({reward.model}, "
+            f"{reward.num_samples} samples), {reward.memory_GB:.2g} GB"
+        )
     for link in probe.links:
         lines.append(
             f"  link        to {link.machine} of {link.site}: {link.send_Gbps:.3g} Gbps sent, "

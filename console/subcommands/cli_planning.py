@@ -68,6 +68,10 @@ GroupSize = Annotated[int | None, typer.Option("--group-size", min=1, help="With
 Staleness = Annotated[
     int | None, typer.Option("--staleness", min=0, help="With --inventory: versions that a sample may lag.")
 ]
+RewardRate = Annotated[
+    float | None,
+    typer.Option("--reward-rate", min=1e-6, help="With --inventory: samples/s that one reward worker scores."),
+]
 WriteProblem = Annotated[
     Path | None, typer.Option("--write-problem", metavar="FILE", help="With --inventory: write the problem, YAML.")
 ]
@@ -98,22 +102,33 @@ def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         float, typer.Option("--seconds", min=0.05, max=5, help="Time of each measurement but decode.")
     ] = 3.0,
     cpu_devices: Annotated[
-        int | None, typer.Option("--cpu-devices", min=1, max=1024, help="Without GPUs: count the CPUs as so many.")
+        int | None,
+        typer.Option("--cpu-devices", min=1, max=1024, help="Without GPUs: count the CPUs as so many; else a host."),
+    ] = None,
+    reward: Annotated[
+        Path | None, typer.Option("--reward", metavar="RUN.yaml", help="Measure how fast a run's reward scores here.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="FILE", help="With --reward: a recording to score, not rows' answers."),
     ] = None,
     as_json: Json = False,
 ) -> int:
     """Measure what a plan needs to know of this machine, in under three minutes, and write it into one small file.
 
-    Measured are: matrix rate in bfloat16, memory bandwidth, all-reduce, decode steps by batch, disk, and the network
-    to machines that listen. Exit status 1 if a measurement failed; the file says which.
+    Measured are: matrix rate in bfloat16, memory bandwidth, all-reduce, decode steps by batch, disk, a run's reward,
+    and the network to machines that listen; on a machine without GPUs, a host for broker, Redis and scheduler, the
+    last three. Exit status 1 if a measurement failed; the file says which.
 
     Examples:
       penstock probe --out inventory --site frankfurt
       penstock probe --listen 0.0.0.0:7309 --site frankfurt
       penstock probe --out inventory --site oslo --with gpu-1.frankfurt.example:7309
+      penstock probe --out inventory --site frankfurt --reward my.yaml --data trajectories.jsonl
       penstock probe --cpu-devices 2 --skip decode --json
     """
-    from console.probe.probe_command import ProbeOptions, listen_command, probe_command
+    from console.probe.measurements import ProbeOptions
+    from console.probe.probe_command import listen_command, probe_command
 
     end_by_sigterm()
     options = ProbeOptions(
@@ -125,6 +140,8 @@ def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         skip=skip or [],
         seconds=seconds,
         cpu_devices=cpu_devices,
+        reward=reward,
+        data=data,
     )
     return probe_command(options, is_json=as_json) if listen is None else listen_command(listen, options)
 
@@ -156,6 +173,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     prompts_per_step: PromptsPerStep = None,
     group_size: GroupSize = None,
     staleness: Staleness = None,
+    reward_rate: RewardRate = None,
     write_problem: WriteProblem = None,
 ) -> int:
     """Plan which machines of a mixed cluster generate and which train, and show the expected throughput.
@@ -186,6 +204,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         prompts_per_step=prompts_per_step,
         group_size=group_size,
         staleness=staleness,
+        reward_rate=reward_rate,
         write_problem=write_problem,
     )
     found = stated_problem(problem, sources)

@@ -142,7 +142,7 @@ async def rescore(
         leases: list[list[broker_pb2.ScoringLease]] = [[] for _ in graders]
         for at, sample in enumerate(batch):
             number = reward_number(sample.prompt.metadata_json, by_source or {})
-            leases[number].append(broker_pb2.ScoringLease(lease_id=str(at), item=_item(sample)))
+            leases[number].append(broker_pb2.ScoringLease(lease_id=str(at), item=score_item(sample)))
         found = await asyncio.gather(*(each.score(own) for each, own in zip(graders, leases, strict=True)))
         scores = {int(result.lease_id): result.score for results in found for result in results}
         return [sample.rescored(scores[at]) for at, sample in enumerate(batch)]
@@ -171,7 +171,8 @@ async def rescore(
         await end(*ahead)
 
 
-def _item(sample: Recorded) -> reward_pb2.ScoreItem:
+def score_item(sample: Recorded) -> reward_pb2.ScoreItem:
+    """What a reward model is shown of a recorded sample."""
     prompt, trajectory = sample.prompt, sample.trajectory
     return reward_pb2.ScoreItem(
         key=trajectory.key,

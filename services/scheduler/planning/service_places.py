@@ -20,6 +20,8 @@ from services.scheduler.problem.problem import Problem
 TOKENS_PER_BROKER = 48_000
 """Completion tokens per second with which a broker is busy for 70 % of a core, by what was measured of its token stream
 (docs/benchmarks.md: 14.5 % for 10,000)."""
+_CORES_BESIDE_BROKERS = 1
+"""Of a host, for Redis."""
 MAX_BROKERS = 8
 """As many as were measured on one Redis (docs/scale.md)."""
 
@@ -60,10 +62,13 @@ def with_center(
     """
     head = plan.train[0].node
     region = node_classes(problem)[head].region
-    place = next((name for name, host in host_classes(problem).items() if host.region == region), head)
+    hosts = host_classes(problem)
+    place = next((name for name, host in hosts.items() if host.region == region), head)
     broker, scheduler = (None, None) if before is None else (before.broker, before.scheduler)
     # Beside a trainer the run's console starts one.
-    wanted = min(MAX_BROKERS, max(1, math.ceil(tokens_per_second / TOKENS_PER_BROKER))) if place != head else 1
+    cores = 1 if place == head else hosts[place].cores or MAX_BROKERS + _CORES_BESIDE_BROKERS
+    most = min(MAX_BROKERS, cores - _CORES_BESIDE_BROKERS)
+    wanted = max(1, min(most, math.ceil(tokens_per_second / TOKENS_PER_BROKER)))
     broker = broker or Broker(node=place, count=wanted)
     return plan.model_copy(update={"broker": broker, "scheduler": scheduler or place})
 

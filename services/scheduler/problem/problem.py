@@ -73,6 +73,8 @@ class HostClass(StrictModel):
     name: Name
     count: int = Field(default=1, ge=1, le=MAX_NODES)
     region: Name = "default"
+    cores: Count | None = None
+    """CPU cores of each; unset: as many as brokers there need."""
     machines: tuple[Name, ...] = Field(default=(), max_length=MAX_NODES)
     """Names of the machines, as of those with GPUs."""
 

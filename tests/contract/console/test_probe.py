@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import yaml
 
 from console.probe.link_client import LinkClient, LinkError
 from console.probe.link_server import Peer, serving_transfers
 from penstock.security import NO_SECURITY
+from services.reward.code.sandbox import SandboxError
+from services.reward.code.sandboxes import find_sandbox
 from tests.helpers.certificates import issue, make_authority
-from tests.helpers.console import penstock, penstock_in_process
+from tests.helpers.console import penstock, penstock_in_process, write_rows
 from tests.helpers.plans.probes import make_model
 
 FLAGS = ("--prompts-per-step", "4", "--group-size", "4", "--staleness", "1")
@@ -55,6 +60,33 @@ def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
         "broker": {"node": "this"},
         "scheduler": "this",
     }
+
+
+def test_a_machine_without_gpus_is_a_host_on_which_programs_of_a_reward_are_run(tmp_path: Path) -> None:
+    try:
+        find_sandbox("auto")
+    except SandboxError as error:
+        pytest.skip(str(error))
+    program = "```python\nprint(int(input()) + 1)\n```"
+    row = {"prompt": "Write a program that adds one.", "answer": program, "tests": [{"input": "1", "output": "2"}]}
+    write_rows(tmp_path / "train.jsonl", row)
+    run = {"run": {"num_steps": 1}, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
+    run["reward"] = {"model": "code", "max_batch_size": 2}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        probed = penstock(
+            *("probe", "--name", "desk", "--seconds", "0.05", "--reward", "run.yaml", "--skip", "disk", "--json"),
+            cwd=tmp_path,
+        )
+    assert probed.returncode == 0, probed.stderr
+    found = json.loads(probed.stdout)
+    assert (found["accelerators"], found["decode"], found["matrix_tflops_bf16"]) == (None, None, None)
+    assert found["cores"] >= 1
+    measured = found["reward"]
+    assert (measured["model"], measured["completions"]) == ("code", "answers")
+    # A process for each program: some milliseconds at best.
+    assert 0.1 < measured["samples_per_second"] < 2000
+    assert measured["memory_GB"] > 0
 
 
 @asynccontextmanager

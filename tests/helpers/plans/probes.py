@@ -30,9 +30,22 @@ def document(name: str = "gpu-1", **changes: Any) -> dict[str, Any]:
     return {**found, **changes}
 
 
+def host(name: str = "desk", **changes: Any) -> dict[str, Any]:
+    """A probe of a machine without GPUs."""
+    measured = {"matrix_tflops_bf16": None, "memory_GBps": None, "allreduce": None}
+    return {**document(name), **measured, "accelerators": None, "cores": 16, "memory_GB": 64.0, **changes}
+
+
+def reward(rate: float = 50.0, **changes: Any) -> dict[str, Any]:
+    """A measured reward: samples/s of a worker."""
+    found = {"model": "code", "samples_per_second": rate, "num_samples": 500, "completions": "recorded"}
+    return {**found, "memory_GB": 1.5, **changes}
+
+
 def link(machine: str, site: str, *, gbps: float = 5.0) -> dict[str, Any]:
     """A measured link; it receives faster than it sends."""
-    return {"machine": machine, "site": site, "send_Gbps": gbps, "receive_Gbps": 2 * gbps, "round_trip_ms": 30.0}
+    rates = {"send_Gbps": gbps, "receive_Gbps": 2 * gbps, "round_trip_ms": 30.0}
+    return {"machine": machine, "site": site, **rates, "clock_ahead_s": 0.5}
 
 
 def write(folder: Path, *documents: dict[str, Any]) -> Path:

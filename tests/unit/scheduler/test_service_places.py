@@ -48,6 +48,9 @@ def test_broker_and_scheduler_stand_beside_the_head_without_gpus_where_they_can(
     for rate, count in ((48_000.0, 1), (49_000.0, 2), (1e9, MAX_BROKERS)):
         busy = with_center(with_hosts(*hosts), FAR, None, tokens_per_second=rate)
         assert busy.broker == Broker(node=place, count=1 if place == "a100-0" else count)
+    if place != "a100-0":
+        stated = with_hosts(*({**host, "cores": 4} for host in hosts))
+        assert with_center(stated, FAR, None, tokens_per_second=1e9).broker.count == 3, "Redis has the fourth core"
     kept = PlanDocument(broker=Broker(node="l40s-0"))
     again = with_center(with_hosts(*hosts), FAR, kept)
     assert (again.broker, again.scheduler) == (kept.broker, place), "a running plan's broker stays"

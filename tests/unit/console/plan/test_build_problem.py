@@ -1,5 +1,8 @@
 """Problems from inventories: what probes and files say, and what is asked for by name."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import yaml
 
@@ -9,8 +12,8 @@ from console.recording.writer import open_writer
 from penstock.config import ConfigError
 from services.scheduler.problem.problem import read_problem
 from tests.helpers.brokers.recordings import recorded
-from tests.helpers.console import penstock_in_process
-from tests.helpers.plans.probes import GPU, document, link, make_model, write
+from tests.helpers.console import penstock_in_process, write_rows
+from tests.helpers.plans.probes import GPU, document, host, link, make_model, reward, write
 
 L4 = {"type": "gpu", "kind": "L4", "count": 1, "memory_GB": 24.2}
 STATED = {"prompts_per_step": 16, "group_size": 4, "staleness": 2}
@@ -202,3 +205,61 @@ def test_sources_that_do_not_fit_are_refused(tmp_path, arguments, said):
     result = penstock_in_process("plan", *arguments, cwd=tmp_path)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def test_machines_without_gpus_are_hosts_of_which_the_strongest_has_the_broker(sources, tmp_path):
+    disk = {"write_GBps": 2.0, "read_GBps": 3.0}
+    weak, strong, quick = host("weak", cores=4), host("strong"), host("quick", disk=disk)
+    found = built(sources, document(), document("gpu-2"), weak, strong, quick, host("alone", site="nowhere"))
+    assert [(each.region, each.cores, each.machines) for each in found.problem.hosts] == [
+        ("here", 16, ("quick", "strong")),
+        ("here", 4, ("weak",)),
+    ]
+    assert any("alone" in note and "left out" in note for note in found.notes)
+    write_problem(tmp_path / "problem.yaml", found)
+    result = penstock_in_process("plan", "problem.yaml", "--budget-s", "1", "--json", cwd=tmp_path)
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)["rm1_plan"]
+    assert (plan["broker"]["node"], plan["scheduler"]) == ("quick", "quick")
+    (line,) = refusal(replace(sources, inventory=tmp_path / "hosts"), host("a"), host("b"))
+    assert "all 2 machines are hosts" in line
+
+
+def test_rewards_are_planned_as_they_were_measured_and_asked_for_otherwise(sources, tmp_path):
+    run = tmp_path / "run.yaml"
+
+    def with_reward(model, *documents, rate=None):
+        run.write_text(
+            yaml.safe_dump(
+                {
+                    "run": {"num_steps": 3},
+                    "model": {"path": str(sources.model)},
+                    "data": {"train": str(write_rows(tmp_path / "train.jsonl")), "max_prompt_tokens": 64},
+                    "reward": {"model": model, "judge": {"url": "http://j/v1", "model": "m"}},
+                }
+            )
+        )
+        return replace(sources, run=run, reward_rate=rate), *documents
+
+    fast, slow, same = (reward(rate) for rate in (200, 50, 100))
+    first, second, third = two_sites()
+    measured = {**first, "reward": slow}, {**second, "reward": fast}, {**third, "reward": same}
+    work = built(*with_reward("code", *measured)).problem.workload.reward
+    assert work.memory_GB == 1.5
+    assert work.samples_per_second("A100-80") == pytest.approx(125)
+    assert work.samples_per_second("L4") == pytest.approx(100)
+    assert built(*with_reward("code", first, second, third, rate=7)).problem.workload.reward.samples_per_second(
+        "L4"
+    ) == pytest.approx(7)
+    for model, said in (
+        ("math", "probes measured code and not math"),
+        ("judge", "the rate of judge is its endpoint's"),
+    ):
+        (line,) = refusal(*with_reward(model, *measured))
+        assert line.startswith("workload.reward.seconds_per_sample: ")
+        assert said in line
+        assert "--reward-rate" in line
+    # Rules that take microseconds are not asked for.
+    assert built(*with_reward("exact_match", first, second, third)).problem.workload.reward is None
+    answered = {**third, "reward": reward(completions="answers")}
+    assert any("answers in place of completions" in note for note in built(*with_reward("code", answered, first)).notes)

@@ -48,9 +48,10 @@ def test_unlike_gpus_are_refused_with_what_to_do(gpus):
         this_machine(None)
 
 
-def test_without_gpus_the_cpus_are_as_many_devices_as_are_asked_for(gpus):
+def test_without_gpus_the_cpus_are_as_many_devices_as_are_asked_for_or_the_machine_is_a_host(gpus):
     gpus()
-    whole, parts = this_machine(None).accelerators, this_machine(2).accelerators
+    assert this_machine(None).accelerators is None
+    whole, parts = this_machine(1).accelerators, this_machine(2).accelerators
     assert (whole.type, whole.count, parts.count) == ("cpu", 1, 2)
     assert parts.memory_GB == pytest.approx(whole.memory_GB / 2)
     with pytest.raises(ConfigError, match="--cpu-devices: 100000 for"):

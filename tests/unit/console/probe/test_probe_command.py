@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from console.probe import probe_command
+from console.probe import measurements
 from console.probe.children import Outcome, run_children
 from tests.helpers.console import penstock_in_process
 from tests.helpers.recorded_gpus import A100, Card, install_nvidia_smi, uuid_of
@@ -28,7 +28,7 @@ def probe(tmp_path, monkeypatch):
 
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setenv("PATH", install_nvidia_smi(tmp_path / "bin", cards))
-        monkeypatch.setattr(probe_command, "run_children", answered)
+        monkeypatch.setattr(measurements, "run_children", answered)
         result = penstock_in_process(
             "probe", "--name", "m", "--seconds", "0.05", "--skip", "disk", *arguments, cwd=tmp_path
         )
@@ -84,6 +84,8 @@ def test_of_mig_instances_one_is_measured_for_all(probe):
         (("--site", "a b"), "--name and --site: site"),
         (("--with", "far"), "--with: 'far'"),
         (("--cpu-devices", "2"), "--cpu-devices: this machine has 1 GPUs"),
+        (("--data", "recording.jsonl"), "--data: has no effect without --reward"),
+        (("--reward", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(probe, arguments, said):
