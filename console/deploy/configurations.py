@@ -468,7 +468,7 @@ class Configurations:
             storage := config["run"].get("checkpoint_storage")
         ) is not None:
             document["writable"]["run.checkpoint_storage"] = str(storage)
-        if self.is_emulated:
+        if self.is_emulated or config.get("trainer", {}).get("device") == "cpu":
             return document
         kind = node_classes(self.model.problem)[name]
         gpus = kind.gpus if generates is not None or trains is None else trains.gpus

@@ -14,6 +14,7 @@ from statistics import median
 from typing import TypeVar
 
 from console.probe.probe_file import Accelerators, MeasuredLink, Probe
+from console.probe.probe_text import clock_difference
 from penstock.config import Document
 
 SLOW_BELOW = 0.8
@@ -45,6 +46,8 @@ class Cluster:
 def cluster_of(probes: Sequence[Probe]) -> Cluster:
     """The cluster of these machines, whose names differ."""
     cluster = Cluster(notes=[_busy(probe) for probe in probes if probe.is_busy])
+    differences = (clock_difference(probe.name, link) for probe, link in _all_links(probes))
+    cluster.notes += [each for each in differences if each is not None]
     machines = [Machine(probe, probe.accelerators) for probe in probes if probe.accelerators is not None]
     for kind, alike in _grouped(machines, lambda each: each.devices.kind).items():
         cluster.gpu_types[kind] = _gpu_type(kind, alike, cluster.missing)

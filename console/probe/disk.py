@@ -31,7 +31,10 @@ def measure_disk(folder: Path, *, seconds: float) -> Disk:
     """
     most_bytes = min(MAX_BYTES, int(free_bytes(folder) * _FREE_SHARE))
     if most_bytes < _PIECE_BYTES:
-        raise DiskTooFullError(f"{folder}: less than {_PIECE_BYTES / _FREE_SHARE / 2**20:.0f} MiB are free")
+        raise DiskTooFullError(
+            f"{folder}: less than {_PIECE_BYTES / _FREE_SHARE / 2**20:.0f} MiB are free; free some space, or name a "
+            "folder on another disk with --out"
+        )
     # Random bytes, for disks that compress.
     piece = os.urandom(_PIECE_BYTES)
     with TemporaryFile(dir=folder, buffering=0) as file:

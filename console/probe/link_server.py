@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
+from pydantic import Field
 
 from console.probe.probe_file import MachineName
 from penstock.config import StrictModel
@@ -38,6 +40,8 @@ class Peer(StrictModel):
 
     name: MachineName
     site: MachineName
+    time_s: float | None = Field(default=None, ge=0, le=1e12)
+    """Its clock as it answers, seconds since 1970."""
 
 
 @asynccontextmanager
@@ -75,7 +79,7 @@ class _Transfers:
         self._free = asyncio.Semaphore(NUM_CONNECTIONS)
 
     async def machine(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._peer.model_dump())
+        return web.json_response(self._peer.model_copy(update={"time_s": time.time()}).model_dump())
 
     async def send(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -88,8 +92,8 @@ class _Transfers:
             await response.prepare(request)
             loop = asyncio.get_running_loop()
             num_bytes, end_s = 0, loop.time() + seconds
-            # A machine that stops reading must not keep others waiting.
-            with suppress(TimeoutError):
+            # A machine that stops reading must not keep others waiting; one that has enough closes its connection.
+            with suppress(TimeoutError, ConnectionError):
                 async with asyncio.timeout(2 * MAX_SECONDS):
                     while num_bytes < MAX_BYTES and loop.time() < end_s:
                         await response.write(PIECE)

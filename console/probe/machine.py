@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +62,30 @@ def this_machine(num_cpu_devices: int | None) -> Machine:
             f"--cpu-devices: this machine has {len(gpus)} GPUs; leave it out, or hide them with {VARIABLE}="
         )
     return Machine(accelerators=_gpus(gpus), gpus=gpus)
+
+
+@contextmanager
+def measured_alone(folder: Path | None = None) -> Iterator[None]:
+    """Hold the lock by which one probe of this user measures the machine at a time; `folder` is the machine's own.
+
+    Raises ConfigError: another one measures.
+    """
+    path = (folder or Path(tempfile.gettempdir())) / f"penstock-{os.getuid()}-probe.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "of a moment ago"
+            raise ConfigError(
+                f"another penstock probe measures this machine (process {holder}); wait until it has ended, as both "
+                "would find half of what there is"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _gpus(gpus: Sequence[GpuDevice]) -> Accelerators:

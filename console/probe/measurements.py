@@ -19,6 +19,7 @@ from console.config.reward_settings import read_reward_settings
 from console.devices.device_names import visible_devices
 from console.probe.children import run_children
 from console.probe.disk import DiskTooFullError, measure_disk
+from console.probe.link_client import LIMIT_S as LINK_LIMIT_S
 from console.probe.link_client import LinkClient, LinkError
 from console.probe.link_server import MAX_SECONDS, Peer
 from console.probe.machine import LoadMeter, Machine, busy_reasons, num_cores, versions
@@ -31,6 +32,7 @@ from console.probe.probe_file import (
     MeasuredReward,
     Probe,
 )
+from console.probe.probe_text import clock_difference
 from console.probe.reward_samples import elsewhere
 from penstock.process.machine_memory import total_bytes
 from penstock.process.packages import ENGINE_PACKAGES, installed_version
@@ -97,7 +99,7 @@ class Measurements:
         decode = None if accelerators is None else self._decode()
         # These take little of the CPUs' time, or wait for others.
         disk = self._disk()
-        links = tuple(link for target in self._options.peers if (link := self._link(target)) is not None)
+        links = tuple(link for target in self._options.peers if (link := self._link(target, peer.name)) is not None)
         load = meter.load()
         reasons = busy_reasons(load, self._machine.gpus)
         return Probe(
@@ -242,18 +244,26 @@ class Measurements:
             self._fail("disk", str(error))
             return None
 
-    def _link(self, target: str) -> MeasuredLink | None:
+    def _link(self, target: str, own_name: str) -> MeasuredLink | None:
         seconds = min(MAX_SECONDS, self._options.seconds)
-        if time.monotonic() + _LINK_TRANSFERS * seconds > self._end_s:
+        left_s = self._end_s - time.monotonic()
+        if left_s < _LINK_TRANSFERS * seconds:
             self._fail(f"link to {target}", f"no time was left of {LIMIT_S:g} s; probe again with --skip decode")
             return None
         say(f"measuring the network to {target}")
-        client = LinkClient(target=target, security=self._security)
+        client = LinkClient(target=target, security=self._security, limit_s=min(LINK_LIMIT_S, left_s))
         try:
-            return client.measure(seconds=seconds)
+            found = client.measure(seconds=seconds)
         except LinkError as error:
             self._fail(f"link to {target}", str(error))
             return None
+        if found.machine == own_name:
+            why = f"--with {target}: calls itself {own_name}, as this machine; give each a --name of its own"
+            self._fail(f"link to {target}", why)
+            return None
+        if (difference := clock_difference(own_name, found)) is not None:
+            say(difference)
+        return found
 
 
 def _mean(answers: Sequence[Mapping[str, Any]], key: str) -> float | None:

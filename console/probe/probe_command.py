@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import tempfile
 
 from console.config.reward_settings import read_reward_settings
 from console.probe.link_server import Peer, serving_transfers
-from console.probe.machine import this_machine
+from console.probe.machine import measured_alone, this_machine
 from console.probe.measurements import SKIPPABLE, Measurements, ProbeOptions, say
-from console.probe.probe_file import probe_json, write_probe
+from console.probe.probe_file import check_folder, probe_json, write_probe
 from console.probe.probe_text import summary
 from penstock.config import ConfigError, validate
 from penstock.network.rpc import PortUnavailableError
@@ -34,7 +35,15 @@ def probe_command(options: ProbeOptions, *, is_json: bool) -> int:
         _checked(target, setting="--with")
     peer = _peer(options)
     measurements = Measurements(options, this_machine(options.cpu_devices), Security.from_environment())
-    found = measurements.run(peer)
+    check_folder(options.out)
+    try:
+        with measured_alone():
+            found = measurements.run(peer)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or tempfile.gettempdir()}: {error.strerror}; free some space, or name another folder for "
+            "temporary files with TMPDIR"
+        ) from error
     path = write_probe(options.out, found)
     if is_json:
         print(probe_json(found))

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from penstock.config import ConfigError, StrictModel, read_document, validate
+from penstock.process.disk import is_full
 from penstock.process.durable_files import replace_file
 
 SCHEMA: Literal["penstock-probe/1"] = "penstock-probe/1"
+_CHECKED_BYTES = 64 * 1024
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 MachineName = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME_PATTERN)]
@@ -152,12 +157,28 @@ class Probe(StrictModel):
 def write_probe(folder: Path, probe: Probe) -> Path:
     """Write NAME.json into the folder, in place of an earlier one; returns its path. Raises ConfigError."""
     path = folder / f"{probe.name}.json"
-    try:
+    with _refused(path):
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(path, probe_json(probe) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}; name another folder") from error
     return path
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError for a folder that takes no file, before minutes of measuring are lost."""
+    with _refused(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(_CHECKED_BYTES))
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = "free some space, or name another folder" if is_full(error) else "name another folder"
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}; {fix}") from error
 
 
 def probe_json(probe: Probe) -> str:

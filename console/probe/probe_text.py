@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from console.probe.probe_file import Probe
+from console.probe.probe_file import MeasuredLink, Probe
+
+CLOCK_OFF_S = 60.0
+"""From here on a person has to know: certificates that are new are refused by clocks more than 5 minutes behind."""
 
 
 def summary(probe: Probe) -> list[str]:
@@ -36,6 +39,18 @@ def summary(probe: Probe) -> list[str]:
             f"{link.receive_Gbps:.3g} received, {link.round_trip_ms:.2f} ms round trip"
         )
     return lines + [f"  absent      {name}: {why}" for name, why in probe.absent.items()]
+
+
+def clock_difference(name: str, link: MeasuredLink) -> str | None:
+    """What is wrong with the clocks of both ends of a link, in a line; None if nothing is."""
+    ahead_s = link.clock_ahead_s
+    if ahead_s is None or abs(ahead_s) < CLOCK_OFF_S:
+        return None
+    which = "ahead of" if ahead_s > 0 else "behind"
+    return (
+        f"the clock of {link.machine} is {abs(ahead_s):.0f} s {which} that of {name}; set both by NTP, or certificates "
+        "are refused"
+    )
 
 
 def _line(name: str, value: float | None, text: str) -> list[str]:

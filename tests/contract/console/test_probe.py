@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,13 @@ import yaml
 
 from console.probe.link_client import LinkClient, LinkError
 from console.probe.link_server import Peer, serving_transfers
+from console.probe.machine import measured_alone
 from penstock.security import NO_SECURITY
 from services.reward.code.sandbox import SandboxError
 from services.reward.code.sandboxes import find_sandbox
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.console import penstock, penstock_in_process, write_rows
+from tests.helpers.full_disk import fill, small_disk
 from tests.helpers.plans.probes import make_model
 
 FLAGS = ("--prompts-per-step", "4", "--group-size", "4", "--staleness", "1")
@@ -28,11 +31,13 @@ FLAGS = ("--prompts-per-step", "4", "--group-size", "4", "--staleness", "1")
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
-    probed = penstock(
-        *("probe", "--out", "inventory", "--name", "this", "--cpu-devices", "2", "--seconds", "0.05"),
-        *("--skip", "decode", "--json"),
-        cwd=tmp_path,
-    )
+    # Other tests probe this machine, too, and one at a time may.
+    with mock.patch.dict(os.environ, TMPDIR=str(tmp_path)):
+        probed = penstock(
+            *("probe", "--out", "inventory", "--name", "this", "--cpu-devices", "2", "--seconds", "0.05"),
+            *("--skip", "decode", "--json"),
+            cwd=tmp_path,
+        )
     assert probed.returncode == 0, probed.stderr
     found = json.loads(probed.stdout)
     assert json.loads((tmp_path / "inventory" / "this.json").read_text()) == found
@@ -73,7 +78,7 @@ def test_a_machine_without_gpus_is_a_host_on_which_programs_of_a_reward_are_run(
     run = {"run": {"num_steps": 1}, "model": {"path": "model"}, "data": {"train": "train.jsonl"}}
     run["reward"] = {"model": "code", "max_batch_size": 2}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", TMPDIR=str(tmp_path)):
         probed = penstock(
             *("probe", "--name", "desk", "--seconds", "0.05", "--reward", "run.yaml", "--skip", "disk", "--json"),
             cwd=tmp_path,
@@ -122,5 +127,23 @@ async def test_what_does_not_answer_is_told_in_a_line(tmp_path: Path) -> None:
     server = replace(issue(make_authority(tmp_path / "authority")), cert_file=None, key_file=None, ca_file=None)
     async with listening(server) as target:
         pass
-    with pytest.raises(LinkError, match=f"--with {target}: .*start penstock probe --listen there"):
+    with pytest.raises(LinkError, match=f"--with {target}: nothing listens there; start penstock probe --listen"):
         await measured(target, NO_SECURITY)
+
+
+@pytest.mark.parametrize("place", ["out", "temporary"])
+def test_a_full_disk_and_another_probe_are_told_in_a_line_before_anything_is_measured(tmp_path: Path, place) -> None:
+    with small_disk(2**20) as disk, mock.patch.object(tempfile, "tempdir", str(disk if place != "out" else tmp_path)):
+        out = disk / "inventory" if place == "out" else tmp_path / "inventory"
+        fill(disk)
+        arguments = ("probe", "--name", "m", "--cpu-devices", "1", "--out", str(out), "--skip", "decode")
+        refused = penstock_in_process(*arguments, cwd=tmp_path)
+        assert refused.exit_code == 2, refused.output
+        (line,) = (line for line in refused.stderr.splitlines() if line.startswith("penstock: "))
+        assert "No space left on device; free some space, or name another folder" in line
+        (disk / "filler").unlink()
+        with measured_alone():
+            refused = penstock_in_process(*arguments, cwd=tmp_path)
+        assert refused.exit_code == 2, refused.output
+        (line,) = refused.stderr.splitlines()
+        assert f"another penstock probe measures this machine (process {os.getpid()}); wait until" in line

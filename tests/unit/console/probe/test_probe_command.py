@@ -4,6 +4,7 @@ The answers are made up, as no GPU is there to measure; `tests/contract/console/
 """
 
 import json
+import tempfile
 
 import pytest
 
@@ -26,6 +27,8 @@ def probe(tmp_path, monkeypatch):
             calls.append((worker, settings, options["environment"]))
             return Outcome(answers=tuple(answers[: len(settings)]), problem=problem)
 
+        # Other tests probe this machine, too, and one at a time may.
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setenv("PATH", install_nvidia_smi(tmp_path / "bin", cards))
         monkeypatch.setattr(measurements, "run_children", answered)
