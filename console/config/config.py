@@ -148,9 +148,10 @@ class EndpointsSection(StrictModel):
     """A trainer; the paths in model and data are then on its machine. Several with scheduler.problem: the plan says at
     which of them `penstock node` starts the trainer, with a process for each GPU that trains, and revisions move it;
     all of them need the run folder, model and data at the same paths."""
-    critic: Address | None = None
+    critic: Annotated[Targets, AfterValidator(checked_addresses)] | None = None
     """A critic started for this run's id, for algorithm.critic service; required where the trainer is elsewhere. One
-    that is started here has the trainer's device and threads, and keeps its state in the run folder."""
+    that is started here has the trainer's device and threads, and keeps its state in the run folder. Several with
+    scheduler.problem: the plan says at which of them `penstock node` starts the critic, and revisions move it."""
     generators: list[str] | None = None
     """Generators started for this run's id, which have to answer before it starts; [] if all of them are where nobody
     connects to from here: they come by themselves."""
@@ -327,6 +328,12 @@ class RunConfig(RunSections, NetworkConfig):
         if self.endpoints.critic is not None and not self.algorithm.has_critic_service:
             raise ValueError(
                 "endpoints.critic: has no effect without algorithm.critic service; set that, or leave it out"
+            )
+        is_moved = "," in (self.endpoints.critic or "")
+        if is_moved and (self.scheduler.problem is None or self.run.checkpoint_storage is None):
+            raise ValueError(
+                "endpoints.critic: names several places, between which a plan moves the critic by object storage; set "
+                "scheduler.problem and run.checkpoint_storage, or name one"
             )
         return self
 

@@ -11,7 +11,7 @@ from penstock.collective.broadcast_backend import Transport
 from penstock.config import PUBLIC_ADDRESS, LocalPath, MeasuredConfig, Targets
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.storage.addresses import StoredAddress
-from penstock.targets import checked_address, checked_addresses
+from penstock.targets import checked_addresses
 from penstock.wire.pieces import MAX_CRITIC_PACK_TOKENS, MAX_GROUP_TOKENS
 from services.trainer.algorithms.config import AlgorithmConfig
 from services.trainer.algorithms.registry import ALGORITHMS
@@ -91,12 +91,7 @@ class TrainingConfig(RunSections):
     """The broker, host:port; in a list of brokers on one Redis the first that works is used."""
 
     critic: Targets = "127.0.0.1:7309"
-    """The critic, host:port, with algorithm.critic service."""
-
-    @field_validator("critic")
-    @classmethod
-    def _is_host_and_port(cls, value: str) -> str:
-        return checked_address(value)
+    """The critic, host:port, with algorithm.critic service; of one that a plan moves, all places where it may be."""
 
     environment: Targets | None = None
     """The environment that samples talk with, host:port: what it says of itself decides how prompts are rendered."""
@@ -106,10 +101,10 @@ class TrainingConfig(RunSections):
     def _is_a_host_and_port(cls, value: str | None) -> str | None:
         return None if value is None else checked_addresses(value)
 
-    @field_validator("broker")
+    @field_validator("broker", "critic")
     @classmethod
     def _are_hosts_and_ports(cls, value: str) -> str:
-        # Clients choose it, and gRPC would also call a socket of this machine or ask a name server of their choice.
+        # Clients choose them, and gRPC would also call a socket of this machine or ask a name server of their choice.
         return checked_addresses(value)
 
     @model_validator(mode="after")

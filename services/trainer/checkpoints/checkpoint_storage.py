@@ -54,6 +54,15 @@ class CheckpointStorage:
         """Step of the newest complete checkpoint; None without one."""
         return next((step for step in self._steps() if self._is_complete(step)), None)
 
+    def complete_steps(self) -> list[int]:
+        """Steps of all complete checkpoints, oldest first."""
+        return [step for step in reversed(self._steps()) if self._is_complete(step)]
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint, if there is one."""
+        self.begin(step)
+        self._storage.delete(f"step_{step}")
+
     def state_text(self, step: int) -> str:
         """Where the run was, as JSON; raises CheckpointFormatError if it is not there."""
         found = self._storage.read(f"step_{step}/{STATE_FILE.as_posix()}")
@@ -110,8 +119,7 @@ class CheckpointStorage:
             if kept < keep_last and self._is_complete(step):
                 kept += 1
                 continue
-            self.begin(step)
-            self._storage.delete(f"step_{step}")
+            self.delete(step)
 
     def _steps(self) -> list[int]:
         """Steps of which there is something, newest first."""

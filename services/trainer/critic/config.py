@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.config import LocalPath, MeasuredConfig, RunId
-from penstock.storage.addresses import StoredPath
+from penstock.storage.addresses import Address, StoredAddress, StoredPath, below
 from services.trainer.config import TrainingConfig
 
 
@@ -23,6 +23,9 @@ class CriticConfig(MeasuredConfig):
     """Hugging Face directory of the run's model, as a copy of which the critic begins."""
     state_dir: LocalPath
     """Folder of its checkpoints and of the steps since; one for each run, on a disk that outlives the process."""
+    checkpoint_storage: StoredAddress | None = None
+    """The run's `run.checkpoint_storage`: checkpoints and steps are then there, so that the critic goes on from there
+    on any machine, and `state_dir` is scratch."""
     checkpoint_every_steps: int = Field(default=20, ge=1)
     """Steps between its checkpoints; those since the last are taken again after a restart, without the policy."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -36,6 +39,11 @@ class CriticConfig(MeasuredConfig):
     """CPU threads of PyTorch."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more work."""
+
+    @property
+    def stored(self) -> Address | None:
+        """Its own folder in object storage, beside the checkpoints of its trainer."""
+        return None if self.checkpoint_storage is None else below(self.checkpoint_storage, f"{self.run_id}/critic")
 
 
 class CriticProcesses(TrainingConfig):

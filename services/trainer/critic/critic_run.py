@@ -1,9 +1,10 @@
 """One run's critic: where it is, and the gradient under way.
 
 Invariants:
-- A step is on the disk before it is taken, and is taken once on the way to any position.
+- A step is on the disk, or in the storage, before it is taken, and is taken once on the way to any position.
 - It is always at the trainer's position or refuses: there are no values of another version.
 - A gradient is of all its packs, in their order, and of one attempt of the trainer.
+- Of several processes with one storage only the one that was opened last takes steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import structlog
 
 from penstock.errors import FencedError, OffsetMismatchError, UnknownRunError, VersionConflictError, require
+from penstock.storage.addresses import Address
 from penstock.v1 import critic_pb2
 from services.trainer.critic.journal import Position
 from services.trainer.critic.kept_steps import KeptSteps, Model, pack_for, settings_of
@@ -36,11 +38,19 @@ class CriticRun:
         state_dir: Its folder; made if missing.
         make_model: Builds a critic that has learned nothing.
         checkpoint_every_steps: Steps between checkpoints.
+        stored: Where all that it keeps is, if not in that folder.
     """
 
-    def __init__(self, state_dir: Path, *, make_model: Callable[[], Model], checkpoint_every_steps: int) -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        make_model: Callable[[], Model],
+        checkpoint_every_steps: int,
+        stored: Address | None = None,
+    ) -> None:
         """Raises ConfigError if another process has the folder, and OSError."""
-        self._folder = StateFolder(state_dir)
+        self._folder = StateFolder(state_dir, stored)
         self._kept = KeptSteps(self._folder, make_model=make_model, checkpoint_every_steps=checkpoint_every_steps)
         self._optimizer = critic_pb2.CriticOptimizer()
         self._model: Model | None = None
@@ -63,6 +73,9 @@ class CriticRun:
         place = Position(request.place.policy_version, request.place.minibatch)
         optimizer = settings_of(request.optimizer)
         owner = Owner(run_id=request.run_id, instance_id=request.instance_id, epoch=request.place.epoch)
+        if not self._folder.is_held():
+            # It may have taken other steps since.
+            self._end_model()
         self._folder.admit(owner, begins=place == (0, 0))
         if self._model is None or place != self._position:
             self._end_model()
@@ -143,6 +156,7 @@ class CriticRun:
         require(0 < request.rate_factor <= 1, "rate_factor", request.rate_factor, "above 0, at most 1")
         norm = self._answers[-1].gradient_norm if self._answers else 0.0
         require(math.isfinite(norm), "gradient_id", norm, "a gradient whose norm is finite")
+        self._require_held()
         self._kept.record(place, critic_pb2.CriticRecord(step=request, packs=self._packs, optimizer=self._optimizer))
         return True
 
@@ -190,7 +204,12 @@ class CriticRun:
     def _require_position(self, place: critic_pb2.CriticPlace) -> None:
         asked = Position(place.policy_version, place.minibatch)
         if asked != self._position:
+            self._require_held()
             raise VersionConflictError(f"the critic is at {self._position}, the call is for {asked}")
+
+    def _require_held(self) -> None:
+        if not self._folder.is_held():
+            raise UnknownRunError("another process of this critic was opened since; call OpenCritic")
 
     def _discard(self) -> None:
         if self._model is not None:

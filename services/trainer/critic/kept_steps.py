@@ -8,9 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -22,15 +20,13 @@ from penstock.errors import InvalidFieldError, VersionConflictError
 from penstock.v1 import critic_pb2
 from services.trainer.batches.critic_packs import decoded_pack
 from services.trainer.batches.packing import Pack
-from services.trainer.checkpoints import checkpoint
-from services.trainer.checkpoints.checkpoint import ResumeState, Saved, Saving
+from services.trainer.checkpoints.checkpoint import Saved
 from services.trainer.critic.journal import Journal, Position
+from services.trainer.critic.kept_checkpoints import KeptCheckpoints
 from services.trainer.critic.metrics import REPEATED_STEPS
 from services.trainer.critic.state_folder import StateFolder
 from services.trainer.run_sections import OptimizerConfig
 
-_ALL = 1 << 30
-"""Checkpoints kept when one is completed: what the trainer may go back to decides, not their number."""
 _log = structlog.get_logger()
 
 
@@ -74,27 +70,28 @@ class KeptSteps:
         self._make_model = make_model
         self._every = checkpoint_every_steps
         self._journal = Journal(folder.journal)
-        self._saving: Saving | None = None
+        self._checkpoints = KeptCheckpoints(folder.checkpoints, folder.stored_checkpoints)
 
     def model_at(self, place: Position) -> Model:
         """The model at that position: from the newest checkpoint before it, by the steps since.
 
         Raises:
             VersionConflictError: They do not lead there.
-            BackendError, CheckpointFormatError, OSError: The model, a checkpoint or a step cannot be read.
+            BackendError, CheckpointFormatError, ConfigError, OSError: The model, a checkpoint or a step cannot be read.
         """
-        self.finish()
-        kept = [path for path in self._complete() if _step_of(path) <= place.policy_version]
-        base = _step_of(kept[-1]) if kept else 0
+        self._checkpoints.refresh()
+        self._journal.refresh()
+        kept = [step for step in self._checkpoints.steps() if step <= place.policy_version]
+        base = kept[-1] if kept else 0
         steps = [each for each in self._journal.positions() if (base, 0) <= each < place]
         if (reached := self._end_of(steps, begin=Position(base, 0))) != place:
             raise VersionConflictError(
-                f"the critic's folder {self._folder.path} leads to {reached}, but the trainer is at {place}: give the "
-                "critic the state_dir that it had in this run, or begin another run"
+                f"the critic's folder {self._folder.address} leads to {reached}, but the trainer is at {place}: give "
+                f"the critic the {self._folder.setting} that it had in this run, or begin another run"
             )
         model = self._make_model()
         if kept:
-            model.load(kept[-1])
+            self._checkpoints.load(model, base)
         for each in steps:
             self._repeat(model, each)
         if steps:
@@ -102,15 +99,15 @@ class KeptSteps:
         return model
 
     def record(self, place: Position, record: critic_pb2.CriticRecord) -> None:
-        """Keep a step that is to be taken there; on the disk when this returns. Raises OSError."""
+        """Keep a step that is to be taken there; stored when this returns. Raises OSError."""
         self._journal.append(place, record)
 
     def forget_beyond(self, place: Position) -> None:
         """Delete what lies beyond a position, to which the trainer has gone back."""
         self._journal.forget_from(place)
-        for path in self._complete():
-            if _step_of(path) > place.policy_version:
-                shutil.rmtree(path)
+        for step in self._checkpoints.steps():
+            if step > place.policy_version:
+                self._checkpoints.delete(step)
 
     def keep(self, model: Model, policy_version: int, *, oldest: int) -> None:
         """Begin a checkpoint where one is due, and drop what the trainer can no longer go back to.
@@ -121,29 +118,23 @@ class KeptSteps:
             oldest: The trainer's oldest checkpoint.
 
         Raises:
-            OSError: The disk refused this checkpoint or the one before.
+            OSError: The disk or the storage refused this checkpoint or the one before.
         """
         is_due = policy_version % self._every == 0
-        if self._saving is not None and (is_due or self._saving.written.done()):
-            self.finish()
+        if is_due or self._checkpoints.is_written:
+            self._checkpoints.finish()
         if is_due:
-            state = ResumeState(num_steps=policy_version)
-            self._saving = checkpoint.begin(self._folder.checkpoints, backend=model, state=state)
-        complete = self._complete()
-        base = max((step for step in map(_step_of, complete) if step <= oldest), default=0)
-        for path in complete:
-            if _step_of(path) < base:
-                shutil.rmtree(path)
+            self._checkpoints.begin(model, policy_version)
+        complete = self._checkpoints.steps()
+        base = max((step for step in complete if step <= oldest), default=0)
+        for step in complete:
+            if step < base:
+                self._checkpoints.delete(step)
         self._journal.forget_before(base)
 
     def finish(self) -> None:
         """Complete the checkpoint that is being written. Raises OSError."""
-        if self._saving is not None:
-            saving, self._saving = self._saving, None
-            saving.finish(keep_last=_ALL)
-
-    def _complete(self) -> list[Path]:
-        return checkpoint.list_complete(self._folder.checkpoints)
+        self._checkpoints.finish()
 
     def _end_of(self, steps: list[Position], *, begin: Position) -> Position:
         """How far kept steps lead without a gap."""
@@ -173,10 +164,6 @@ def pack_for(model: Model, pack: critic_pb2.CriticPack, *, is_trained_on: bool) 
         max_sequence_length=model.max_sequence_length,
         is_trained_on=is_trained_on,
     )
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
 
 
 def settings_of(optimizer: critic_pb2.CriticOptimizer) -> OptimizerConfig:

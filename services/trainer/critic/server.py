@@ -43,7 +43,10 @@ async def serve(config: CriticConfig) -> None:
 
     try:
         critic = CriticRun(
-            config.state_dir, make_model=make_model, checkpoint_every_steps=config.checkpoint_every_steps
+            config.state_dir,
+            make_model=make_model,
+            checkpoint_every_steps=config.checkpoint_every_steps,
+            stored=config.stored,
         )
     except OSError as error:
         raise ConfigError(f"state_dir: {config.state_dir}: {error}") from error

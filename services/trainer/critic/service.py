@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from penstock.clock import SystemClock
+from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError, RunConflictError, ServiceUnavailableError
 from penstock.names import check_run_id
 from penstock.v1 import critic_pb2, critic_pb2_grpc
@@ -96,7 +97,7 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
         self._is_ending = True
         try:
             await self._compute.run(self._critic.finish)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             _log.error("the critic's checkpoint was not written; the journal has its steps", error=str(error))
         self._compute.close()
         self._critic.release()
@@ -109,13 +110,14 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
     async def _run(self, function: Callable[[Any], _Result], request: Any) -> _Result:
         """The call in the critic's thread.
 
-        A disk that refuses may be mended, and the trainer waits; a model or checkpoint that does not fit ends its run.
+        A disk or storage that refuses may be mended, and the trainer waits; a model or checkpoint that does not fit
+        ends its run.
         """
         if self._is_ending:
             raise ServiceUnavailableError("the critic is ending; its next process goes on from here")
         try:
             return await self._compute.run(function, request)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             _log.error("the critic cannot go on", error=str(error))
             raise ServiceUnavailableError(f"the critic cannot go on: {error}") from error
         except (BackendError, CheckpointFormatError) as error:

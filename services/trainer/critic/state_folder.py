@@ -1,9 +1,13 @@
 """The folder of one critic: whose it is, and that no other process works there.
 
-run.json       the run, its instance, and the newest epoch of its trainers
+run.json       the run, its instance, the newest epoch of its trainers, and which process has the critic
 .lock          held by the process that works there
-checkpoints/   as a trainer's
+checkpoints/   as a trainer's; in object storage step_N
 journal/       the optimiser steps since the oldest of them
+
+With object storage all but the lock, and checkpoints while they are written, is there, and any machine may go on. The
+trainer's calls decide which process does: the one that was opened last has the critic, and the others notice that
+before they would take a step.
 """
 
 from __future__ import annotations
@@ -11,15 +15,20 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.config import ConfigError
 from penstock.errors import FencedError, RunConflictError, VersionConflictError
-from penstock.process.durable_files import replace_file
+from penstock.storage.addresses import Address, below
+from penstock.storage.storage import Storage
 from services.trainer.checkpoints.checkpoint import CheckpointFormatError
+from services.trainer.checkpoints.checkpoint_storage import CheckpointStorage
+from services.trainer.critic.files import Files, LocalFiles
 
 _RUN_FILE, _LOCK_FILE = "run.json", ".lock"
+_HOLDER = "holder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +41,25 @@ class Owner:
 
 
 class StateFolder:
-    """The folder at `path`; made if missing."""
+    """The folder at `path`, made if missing, or what is at `stored` in object storage."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ConfigError if another process has it, and OSError."""
+    def __init__(self, path: Path, stored: Address | None = None) -> None:
+        """Raises ConfigError if another process has it, or a package is missing, and OSError."""
         path.mkdir(parents=True, exist_ok=True)
-        self.path = path
         self.checkpoints = path / "checkpoints"
-        self.journal = path / "journal"
+        self.stored_checkpoints = None if stored is None else CheckpointStorage(stored)
+        self.journal: Files = LocalFiles(path / "journal")
+        self._files: Files = LocalFiles(path)
+        if stored is not None:
+            self._files, self.journal = Storage(stored), Storage(below(stored, "journal"))
+        self.address = self._files.address
+        """Where it is, for messages."""
+        self.setting = "state_dir" if stored is None else "checkpoint_storage"
+        """What names it."""
         self.owner: Owner | None = None
         """The trainer that has the critic; None until one has opened it in this process."""
+        self._holder = uuid.uuid4().hex
+        self._is_stored = stored is not None
         self._lock = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,8 +73,12 @@ class StateFolder:
         """Let another process have it."""
         os.close(self._lock)
 
+    def is_held(self) -> bool:
+        """Whether no process on another machine was opened since. Raises CheckpointFormatError, OSError."""
+        return not self._is_stored or self._read()[1] == self._holder
+
     def admit(self, asked: Owner, *, begins: bool) -> None:
-        """Let the newest trainer of one run have the critic.
+        """Let the newest trainer of one run have the critic, and this process hold it.
 
         Args:
             asked: The trainer.
@@ -68,28 +90,32 @@ class StateFolder:
             FencedError: A newer trainer has had it.
             CheckpointFormatError, OSError: It cannot be read or written.
         """
-        known = self.owner or self._read_owner()
+        known, holder = self._read()
         if known is None and not begins:
             raise VersionConflictError(
-                f"state_dir: {self.path} is empty, but the trainer has taken steps: give the critic the state_dir that "
-                "it had in this run, or begin another run"
+                f"{self.setting}: {self.address} is empty, but the trainer has taken steps: give the critic the "
+                f"{self.setting} that it had in this run, or begin another run"
             )
         if known is not None and (known.run_id, known.instance_id) != (asked.run_id, asked.instance_id):
             raise RunConflictError(
-                f"state_dir: {self.path} holds the critic of run {known.run_id!r} (instance {known.instance_id}), not "
-                f"of {asked.run_id!r} ({asked.instance_id}); start the critic with a folder of its own"
+                f"{self.setting}: {self.address} holds the critic of run {known.run_id!r} (instance "
+                f"{known.instance_id}), not of {asked.run_id!r} ({asked.instance_id}); start the critic with a folder "
+                "of its own"
             )
         if known is not None and asked.epoch < known.epoch:
             raise FencedError(f"place.epoch: {asked.epoch}, but a trainer of epoch {known.epoch} has this critic")
-        if asked != known:
-            replace_file(self.path / _RUN_FILE, json.dumps(asdict(asked)))
+        if (asked, self._holder) != (known, holder):
+            self._files.write(_RUN_FILE, json.dumps({**asdict(asked), _HOLDER: self._holder}).encode())
         self.owner = asked
 
-    def _read_owner(self) -> Owner | None:
-        path = self.path / _RUN_FILE
+    def _read(self) -> tuple[Owner | None, str]:
+        """The trainer that has the critic, and the process that holds it."""
+        content = self._files.read(_RUN_FILE)
+        if content is None:
+            return None, ""
         try:
-            return Owner(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError) as error:
-            raise CheckpointFormatError(f"{path}: cannot be read: {error}") from error
+            document = json.loads(content)
+            holder = str(document.pop(_HOLDER, ""))
+            return Owner(**document), holder
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointFormatError(f"{self.address}/{_RUN_FILE}: cannot be read: {error}") from error

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from console.launch.ports import free_addresses
 from penstock.network import outage
 from penstock.network.rpc import Server, service_of
 from penstock.v1 import trainer_pb2, types_pb2
@@ -59,28 +60,39 @@ class MortalCritic(CriticService):
 
 @asynccontextmanager
 async def critic_host(
-    model: Path, state_dir: Path, *, deaths: set[tuple[str, int]] = frozenset(), every: int = 2, is_revived: bool = True
+    model: Path,
+    state_dir: Path,
+    *,
+    deaths: set[tuple[str, int]] = frozenset(),
+    every: int = 2,
+    is_revived: bool = True,
+    moves: bool = False,
 ) -> AsyncIterator[tuple[str, list[MortalCritic]]]:
-    """A critic that is started again at the same address as often as it dies, if `is_revived`, and those that lived."""
+    """A critic that is started again as often as it dies, if `is_revived`, its address, and those that lived.
+
+    One that `moves` is started at the next of three addresses, in an empty folder there, with a storage for all.
+    """
     config = CriticConfig(run_id=RUN, model_path=model, state_dir=state_dir)
     lives: list[MortalCritic] = []
     counts: dict[str, int] = {}
-    port = asyncio.get_running_loop().create_future()
+    started = asyncio.get_running_loop().create_future()
+    places = free_addresses(3)
 
     async def live() -> None:
         listen = "127.0.0.1:0"
         while True:
             critic = CriticRun(
-                state_dir,
+                state_dir / str(len(lives)) if moves else state_dir,
                 make_model=lambda: TrainedCritic(config, model),
                 checkpoint_every_steps=every,
+                stored=f"file://{state_dir}/storage" if moves else None,
             )
             service = MortalCritic(critic, deaths, counts)
+            server = Server(listen=places[len(lives)] if moves else listen, services=[service_of(service)])
             lives.append(service)
-            server = Server(listen=listen, services=[service_of(service)])
             listen = f"127.0.0.1:{await server.start()}"
-            if not port.done():
-                port.set_result(listen)
+            if not started.done():
+                started.set_result(",".join(places) if moves else listen)
             try:
                 await service.dying.wait()
             finally:
@@ -93,7 +105,7 @@ async def critic_host(
 
     task = asyncio.create_task(live())
     try:
-        yield await port, lives
+        yield await started, lives
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -146,13 +158,15 @@ def assert_close(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_allclose(tensor.numpy(), other[name].numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-async def test_a_critic_of_its_own_that_dies_has_the_losses_and_weights_of_one_in_the_trainer(
-    tmp_path: Path, model: Path
+async def test_a_critic_of_its_own_that_dies_and_moves_has_the_losses_and_weights_of_one_in_the_trainer(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies with half a gradient, and after it took a step that it has not confirmed."""
+    """It dies with half a gradient, and after it took a step that it has not confirmed, each time for good: the next
+    one is on another machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     alone = await trained(ppo(tmp_path / "alone", model, ""))
     deaths = {("accumulate", 8), ("step", 5)}
-    async with critic_host(model, tmp_path / "critic", deaths=deaths) as (address, lives):
+    async with critic_host(model, tmp_path / "critic", deaths=deaths, moves=True) as (address, lives):
         document = ppo(tmp_path / "apart", model, "")
         document["algorithm"]["critic"] = "service"
         apart = await trained(document | {"critic": address})
@@ -165,7 +179,7 @@ async def test_a_critic_of_its_own_that_dies_has_the_losses_and_weights_of_one_i
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
     own = alone / "checkpoints" / f"step_{NUM_STEPS}"
     assert_close(resumed(own, "weights/"), resumed(apart / "checkpoints" / f"step_{NUM_STEPS}", "weights/"))
-    critics = tmp_path / "critic" / "checkpoints" / f"step_{NUM_STEPS}"
+    critics = tmp_path / "critic" / "storage" / f"step_{NUM_STEPS}"
     assert_close(resumed(own, "critic/weights/"), resumed(critics, "weights/"))
     assert_close(resumed(own, "critic/optimizer/"), resumed(critics, "optimizer/"))
 

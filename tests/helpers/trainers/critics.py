@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.storage.addresses import Address
 from penstock.v1 import critic_pb2
 from penstock.wire.codec import float32_bytes, int32_bytes
 from services.trainer.batches.packing import Pack
@@ -87,9 +88,9 @@ def opening(version: int = 0, minibatch: int = 0, *, epoch: int = 1, instance: s
     return critic_pb2.OpenCriticRequest(run_id="r", place=place, instance_id=instance, optimizer=optimizer)
 
 
-def make_critic(folder: Path, *, every: int = 2) -> CriticRun:
-    """A critic of one number that keeps its state there."""
-    return CriticRun(folder, make_model=OneNumber, checkpoint_every_steps=every)
+def make_critic(folder: Path, *, every: int = 2, stored: Address | None = None) -> CriticRun:
+    """A critic of one number that keeps its state there, or in object storage."""
+    return CriticRun(folder, make_model=OneNumber, checkpoint_every_steps=every, stored=stored)
 
 
 def open_critic() -> CriticRun:

@@ -213,6 +213,8 @@ def test_a_critic_is_started_beside_the_trainer_or_named(monkeypatch: pytest.Mon
     assert (there.target, there.is_local) == ("far:7309", False)
     assert choose_addresses(resolve(config(algorithm={"name": "ppo"}), now_s=0.0)).critic is None
     assert "run.id: required with endpoints.critic" in problem(**(away | {"run": {}}))
+    two = {"critic": ["far:7309", "near:7309"]}
+    assert "endpoints.critic: names several places" in problem(**(away | {"endpoints": two}))
     assert "endpoints.critic: has no effect" in problem(**(away | {"algorithm": {"name": "ppo"}}))
     assert "endpoints.critic: required" in problem(algorithm=ppo, endpoints={"trainer": "far:7304"})
 

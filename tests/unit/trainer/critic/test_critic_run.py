@@ -93,6 +93,41 @@ def test_a_critic_that_died_is_where_it_was_and_can_go_back_to_every_step_since_
         assert again.values() == found[version]
 
 
+def test_with_a_storage_it_goes_on_on_any_machine_and_only_the_one_opened_last_takes_steps(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    expected = values_by_version(folder, 7)[1]
+    stored = f"file://{tmp_path}/storage"
+    one, other = (make_critic(tmp_path / name, stored=stored) for name in ("one", "other"))
+    trainer = Trainer(one)
+    for _ in range(5):
+        trainer.step()
+    # It has moved while the first machine is still there, as when that one cannot be reached.
+    moved = Trainer(other, 5)
+    assert moved.values() == expected[5]
+    moved.step()
+    with pytest.raises(UnknownRunError, match="another process of this critic was opened since"):
+        trainer.step()
+    with pytest.raises(UnknownRunError, match="another process of this critic was opened since"):
+        one.evaluate(critic_pb2.EvaluatePackRequest(run_id="r", place=moved.place, pack=critic_packs(1)[0]))
+    back = Trainer(one, 6, epoch=2)
+    assert back.values() == expected[6]
+    back.step()
+    # The trainer goes back to its own checkpoint, on a third machine.
+    again = Trainer(make_critic(tmp_path / "third", stored=stored), 3, epoch=3)
+    for version in range(3, 8):
+        assert again.values() == expected[version]
+        again.step()
+    again.critic.finish()
+    assert not list(tmp_path.glob("third/checkpoints/step_*")), "the machine keeps none of it"
+    with pytest.raises(FencedError, match="epoch 3"):
+        one.open(opening(7, epoch=2))
+    empty = make_critic(tmp_path / "empty", stored=f"file://{tmp_path}/elsewhere")
+    with pytest.raises(VersionConflictError, match=r"checkpoint_storage: file://.*/elsewhere is empty, but the"):
+        empty.open(opening(3))
+
+
 def test_it_returns_into_the_middle_of_a_step_and_takes_no_step_twice(folder):
     trainer, _ = values_by_version(folder, 1, every=10)
     trainer.minibatch(critic_packs(2), is_last=False)
