@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path, PurePath
-from typing import Any
 
 from console.config.config import parse_run_config
 from console.config.data_section import canary_files, data_files, run_reward, source_rewards
@@ -40,6 +39,8 @@ from console.deploy.run_settings import (
     check_names,
     placed,
     run_config,
+    run_sources,
+    trainer_roots,
 )
 from console.deploy.trainers import RENDEZVOUS_PORT, training_machines
 from console.node.config import HostConfig, NodeConfig
@@ -55,6 +56,8 @@ PLAIN_RUN: Document = {"model": {"path": "/data/model"}, "data": {"train": "/dat
 _LOOPBACK = "127.0.0.1"
 FIRST_MOVED_PORT = 7200
 """First port of trainers that move between machines tried on one host."""
+FIRST_CRITIC_PORT = 7100
+"""The same of critics."""
 
 
 class Configurations:
@@ -104,7 +107,8 @@ class Configurations:
         """Whether the head has one."""
         if (critic := plan.critic) is not None:
             check_critic(self.config, critic, layout)
-            self.config["endpoints"]["critic"] = f"{self.host(critic.node)}:{CRITIC_PORT}"
+            names = [each.name for each in self.machines] if self.moves_critic else [critic.node]
+            self.config["endpoints"]["critic"] = ",".join(f"{self.host(at)}:{self._critic_port(at)}" for at in names)
         self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
         self.is_insecure = bool(self.config.get("insecure", False))
         self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
@@ -194,8 +198,8 @@ class Configurations:
         """Further roles of its certificate, for what it starts beside generators."""
         if self.role(machine) in ("operator", "broker"):
             return ()
-        scores = machine in self.rewards or (
-            bool(self.plan.score or self.plan.reward_gpus) and any(each.name == machine for each in self.machines)
+        scores = bool(self.plan.score or self.plan.reward_gpus or self.rewards) and any(
+            each.name == machine for each in self.machines
         )
         return (*(["trainer"] if self.moves_trainer else []), *(["reward"] if scores else []))
 
@@ -318,7 +322,17 @@ class Configurations:
             **stated,
         }
 
-    def _critic(self, place: CriticPlace, own_folder: PurePath) -> Document:
+    @property
+    def moves_critic(self) -> bool:
+        """Whether revisions may move the plan's critic; by the names of pods the trainer would not find it."""
+        return self.moves_trainer and self.plan.critic is not None and self.layout.names_gpus
+
+    def _critic_port(self, machine: str) -> int:
+        """Of a critic; on one host each machine that may have it has its own."""
+        is_only = self.address is None or not self.moves_critic
+        return CRITIC_PORT if is_only else FIRST_CRITIC_PORT + [each.name for each in self.machines].index(machine)
+
+    def _critic(self, place: CriticPlace, machine: str, own_folder: PurePath) -> Document:
         config, trainer = self.config, self.config.get("trainer", {})
         stated = {key: trainer[key] for key in ("device", "num_threads") if key in trainer}
         recomputes = trainer.get("gradient_checkpointing")
@@ -326,24 +340,25 @@ class Configurations:
             recomputes = self.model.critic.recomputes(place, self.model.nodes)
         run = config["run"]
         return {
-            "listen": f"{self.listen_host}:{CRITIC_PORT}",
+            "listen": f"{self.listen_host}:{self._critic_port(machine)}",
             "run_id": run["id"],
             "model_path": str(config["model"]["path"]),
             "state_dir": str(own_folder / "critic" / run["id"]),
             "dtype": config["model"].get("dtype", "auto"),
             "gradient_checkpointing": recomputes,
             **{key: run[key] for key in ("checkpoint_every_steps",) if key in run},
+            **({"checkpoint_storage": str(run["checkpoint_storage"])} if self.moves_critic else {}),
             **stated,
         }
 
     def _scoring(self, machine: str, own_folder: PurePath) -> Document:
-        """Sections of a machine's file: for what takes a GPU each, which revisions move, and for what is there."""
+        """Sections of a machine's file: for what revisions move, and for what is there."""
         found: Document = {}
         if self.plan.score:
             found["scorer"] = self._service(self._scorer())
-        if (place := self.plan.critic) is not None and machine == place.node:
-            found["critic"] = self._service(self._critic(place, own_folder))
-        if machine in self.rewards or self.plan.reward_gpus:
+        if (place := self.plan.critic) is not None and (self.moves_critic or machine == place.node):
+            found["critic"] = self._service(self._critic(place, machine, own_folder))
+        if self.rewards or self.plan.reward_gpus:
             port = GPU_REWARD_PORT if self.plan.reward_gpus else PORTS["reward"]
             found["reward"] = self._service(self._reward(port if self.address is None else 0))
         return found
@@ -400,14 +415,14 @@ class Configurations:
         return self._service(document)
 
     def _trainer(self) -> Document:
-        roots = [str(DATA), str(self.layout.runs)] if self._is_far else _trainer_roots(self.config)
+        roots = [str(DATA), str(self.layout.runs)] if self._is_far else trainer_roots(self.config)
         return {
             "listen": self._listen("trainer"),
             "weights_listen": self._listen("weights"),
             "weights_url": self.center["weights"],
             "state_dir": str(self.layout.runs / ".trainers"),
             "allowed_roots": roots,
-            "allowed_storage": [str(source) for source in _sources(self.config) if looks_like_address(source)],
+            "allowed_storage": [str(source) for source in run_sources(self.config) if looks_like_address(source)],
         }
 
     def _trainer_port(self, machine: str) -> int:
@@ -445,7 +460,7 @@ class Configurations:
         paths = {} if name in self.hosts else {"model.path": config["model"]["path"]}
         if name == self.head.name or (self.moves_trainer and name not in self.hosts):
             paths |= {setting: holder[key] for setting, holder, key in data_files(config.get("data", {}))}
-        if (name == self.head.name and self.head_rewards) or name in self.rewards:
+        if (name == self.head.name and self.head_rewards) or (self.rewards and generates is not None):
             paths |= {setting: holder[key] for setting, holder, key in canary_files(config)}
         teacher = config["algorithm"].get("reference_path")
         if self.plan.score and generates is not None and teacher is not None:
@@ -477,16 +492,3 @@ class Configurations:
             gpus = min(first, kind.gpus - first)
         memory_gb = self.model.problem.gpu_types[kind.gpu].hbm_GB
         return {**document, "gpu": kind.gpu, "gpus": gpus, "gpu_memory_gb": memory_gb}
-
-
-def _trainer_roots(config: Document) -> list[str]:
-    """The paths that the run's trainer reads and writes, as the run names them."""
-    paths = (config["run"].get("dir", "runs"), *_sources(config))
-    return [str(path) for path in paths if not looks_like_address(path)]
-
-
-def _sources(config: Document) -> list[Any]:
-    """Paths and addresses of the run's model, data and checkpoints."""
-    files = [holder[key] for _, holder, key in data_files(config.get("data", {}))]
-    found = (config["model"]["path"], *files, config["run"].get("checkpoint_storage"))
-    return [source for source in found if source is not None]

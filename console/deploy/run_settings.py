@@ -6,6 +6,7 @@ import math
 import re
 from copy import deepcopy
 from pathlib import PurePath
+from typing import Any
 
 from console.config.data_section import canary_files, data_files
 from console.deploy.description import Layout
@@ -161,3 +162,16 @@ def run_config(
 def _trains_a_critic(problem: Problem) -> bool:
     """Whether more than the policy is trained."""
     return sum(task.kind == "train" for task in problem.workload.train_tasks) > 1
+
+
+def trainer_roots(config: Document) -> list[str]:
+    """The paths that the run's trainer reads and writes, as the run names them."""
+    paths = (config["run"].get("dir", "runs"), *run_sources(config))
+    return [str(path) for path in paths if not looks_like_address(path)]
+
+
+def run_sources(config: Document) -> list[Any]:
+    """Paths and addresses of the run's model, data and checkpoints."""
+    files = [holder[key] for _, holder, key in data_files(config.get("data", {}))]
+    found = (config["model"]["path"], *files, config["run"].get("checkpoint_storage"))
+    return [source for source in found if source is not None]

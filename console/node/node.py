@@ -244,6 +244,9 @@ class NodeAgent:
 def machine(config: NodeConfig, *, trains: bool) -> pb.Node:
     """The machine's description for the scheduler."""
     roles = [pb.ROLE_GENERATOR, *([pb.ROLE_TRAINER] if trains else [])]
+    if config.critic is not None and config.critic.checkpoint_storage is not None:
+        # One that keeps its state on this machine's disk cannot move here.
+        roles.append(pb.ROLE_CRITIC)
     node = this_machine(node_id=config.node_id, site=config.site, roles=roles)
     node.address = config.address
     del node.accelerators[:]

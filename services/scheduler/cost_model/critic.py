@@ -42,6 +42,11 @@ class CriticModel:
         self._demand = demand_of(self._problem)
         self._memory = PoolMemory(self._problem, self._demand, usable_bytes)
 
+    @property
+    def state_bytes(self) -> float:
+        """Weights, gradients and optimiser, wherever they are."""
+        return self._demand.training_state_bytes
+
     def gpu_bytes(self, gpus: int) -> float:
         """Memory of each of that many GPUs over which it is sharded."""
         return self._memory.needed_bytes(gpus)

@@ -11,7 +11,7 @@ fewer of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from services.scheduler.cost_model.reference import CostModel, Limit, Score
@@ -23,26 +23,51 @@ from services.scheduler.solvers.interface import Solution, TimeLeft, part_of
 from services.scheduler.solvers.scored import ordered_nodes
 
 
-def with_critic(model: CostModel, search: Search, *, time_left: TimeLeft, kept: CriticPlace | None) -> Solution:
-    """The best plan found with a critic, which is `kept` or placed; what the search finds if the workload has none."""
+def with_critic(
+    model: CostModel,
+    search: Search,
+    *,
+    time_left: TimeLeft,
+    kept: CriticPlace | None,
+    machines: Collection[str] | None = None,
+) -> Solution:
+    """The best plan found with a critic; what the search finds if the workload has none.
+
+    Args:
+        model: The problem and its cost model.
+        search: Finds the rest of a plan.
+        time_left: Time left for all searches.
+        kept: The place that it keeps; None if it is to be placed.
+        machines: Those on which it may be placed; None for any.
+    """
     if not model.problem.workload.critic_tasks:
         return search(model, time_left)
     if kept is not None:
         return _at(model, kept, search, time_left=time_left)
+    allowed = frozenset(model.nodes if machines is None else machines)
     found = list[Solution]()
-    entries = [node for node in ordered_nodes(model.problem) if model.critic.fits(node, node.gpus)]
-    for index, node in enumerate(entries):
+    fitting = [node for node in ordered_nodes(model.problem) if model.critic.fits(node, node.gpus)]
+    entries = [(node, name) for node in fitting if (name := _last(node, allowed)) is not None]
+    for index, (node, name) in enumerate(entries):
         share = 1 / (len(entries) - index + 1)
-        found += _on_own_gpus(model, node, search, time_left=part_of(time_left, share))
-    found.append(_beside_trainer(model, search, time_left=time_left))
+        found += _on_own_gpus(model, node, name, search, time_left=part_of(time_left, share))
+    found.append(_beside_trainer(model, search, allowed, time_left=time_left))
     return max(found, key=lambda solution: solution.score.samples_per_second)
 
 
-def _on_own_gpus(model: CostModel, node: NodeClass, search: Search, *, time_left: TimeLeft) -> Iterator[Solution]:
-    """Plans with a critic on the last machine of an entry, on more of its GPUs as long as it limits."""
+def _last(node: NodeClass, allowed: Collection[str]) -> str | None:
+    """The last machine of an entry that may have the critic."""
+    names = map(node.machine, reversed(range(node.count)))
+    return next((name for name in names if name in allowed), None)
+
+
+def _on_own_gpus(
+    model: CostModel, node: NodeClass, name: str, search: Search, *, time_left: TimeLeft
+) -> Iterator[Solution]:
+    """Plans with a critic on a machine of an entry, on more of its GPUs as long as it limits."""
     sizes = [gpus for gpus in _sizes(node) if model.critic.fits(node, gpus)]
     for index, gpus in enumerate(sizes):
-        place = CriticPlace(node=node.machine(node.count - 1), gpus=gpus)
+        place = CriticPlace(node=name, gpus=gpus)
         solution = _at(model, place, search, time_left=part_of(time_left, 1 / (len(sizes) - index)))
         yield solution
         if not isinstance(solution.score, Score) or solution.score.limit is not Limit.CRITIC:
@@ -58,18 +83,23 @@ def _sizes(node: NodeClass) -> Iterator[int]:
     yield node.gpus
 
 
-def _beside_trainer(model: CostModel, search: Search, *, time_left: TimeLeft) -> Solution:
-    """The best plan with the critic on the GPUs of one machine that train."""
+def _beside_trainer(model: CostModel, search: Search, allowed: Collection[str], *, time_left: TimeLeft) -> Solution:
+    """The best plan with the critic on the GPUs of one allowed machine that train."""
     pooled = [task.model_copy(update={"is_service": False}) for task in model.problem.workload.critic_tasks]
     tasks = _others(model)
     rest = with_workload(model.problem, train_tasks=(*tasks, *pooled))
     found = search(model.over(rest), time_left)
     if found.plan is None:
         return found
-    places = [CriticPlace(node=share.node, gpus=share.gpus, is_beside_trainer=True) for share in found.plan.train]
+    places = [
+        CriticPlace(node=share.node, gpus=share.gpus, is_beside_trainer=True)
+        for share in found.plan.train
+        if share.node in allowed
+    ]
     return max(
         (_placed(model, found, found.plan, place) for place in places),
         key=lambda solution: solution.score.samples_per_second,
+        default=nothing("critic: none of the machines that train may have it"),
     )
 
 

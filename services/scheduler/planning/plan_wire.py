@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from penstock.config import ConfigError
@@ -50,10 +51,18 @@ def checked_task(request: pb.CreatePlanRequest, *, cost_model: str) -> PlanTask:
     )
 
 
-def plan_task(task: PlanTask, *, time_left: TimeLeft, start: PlanDocument | None, keeps_pool: bool) -> pb.Plan:
+def plan_task(
+    task: PlanTask,
+    *,
+    time_left: TimeLeft,
+    start: PlanDocument | None,
+    keeps_pool: bool,
+    critic_machines: Collection[str] | None = None,
+) -> pb.Plan:
     """A plan over the problem's own machines, its generators and its training pool.
 
-    The search begins with the plan `start`; with `keeps_pool` its trainers stay.
+    The search begins with the plan `start`; with `keeps_pool` its trainers stay. Services that it has stay where they
+    are; a critic that it lacks is placed on one of `critic_machines`, or on any.
 
     Raises InvalidFieldError if the solver cannot treat a problem of this size, InfeasiblePlanError if no plan can run.
     """
@@ -61,7 +70,9 @@ def plan_task(task: PlanTask, *, time_left: TimeLeft, start: PlanDocument | None
     starts = () if start is None else (start,)
     try:
         model = CostModel(task.problem, name=task.cost_model)
-        report = make_plan(model, task.solver, time_left=time_left, starts=starts, running=running)
+        report = make_plan(
+            model, task.solver, time_left=time_left, starts=starts, running=running, critic_machines=critic_machines
+        )
     except ProblemTooLargeError as error:
         raise InvalidFieldError(f"solver: {error}", field="solver") from error
     if not isinstance(report, FeasiblePlan):

@@ -5,6 +5,7 @@ The command line and the service both plan here. It has no clock: callers say ho
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Protocol
 
@@ -44,6 +45,7 @@ def make_plan(
     seed: int = 0,
     starts: Plans = (),
     running: PlanDocument | None = None,
+    critic_machines: Collection[str] | None = None,
 ) -> PlanReport:
     """A checked plan and what it achieves. Raises ProblemTooLargeError.
 
@@ -54,6 +56,7 @@ def make_plan(
         seed: Seed of the search.
         starts: Initial plans, as in Solver.
         running: A plan in force whose training pool is kept: only generators are planned, whichever the solver.
+        critic_machines: Those on which a critic may be placed that `starts` and `running` lack; None for any.
     """
     budget_s = time_left()
     before = starts[0] if running is None and starts else running
@@ -64,21 +67,26 @@ def make_plan(
         running = before
     if running is None:
         begins = tuple(map(without_places, starts))
-        solution = solve(model, solver, time_left=time_left, seed=seed, starts=begins, kept=kept)
+        solution = solve(
+            model, solver, time_left=time_left, seed=seed, starts=begins, kept=kept, critic_machines=critic_machines
+        )
     else:
-        solution = _checked(model, _regenerated(model, without_places(running), time_left=time_left))
+        around = _regenerated(model, without_places(running), time_left=time_left, critic_machines=critic_machines)
+        solution = _checked(model, around)
     if solution.plan is not None:
         solution = replace(solution, plan=with_relays(model.problem, solution.plan))
     return report_of(model, solution, solve_s=budget_s - time_left())
 
 
-def _regenerated(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) -> Solution:
+def _regenerated(
+    model: CostModel, running: PlanDocument, *, time_left: TimeLeft, critic_machines: Collection[str] | None
+) -> Solution:
     """Generators around a plan's trainers and services; services that it lacks are placed as well."""
 
     def search(rest: CostModel, time_left: TimeLeft) -> Solution:
         return regenerate(rest, running, time_left=time_left)
 
-    return with_services(model, search, time_left=time_left, kept=running)
+    return with_services(model, search, time_left=time_left, kept=running, critic_machines=critic_machines)
 
 
 def make_advised_plan(
@@ -115,10 +123,11 @@ def solve(
     seed: int = 0,
     starts: Plans = (),
     kept: PlanDocument = NOTHING,
+    critic_machines: Collection[str] | None = None,
 ) -> Solution:
     """The checked plan of the named solver in SOLVERS. Raises ProblemTooLargeError.
 
-    `starts` as in Solver; `kept` has services that stay where they are.
+    `starts` as in Solver; `kept` has services that stay where they are, `critic_machines` as in `with_services`.
     """
 
     def search(rest: CostModel, time_left: TimeLeft) -> Solution:
@@ -126,7 +135,8 @@ def solve(
             return Solution(None, Infeasible(reason), 0.0, True, 0, solver)
         return make_solver(solver).solve(rest, time_left=time_left, seed=seed, starts=starts)
 
-    return _checked(model, with_services(model, search, time_left=time_left, kept=kept))
+    found = with_services(model, search, time_left=time_left, kept=kept, critic_machines=critic_machines)
+    return _checked(model, found)
 
 
 def _checked(model: CostModel, solution: Solution) -> Solution:

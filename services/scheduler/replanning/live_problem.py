@@ -52,13 +52,16 @@ class Live:
         back = {real: name for name, real in self.node_ids.items()}
         gen = [each.model_copy(update={"node": back[each.node]}) for each in plan.gen if each.node in back]
         train = [each.model_copy(update={"node": back[each.node]}) for each in plan.train if each.node in back]
+        # Where some are gone, all are placed again: as many as keep up.
         score, reward_gpus = (
-            tuple(each.model_copy(update={"node": back[each.node]}) for each in placed if each.node in back)
+            tuple(each.model_copy(update={"node": back[each.node]}) for each in placed)
+            if all(each.node in back for each in placed)
+            else ()
             for placed in (plan.score, plan.reward_gpus)
         )
         critic = plan.critic
         if critic is not None:
-            # It cannot go on without the disk of its machine, so it never passes for another one.
+            # One that cannot move goes on with the disk of its machine only, so it never passes for another one.
             critic = critic.model_copy(update={"node": back.get(critic.node, f"{critic.node} (gone)")})
         # Trainers of which some are gone are no mesh any more.
         return PlanDocument(

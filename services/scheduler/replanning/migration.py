@@ -20,9 +20,10 @@ _Part = tuple[str, int, int, int]
 def stopped_share(before: pb.Plan, after: pb.Plan) -> float:
     """Share of a plan's generating GPUs that are idle while it replaces another plan, 0 to 1.
 
-    These had another role, or the same in a process that must restart. If trainers change, all wait.
+    These had another role, or the same in a process that must restart. If trainers change, or a critic of its own, all
+    wait.
     """
-    if _gpus(before, pb.ROLE_TRAINER) != _gpus(after, pb.ROLE_TRAINER):
+    if any(_gpus(before, role) != _gpus(after, role) for role in (pb.ROLE_TRAINER, pb.ROLE_CRITIC)):
         return 1.0
     old, new = (_gpus(plan, pb.ROLE_GENERATOR) for plan in (before, after))
     held, wanted = ({_part(each): each.num_concurrent_samples for each in plan.assignments} for plan in (before, after))

@@ -44,6 +44,8 @@ class Offer:
     """Share of the generators that change."""
     is_pool_moved: bool = False
     """Whether the trainer moves; `migration_s` is then how long nothing is trained."""
+    is_critic_moved: bool = False
+    """Whether a critic of its own moves; likewise."""
 
 
 def judge(offer: Offer, *, rested_s: float, cool_down_s: float) -> Verdict:
@@ -77,8 +79,10 @@ def worth(offer: Offer) -> float:
 
 def cost_of(offer: Offer) -> str:
     """The cost of the change, in words."""
-    if offer.is_pool_moved:
-        return f"the change moves the trainer, which stops everything for {offer.migration_s:.0f} s"
+    if offer.is_pool_moved or offer.is_critic_moved:
+        who = {"the trainer": offer.is_pool_moved, "the critic": offer.is_critic_moved}
+        moved = " and ".join(name for name, is_moved in who.items() if is_moved)
+        return f"the change moves {moved}, which stops everything for {offer.migration_s:.0f} s"
     return f"the change stops {offer.moved_share:.0%} of the generators for {offer.migration_s:.0f} s"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import structlog
 from pydantic import ValidationError
@@ -20,6 +21,7 @@ from services.scheduler.planning.plan_message import document_of, keep_center
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
+from services.scheduler.replanning.critic_move import critic_machines, critic_moving_s
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came, with_lengths
 from services.scheduler.replanning.migration import stopped_share
 from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge, worth
@@ -73,6 +75,14 @@ class _Look:
 
     views: Sequence[pb.NodeView]
     time_left: TimeLeft
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a search for another plan leaves as it is."""
+
+    keeps_pool: bool
+    keeps_critic: bool
 
 
 class Replanner:
@@ -146,15 +156,16 @@ class Replanner:
         scales = _Scales(CostModel(problem), live, kept, run.plan, look.views, is_pool_fixed=run.task.keeps_trainers)
         if scales.kept_rate > 0 and not gone and now_s - run.revised_s < self._cool_down_s:
             return None
-        # Where the pool may move, moving it competes with planning only generators.
-        is_pool_there = not gone & {share.node for share in in_force.train}
-        ways = [True] if is_pool_there and run.task.keeps_trainers else [False, *([True] * is_pool_there)]
+        machines = critic_machines(live, look.views)
+        ways = _ways(in_force, gone, keeps_trainers=run.task.keeps_trainers, moves_critic=bool(machines))
         best: tuple[float, pb.Plan, Verdict] | None = None
-        for index, keeps_pool in enumerate(ways):
+        for index, way in enumerate(ways):
             time_left = part_of(look.time_left, 1 / (len(ways) - index))
-            found = await self._planned(run, problem, kept, keeps_pool=keeps_pool, time_left=time_left)
+            start = kept if way.keeps_critic else kept.model_copy(update={"critic": None})
+            plan = partial(self._planned, run, problem, critic_machines=machines)
+            found = await plan(start, keeps_pool=way.keeps_pool, time_left=time_left)
             if found is not None and (fit := scales.trainable(document_of(found))) is not None:
-                found = await self._planned(run, problem, fit, keeps_pool=True, time_left=look.time_left)
+                found = await plan(fit, keeps_pool=True, time_left=look.time_left)
             if found is None:
                 continue
             live.to_real(found)
@@ -178,12 +189,26 @@ class Replanner:
         return found
 
     async def _planned(
-        self, run: _Run, problem: Problem, kept: PlanDocument, *, keeps_pool: bool, time_left: TimeLeft
+        self,
+        run: _Run,
+        problem: Problem,
+        kept: PlanDocument,
+        *,
+        keeps_pool: bool,
+        time_left: TimeLeft,
+        critic_machines: frozenset[str],
     ) -> pb.Plan | None:
         """A plan for the live problem, in its names; None if there is none."""
         task = replace(run.task, problem=problem)
         try:
-            return await asyncio.to_thread(plan_task, task, time_left=time_left, start=kept, keeps_pool=keeps_pool)
+            return await asyncio.to_thread(
+                plan_task,
+                task,
+                time_left=time_left,
+                start=kept,
+                keeps_pool=keeps_pool,
+                critic_machines=critic_machines,
+            )
         except PenstockError as error:
             # Until something changes: solving the same problem again would waste a core.
             _log.warning("the plan cannot be revised", run_id=run.task.run_id, reason=str(error))
@@ -240,6 +265,9 @@ class _Scales:
                     f"{_named(wrong)} would train and cannot: the machine's file has no section trainer, or the "
                     "machine does not share the run's folder, as the log of `penstock node` there says"
                 )
+        is_critic_moved = before.critic != after.critic
+        if is_critic_moved and new.critic is not None:
+            migration_s = max(migration_s, critic_moving_s(self.model, new.critic, self.views))
         offer = Offer(
             rate=self.model.score(new).samples_per_second,
             kept_rate=self.kept_rate,
@@ -248,8 +276,20 @@ class _Scales:
             migration_s=migration_s,
             moved_share=stopped_share(self.in_force, found),
             is_pool_moved=is_pool_moved,
+            is_critic_moved=is_critic_moved,
         )
         return offer, obstacle
+
+
+def _ways(in_force: PlanDocument, gone: Collection[str], *, keeps_trainers: bool, moves_critic: bool) -> list[_Way]:
+    """Where pool and critic may move, moving them competes with planning only generators."""
+    is_pool_there = not {*gone} & {share.node for share in in_force.train}
+    pools = [True] if is_pool_there and keeps_trainers else [False, *([True] * is_pool_there)]
+    if in_force.critic is None or not moves_critic:
+        return [_Way(pool, keeps_critic=True) for pool in pools]
+    if in_force.critic.node in gone:
+        return [_Way(pool, keeps_critic=False) for pool in pools]
+    return [*(_Way(pool, keeps_critic=True) for pool in pools), _Way(pools[0], keeps_critic=False)]
 
 
 def running_plan(plan: pb.Plan) -> PlanDocument:
