@@ -21,12 +21,12 @@ from tests.helpers.console import COMMAND, environment
 class Machine:
     """A `penstock node` process, its generators with it."""
 
-    def __init__(self, name: str, document: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, name: str, document: Mapping[str, Any], folder: Path, *options: str) -> None:
         self.name, self.folder = name, RunFolder(folder / name)
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(document))
         with (folder / f"{name}.log").open("wb") as log:
-            command = (*COMMAND, "node", str(path))
+            command = (*COMMAND, "node", str(path), *options)
             self.process = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
 
     def die(self) -> None:
@@ -72,9 +72,9 @@ def machine(
 
 
 @contextmanager
-def started(name: str, document: Mapping[str, Any], folder: Path) -> Iterator[Machine]:
-    """A machine of this file."""
-    one = Machine(name, document, folder)
+def started(name: str, document: Mapping[str, Any], folder: Path, *options: str) -> Iterator[Machine]:
+    """A machine of this file, with options of the command."""
+    one = Machine(name, document, folder, *options)
     try:
         yield one
     finally:

@@ -5,7 +5,6 @@ import re
 import signal
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,9 +16,8 @@ from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem
 from tests.e2e.plans.machines import started
-from tests.e2e.runs import RUN_ID, running, small_run
-from tests.helpers.console import write_rows
-from tests.helpers.models.tiny_model import make_tiny_model
+from tests.e2e.plans.moved_runs import on_policy, plans, storage_of, train
+from tests.e2e.runs import RUN_ID, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.grid, pytest.mark.timeout(600)]
 
@@ -63,27 +61,6 @@ def problem_of(model_dir):
     }  # fmt: skip
 
 
-@pytest.fixture
-def tiny_task(tmp_path):
-    """A model of random weights and additions: what is learned does not matter here."""
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
-    train = write_rows(tmp_path / "train.jsonl", *rows)
-    (tmp_path / "brevity.py").write_text("def brevity(completion: str) -> float:\n    return -float(len(completion))\n")
-    return SimpleNamespace(
-        model_dir=make_tiny_model(tmp_path / "model", num_layers=4), train_path=train, eval_path=None
-    )
-
-
-def on_policy(task, folder):
-    """What is trained on depends on the seed alone."""
-    settings = {"run__num_steps": 10_000, "run__num_eval_prompts": 0, "data__eval": None, "algorithm__max_staleness": 0}
-    return small_run(task, folder, reward__model="brevity:brevity", **settings)
-
-
-def storage_of(folder):
-    return f"file://{folder}/storage"
-
-
 def deploy(task, folder):
     """The run and its machines as `penstock plan --deploy --moves-trainer --address 127.0.0.1` writes them."""
     run = on_policy(task, folder)
@@ -113,11 +90,6 @@ def joining(document, machines):
     return new
 
 
-def plans(run):
-    path = run.folder.plans
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def training(plan):
     pool = (each for each in plan["assignments"] if each["role"] == "ROLE_TRAINER")
     return {each["node_id"]: len(each["accelerator_indices"]) for each in pool}
@@ -132,16 +104,6 @@ def published(folder, *names):
                 said = dict(re.findall(r"(\w+)=(\S+)", line))
                 found.setdefault(int(said["policy_version"]), []).append(said["digest"])
     return found
-
-
-def last_step(run):
-    """What the console printed: no folder on its machine has the trainer's records before the end."""
-    return max(map(int, re.findall(r"\bstep (\d+)/10000", run.text)), default=0)
-
-
-def train(run, more):
-    goal = last_step(run) + more
-    run.wait_for(f"step {goal}", lambda: last_step(run) >= goal)
 
 
 def test_a_trainer_moves_from_two_stages_to_a_faster_machine_and_back_when_that_is_taken_away(tiny_task, tmp_path):
