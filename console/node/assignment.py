@@ -134,6 +134,12 @@ def relay_of(plan: pb.Plan, config: NodeConfig) -> str | None:
     return next((each.node_id for each in plan.weight_relays if each.site == config.site), None)
 
 
+def relay_patience_s(config: NodeConfig, relay: str | None) -> float:
+    """How long this machine's generators leave a new version to the machine that brings it to their site."""
+    base = config.generator
+    return RELAY_PATIENCE_S if base.site and relay not in (None, config.node_id) else base.relay_patience_s
+
+
 def generator_config(
     config: NodeConfig, placement: Placement, *, port: int, relay: str | None = None
 ) -> GeneratorConfig:
@@ -159,9 +165,8 @@ def generator_config(
         "generator_id": f"{config.node_id}-gen-{placement.gpus[0]}",
         "engine": base.engine.model_copy(update=engine),
         "cache_dir": base.cache_dir / placement.name,
+        "relay_patience_s": relay_patience_s(config, relay),
     }
-    if base.site and relay not in (None, config.node_id):
-        update["relay_patience_s"] = RELAY_PATIENCE_S
     if base.engine.is_emulated:
         update["instances"] = (InstanceConfig(count=placement.num_replicas),)
     elif base.site:

@@ -27,7 +27,15 @@ from console.launch.disk_watch import FolderRefusedError
 from console.launch.ports import free_block
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ServiceFailedError, watch_launcher
-from console.node.assignment import Placement, change, generator_config, misfits, placements, relay_of
+from console.node.assignment import (
+    Placement,
+    change,
+    generator_config,
+    misfits,
+    placements,
+    relay_of,
+    relay_patience_s,
+)
 from console.node.config import HostConfig, NodeConfig, read_machine
 from console.node.gpus import own_gpus, visible
 from console.node.host import HostAgent
@@ -106,7 +114,7 @@ class NodeAgent:
             time_scale=time_scale,
         )
         self._relay: str | None = None
-        """The machine that brings weights to this site by the newest plan; what started before keeps its own."""
+        """The machine that brings weights to this site by the newest plan."""
         self._told = ""
         """Why this machine is not planned to train, as logged last."""
         self._say_at_s = 0.0
@@ -132,7 +140,12 @@ class NodeAgent:
                 move_s=lambda: self._trainer.move_s,
                 security=security,
             ),
-            keep_measuring(self._meter, self._all_replicas, security=security),
+            keep_measuring(
+                self._meter,
+                self._all_replicas,
+                security=security,
+                relay_patience_s=lambda: relay_patience_s(config, self._relay),
+            ),
             self._follow(),
             self._services.watch(),
             CertificateWatch(security.tls_files, hosts=[LOOPBACK]).run(),

@@ -8,6 +8,7 @@ excluded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -124,8 +125,21 @@ class Meter:
         return rate
 
 
-async def keep_measuring(meter: Meter, replicas: Callable[[], list[Replica]], *, security: Security) -> None:
-    """Poll every generator of the machine into the meter until cancelled; silent ones are skipped."""
+async def keep_measuring(
+    meter: Meter,
+    replicas: Callable[[], list[Replica]],
+    *,
+    security: Security,
+    relay_patience_s: Callable[[], float] | None = None,
+) -> None:
+    """Poll every generator of the machine into the meter until cancelled; silent ones are skipped.
+
+    Args:
+        meter: Takes what they say.
+        replicas: Those that are to run.
+        security: Credentials of the process.
+        relay_patience_s: How long each is to leave new versions to another machine, which those are told that do not.
+    """
     channels: dict[str, grpc.aio.Channel] = {}
     try:
         while True:
@@ -135,14 +149,17 @@ async def keep_measuring(meter: Meter, replicas: Callable[[], list[Replica]], *,
                 await channels.pop(target).close()
             for target in there.keys() - channels.keys():
                 channels[target] = open_channel(target, security)
-            await asyncio.gather(*(_look(meter, replica, channels[target]) for target, replica in there.items()))
+            looks = (_look(meter, replica, channels[target], relay_patience_s) for target, replica in there.items())
+            await asyncio.gather(*looks)
             await asyncio.sleep(_LOOK_EVERY_S)
     finally:
         for channel in channels.values():
             await channel.close()
 
 
-async def _look(meter: Meter, replica: Replica, channel: grpc.aio.Channel) -> None:
+async def _look(
+    meter: Meter, replica: Replica, channel: grpc.aio.Channel, relay_patience_s: Callable[[], float] | None
+) -> None:
     stub = generator_pb2_grpc.GeneratorServiceStub(channel)
     request, peer = generator_pb2.GetGeneratorRequest(), f"generator {replica.target}"
     try:
@@ -151,3 +168,11 @@ async def _look(meter: Meter, replica: Replica, channel: grpc.aio.Channel) -> No
         # It is starting or ending; its supervisor looks after it.
         return
     meter.see(replica, answer, now_s=asyncio.get_running_loop().time())
+    # One of an earlier version of Penstock, or without a site, does not say, and keeps to what it was started with.
+    if relay_patience_s is None or not answer.HasField("relay_patience"):
+        return
+    wanted = generator_pb2.SetRelayPatienceRequest()
+    wanted.patience.FromMilliseconds(round(1000 * relay_patience_s()))
+    if wanted.patience != answer.relay_patience:
+        with contextlib.suppress(PenstockError):
+            await call(stub.SetRelayPatience, wanted, peer=peer, timeout_s=_TIMEOUT_S)

@@ -30,15 +30,23 @@ class RelayWait:
 
     def __init__(self, find_relays: FindRelays, *, patience_s: float, clock: Clock | None = None) -> None:
         self._find_relays = find_relays
-        self._patience_s = patience_s
+        self.patience_s = patience_s
+        """As set last."""
         self._clock = clock or SystemClock()
         self._is_expected = True
         """Whether the relay began in time with the last content."""
 
+    def set_patience(self, patience_s: float) -> None:
+        """Wait so long from the next content on, for a relay that is expected in time; 0: not at all."""
+        self.patience_s = patience_s
+        self._is_expected = True
+
     async def for_content(self, content_id: str) -> None:
         """Return once a relay of the site has the content, or is fetching it, or the patience is over."""
+        if not self.patience_s:
+            return
         begun_s = self._clock.monotonic_s()
-        patience_s = self._patience_s if self._is_expected else 0.0
+        patience_s = self.patience_s if self._is_expected else 0.0
         while True:
             # Without an address of its own, so that it is not taken for the relay.
             self._is_expected = bool(await self._find_relays(content_id, "", ""))

@@ -130,6 +130,7 @@ class GetGeneratorResponse(_message.Message):
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     TOTAL_SWAP_PAUSE_S_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_BORNE_FIELD_NUMBER: _builtins.int
+    RELAY_PATIENCE_FIELD_NUMBER: _builtins.int
     generator_id: _builtins.str
     """Names the generator."""
     state: Global___GeneratorState.ValueType
@@ -172,6 +173,10 @@ class GetGeneratorResponse(_message.Message):
     """All pauses that swaps have caused since start, seconds."""
     num_samples_borne: _builtins.int
     """Samples it would hold now if the broker had as many: what its KV cache bears and its configuration allows."""
+    @_builtins.property
+    def relay_patience(self) -> _duration_pb2.Duration:
+        """How long it leaves each new version to another generator of its site (SetRelayPatience). Unset: it has no site."""
+
     def __init__(
         self,
         *,
@@ -196,10 +201,11 @@ class GetGeneratorResponse(_message.Message):
         num_recomputed_tokens: _builtins.int = ...,
         total_swap_pause_s: _builtins.float = ...,
         num_samples_borne: _builtins.int = ...,
+        relay_patience: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["relay_patience", b"relay_patience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "engine", b"engine", "engine_version", b"engine_version", "generator_id", b"generator_id", "kv_cache_usage", b"kv_cache_usage", "max_context_tokens", b"max_context_tokens", "max_swap_pause_s", b"max_swap_pause_s", "num_preemptions", b"num_preemptions", "num_recomputed_tokens", b"num_recomputed_tokens", "num_running", b"num_running", "num_samples_borne", b"num_samples_borne", "num_tokens_generated", b"num_tokens_generated", "num_waiting", b"num_waiting", "num_weight_updates", b"num_weight_updates", "num_weights_refused", b"num_weights_refused", "policy_version", b"policy_version", "state", b"state", "total_swap_pause_s", b"total_swap_pause_s", "update_mode", b"update_mode", "uptime_s", b"uptime_s", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "engine", b"engine", "engine_version", b"engine_version", "generator_id", b"generator_id", "kv_cache_usage", b"kv_cache_usage", "max_context_tokens", b"max_context_tokens", "max_swap_pause_s", b"max_swap_pause_s", "num_preemptions", b"num_preemptions", "num_recomputed_tokens", b"num_recomputed_tokens", "num_running", b"num_running", "num_samples_borne", b"num_samples_borne", "num_tokens_generated", b"num_tokens_generated", "num_waiting", b"num_waiting", "num_weight_updates", b"num_weight_updates", "num_weights_refused", b"num_weights_refused", "policy_version", b"policy_version", "relay_patience", b"relay_patience", "state", b"state", "total_swap_pause_s", b"total_swap_pause_s", "update_mode", b"update_mode", "uptime_s", b"uptime_s", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,6 +323,49 @@ class PullWeightsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
 Global___PullWeightsRequest: _TypeAlias = PullWeightsRequest  # noqa: Y015
+
+@_typing.final
+class SetRelayPatienceRequest(_message.Message):
+    """Request of SetRelayPatience."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATIENCE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def patience(self) -> _duration_pb2.Duration:
+        """How long another generator of the site may take to begin with a version before this one fetches it itself, at most
+        60 s; zero for one that fetches for its site.
+        """
+
+    def __init__(
+        self,
+        *,
+        patience: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["patience", b"patience"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["patience", b"patience"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRelayPatienceRequest: _TypeAlias = SetRelayPatienceRequest  # noqa: Y015
+
+@_typing.final
+class SetRelayPatienceResponse(_message.Message):
+    """Response of SetRelayPatience."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRelayPatienceResponse: _TypeAlias = SetRelayPatienceResponse  # noqa: Y015
 
 @_typing.final
 class PullWeightsResponse(_message.Message):

@@ -55,6 +55,11 @@ class GeneratorServiceStub:
                 request_serializer=penstock_dot_v1_dot_generator__pb2.PullWeightsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_generator__pb2.PullWeightsResponse.FromString,
                 _registered_method=True)
+        self.SetRelayPatience = channel.unary_unary(
+                '/penstock.v1.GeneratorService/SetRelayPatience',
+                request_serializer=penstock_dot_v1_dot_generator__pb2.SetRelayPatienceRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_generator__pb2.SetRelayPatienceResponse.FromString,
+                _registered_method=True)
 
 
 class GeneratorServiceServicer:
@@ -93,6 +98,14 @@ class GeneratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRelayPatience(self, request, context):
+        """Leave each new version to another machine of its site for a while, or be the one that fetches it over the link. From
+        the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GeneratorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +128,11 @@ def add_GeneratorServiceServicer_to_server(servicer, server):
                     servicer.PullWeights,
                     request_deserializer=penstock_dot_v1_dot_generator__pb2.PullWeightsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_generator__pb2.PullWeightsResponse.SerializeToString,
+            ),
+            'SetRelayPatience': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRelayPatience,
+                    request_deserializer=penstock_dot_v1_dot_generator__pb2.SetRelayPatienceRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_generator__pb2.SetRelayPatienceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +244,33 @@ class GeneratorService:
             '/penstock.v1.GeneratorService/PullWeights',
             penstock_dot_v1_dot_generator__pb2.PullWeightsRequest.SerializeToString,
             penstock_dot_v1_dot_generator__pb2.PullWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRelayPatience(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GeneratorService/SetRelayPatience',
+            penstock_dot_v1_dot_generator__pb2.SetRelayPatienceRequest.SerializeToString,
+            penstock_dot_v1_dot_generator__pb2.SetRelayPatienceResponse.FromString,
             options,
             channel_credentials,
             insecure,

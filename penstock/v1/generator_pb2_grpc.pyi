@@ -46,6 +46,10 @@ class GeneratorServiceStub:
     the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once, and
     versions older than the one that is held are not installed: the answer names the one that is held.
     """
+    SetRelayPatience: _grpc.UnaryUnaryMultiCallable[_generator_pb2.SetRelayPatienceRequest, _generator_pb2.SetRelayPatienceResponse]
+    """Leave each new version to another machine of its site for a while, or be the one that fetches it over the link. From
+    the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay.
+    """
 
 @_typing.type_check_only
 class GeneratorServiceAsyncStub(GeneratorServiceStub):
@@ -64,6 +68,10 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     NOT_FOUND / UNKNOWN_VERSION: not published. DATA_LOSS / DIGEST_MISMATCH: the content or the engine does not hold what
     the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once, and
     versions older than the one that is held are not installed: the answer names the one that is held.
+    """
+    SetRelayPatience: _aio.UnaryUnaryMultiCallable[_generator_pb2.SetRelayPatienceRequest, _generator_pb2.SetRelayPatienceResponse]  # type: ignore[assignment]
+    """Leave each new version to another machine of its site for a while, or be the one that fetches it over the link. From
+    the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay.
     """
 
 class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -104,6 +112,16 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         NOT_FOUND / UNKNOWN_VERSION: not published. DATA_LOSS / DIGEST_MISMATCH: the content or the engine does not hold what
         the manifest states; the generator stays on the version it had. ALREADY installed versions are answered at once, and
         versions older than the one that is held are not installed: the answer names the one that is held.
+        """
+
+    @_abc_1.abstractmethod
+    def SetRelayPatience(
+        self,
+        request: _generator_pb2.SetRelayPatienceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generator_pb2.SetRelayPatienceResponse, _abc.Awaitable[_generator_pb2.SetRelayPatienceResponse]]:
+        """Leave each new version to another machine of its site for a while, or be the one that fetches it over the link. From
+        the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay.
         """
 
 def add_GeneratorServiceServicer_to_server(servicer: GeneratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

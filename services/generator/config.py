@@ -15,6 +15,7 @@ from services.generator.engines.base_config import ServedModel
 from services.generator.engines.registry import DEFAULT_ENGINE, EngineConfig, check_recorder
 from services.generator.environments.config import EnvironmentConfig
 
+MAX_RELAY_PATIENCE_S = 60.0
 MAX_INSTANCES = 256
 """Generators of one process."""
 
@@ -108,9 +109,9 @@ class GeneratorConfig(MeasuredConfig, ServedModel):
     relay_url: str | None = Field(default=None, pattern=PUBLIC_ADDRESS)
     """Address under which its site reaches that server: host:port (https if this process has a certificate), or the
     https:// address of a proxy; derived from the address it listens on when unset."""
-    relay_patience_s: float = Field(default=0.0, ge=0, le=60)
+    relay_patience_s: float = Field(default=0.0, ge=0, le=MAX_RELAY_PATIENCE_S)
     """How long another generator of the site may take to begin with a version before this one fetches it over the link
-    itself; 0 for the generators of the machine that a plan has relay to its site."""
+    itself; 0 for the generators of the machine that a plan has relay to its site. Revisions of a plan change it."""
     weights_transport: Transport = Transport.HTTP
     """Whether it takes part in the trainer's broadcasts, over gloo or nccl as the trainer is configured; only on the
     trainer's own fast network. Anything missed is fetched over HTTP."""

@@ -23,7 +23,7 @@ import structlog
 from penstock.clients.leases import LeaseSession
 from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.clock import SystemClock
-from penstock.errors import NotOfferedError, PenstockError, ServiceUnavailableError
+from penstock.errors import InvalidFieldError, NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.model.model_folder import TextDecoder
 from penstock.model.routers import read_routers
 from penstock.network.connection import Connection
@@ -353,6 +353,14 @@ class Generator:
 
         self._lease_handler.warning = warnings
 
+    def set_relay_patience(self, patience_s: float) -> None:
+        """Leave each new version so long to another machine of the site. Raises InvalidFieldError without a site."""
+        if (wait := self._puller.relay_wait) is None:
+            message = "patience: this generator has no site, and so no relay; set `site` in its configuration"
+            raise InvalidFieldError(message, field="patience")
+        wait.set_patience(patience_s)
+        _log.info("the relay of the site changed", relay_patience_s=patience_s)
+
     def unleased(self) -> UnleasedSamples:
         """An interface for another part of this process to decode beside the leases."""
         return UnleasedSamples(generator_id=self.generator_id, rollouts=self._rollouts, parts=self._parts)
@@ -378,6 +386,8 @@ class Generator:
             num_recomputed_tokens=counters.num_recomputed_tokens,
             total_swap_pause_s=counters.total_pause_s,
         )
+        if (wait := self._puller.relay_wait) is not None:
+            response.relay_patience.FromMilliseconds(round(1000 * wait.patience_s))
         if is_started:
             stats = self._engine.stats()
             response.num_running = stats.num_running

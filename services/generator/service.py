@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, require
 from penstock.v1 import generator_pb2, generator_pb2_grpc
+from services.generator.config import MAX_RELAY_PATIENCE_S
 from services.generator.generator import MODE_MESSAGES, Generator
 
 MAX_GRACE_S = 24 * 3600.0
@@ -37,6 +38,15 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         """Pause, or resume."""
         await self._generator.pause(request.is_paused)
         return generator_pb2.PauseGeneratorResponse()
+
+    async def SetRelayPatience(
+        self, request: generator_pb2.SetRelayPatienceRequest, _context: object
+    ) -> generator_pb2.SetRelayPatienceResponse:
+        """Another machine of its site, or this one, brings new versions."""
+        patience_s = request.patience.ToNanoseconds() / 1e9
+        require(0 <= patience_s <= MAX_RELAY_PATIENCE_S, "patience", patience_s, f"in [0, {MAX_RELAY_PATIENCE_S:g}] s")
+        self._generator.set_relay_patience(patience_s)
+        return generator_pb2.SetRelayPatienceResponse()
 
     async def PullWeights(
         self, request: generator_pb2.PullWeightsRequest, _context: object

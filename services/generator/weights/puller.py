@@ -98,6 +98,8 @@ class WeightPuller:
         self._pulls: set[asyncio.Task[UpdateReport]] = set()
         self._num_engine_mismatches = 0
         self.counters = PullCounters()
+        self.relay_wait = downloader.relay_wait
+        """Leaves versions to another machine of the site; None without a site."""
 
     def note_owner(self, owner: broker_pb2.RunOwner) -> None:
         """The broker reports the run's owner."""

@@ -58,7 +58,7 @@ def build_puller(
         on_fetched=lambda kind, num_bytes: metrics.fetched_bytes.labels(kind).inc(num_bytes),
     )
     downloader.faults.report = store.report_failure
-    if config.site and config.relay_patience_s > 0:
+    if config.site:
         downloader.relay_wait = RelayWait(store.find_relays, patience_s=config.relay_patience_s)
     puller = WeightPuller(
         client=store,

@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
+from console.node.rates import Meter, Replica, keep_measuring
+from penstock.network.rpc import service_of
 from penstock.security import NO_SECURITY
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
@@ -14,6 +16,7 @@ from services.generator.engines.emulated.config import EmulatedEngineConfig
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine
 from services.generator.generator import Generator
 from services.generator.metrics import GeneratorMetrics
+from services.generator.service import GeneratorServicer
 from tests.helpers.brokers.scripted_generation import ScriptedGenerationBroker
 from tests.helpers.generators.emulated_spec import emulated_spec
 from tests.helpers.serving import serving
@@ -96,7 +99,8 @@ async def test_generators_of_a_site_take_one_copy_of_each_version_across_the_lin
         assert shares == [0, 1]
 
 
-async def test_the_relay_that_a_plan_names_takes_every_version_across_the_link(tmp_path):
+async def test_the_relay_that_a_plan_names_takes_every_version_across_the_link_and_a_revision_names_another(tmp_path):
+    """The agents of the three machines tell running generators, which fetch nothing twice."""
     async with AsyncExitStack() as stack:
         _, broker = await stack.enter_async_context(serving(ScriptedGenerationBroker().service()))
         far = await stack.enter_async_context(site(tmp_path))
@@ -107,9 +111,31 @@ async def test_the_relay_that_a_plan_names_takes_every_version_across_the_link(t
         }
         for generator in generators.values():
             await generator.run(stack)
-        sent_bytes = 0
+        sent_bytes = dict.fromkeys(("g1", "g2"), 0)
+
+        async def publish(version, relay):
+            sent_bytes[relay] += far.publish(version, size_bytes=SIZE_BYTES).size_bytes
+            await until(lambda: all(each.policy_version == version for each in generators.values()))
+            origin = {name: each.fetched_bytes("origin") for name, each in generators.items()}
+            assert origin == {"g0": 0, **sent_bytes}
+
         for version in (1, 2, 3):
-            sent_bytes += far.publish(version, size_bytes=SIZE_BYTES).size_bytes
-            await until(lambda version=version: all(each.policy_version == version for each in generators.values()))
-        origin = {name: each.fetched_bytes("origin") for name, each in generators.items()}
-        assert origin == {"g0": 0, "g1": sent_bytes, "g2": 0}
+            await publish(version, "g1")
+        for name, generator in generators.items():
+            service = service_of(GeneratorServicer(generator.generator))
+            _, target = await stack.enter_async_context(serving(service))
+            wanted_s = 0.0 if name == "g2" else 30.0
+            told = keep_measuring(
+                Meter(),
+                lambda target=target: [Replica(target, 1)],
+                security=NO_SECURITY,
+                relay_patience_s=lambda wanted_s=wanted_s: wanted_s,
+            )
+            stack.push_async_callback(_end, [asyncio.create_task(told)])
+        await until(lambda: [_patience_s(each) for each in generators.values()] == [30.0, 30.0, 0.0])
+        for version in (4, 5, 6):
+            await publish(version, "g2")
+
+
+def _patience_s(generator):
+    return generator.generator.view().relay_patience.ToSeconds()
