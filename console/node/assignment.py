@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from console.node.config import NodeConfig
+from penstock.v1 import generator_pb2
 from penstock.v1 import scheduler_pb2 as pb
 from services.generator.config import GeneratorConfig, InstanceConfig
 from services.scheduler.replanning.migration import is_like
@@ -134,8 +135,14 @@ def relay_of(plan: pb.Plan, config: NodeConfig) -> str | None:
     return next((each.node_id for each in plan.weight_relays if each.site == config.site), None)
 
 
-def relay_patience_s(config: NodeConfig, relay: str | None) -> float:
+def relay_patience(config: NodeConfig, relay: str | None) -> generator_pb2.SetRelayPatienceRequest:
     """How long this machine's generators leave a new version to the machine that brings it to their site."""
+    found = generator_pb2.SetRelayPatienceRequest(run_id=config.generator.run_id)
+    found.patience.FromMilliseconds(round(1000 * _patience_s(config, relay)))
+    return found
+
+
+def _patience_s(config: NodeConfig, relay: str | None) -> float:
     base = config.generator
     return RELAY_PATIENCE_S if base.site and relay not in (None, config.node_id) else base.relay_patience_s
 
@@ -165,7 +172,7 @@ def generator_config(
         "generator_id": f"{config.node_id}-gen-{placement.gpus[0]}",
         "engine": base.engine.model_copy(update=engine),
         "cache_dir": base.cache_dir / placement.name,
-        "relay_patience_s": relay_patience_s(config, relay),
+        "relay_patience_s": _patience_s(config, relay),
     }
     if base.engine.is_emulated:
         update["instances"] = (InstanceConfig(count=placement.num_replicas),)

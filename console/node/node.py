@@ -34,7 +34,7 @@ from console.node.assignment import (
     misfits,
     placements,
     relay_of,
-    relay_patience_s,
+    relay_patience,
 )
 from console.node.config import HostConfig, NodeConfig, read_machine
 from console.node.gpus import own_gpus, visible
@@ -144,7 +144,7 @@ class NodeAgent:
                 self._meter,
                 self._all_replicas,
                 security=security,
-                relay_patience_s=lambda: relay_patience_s(config, self._relay),
+                relay_patience=lambda: relay_patience(config, self._relay),
             ),
             self._follow(),
             self._services.watch(),

@@ -130,7 +130,7 @@ async def keep_measuring(
     replicas: Callable[[], list[Replica]],
     *,
     security: Security,
-    relay_patience_s: Callable[[], float] | None = None,
+    relay_patience: Callable[[], generator_pb2.SetRelayPatienceRequest] | None = None,
 ) -> None:
     """Poll every generator of the machine into the meter until cancelled; silent ones are skipped.
 
@@ -138,7 +138,7 @@ async def keep_measuring(
         meter: Takes what they say.
         replicas: Those that are to run.
         security: Credentials of the process.
-        relay_patience_s: How long each is to leave new versions to another machine, which those are told that do not.
+        relay_patience: How long each is to leave new versions to another machine, which those are told that do not.
     """
     channels: dict[str, grpc.aio.Channel] = {}
     try:
@@ -149,7 +149,7 @@ async def keep_measuring(
                 await channels.pop(target).close()
             for target in there.keys() - channels.keys():
                 channels[target] = open_channel(target, security)
-            looks = (_look(meter, replica, channels[target], relay_patience_s) for target, replica in there.items())
+            looks = (_look(meter, replica, channels[target], relay_patience) for target, replica in there.items())
             await asyncio.gather(*looks)
             await asyncio.sleep(_LOOK_EVERY_S)
     finally:
@@ -158,7 +158,10 @@ async def keep_measuring(
 
 
 async def _look(
-    meter: Meter, replica: Replica, channel: grpc.aio.Channel, relay_patience_s: Callable[[], float] | None
+    meter: Meter,
+    replica: Replica,
+    channel: grpc.aio.Channel,
+    relay_patience: Callable[[], generator_pb2.SetRelayPatienceRequest] | None,
 ) -> None:
     stub = generator_pb2_grpc.GeneratorServiceStub(channel)
     request, peer = generator_pb2.GetGeneratorRequest(), f"generator {replica.target}"
@@ -169,10 +172,9 @@ async def _look(
         return
     meter.see(replica, answer, now_s=asyncio.get_running_loop().time())
     # One of an earlier version of Penstock, or without a site, does not say, and keeps to what it was started with.
-    if relay_patience_s is None or not answer.HasField("relay_patience"):
+    if relay_patience is None or not answer.HasField("relay_patience"):
         return
-    wanted = generator_pb2.SetRelayPatienceRequest()
-    wanted.patience.FromMilliseconds(round(1000 * relay_patience_s()))
+    wanted = relay_patience()
     if wanted.patience != answer.relay_patience:
         with contextlib.suppress(PenstockError):
             await call(stub.SetRelayPatience, wanted, peer=peer, timeout_s=_TIMEOUT_S)

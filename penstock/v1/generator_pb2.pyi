@@ -330,7 +330,10 @@ class SetRelayPatienceRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    RUN_ID_FIELD_NUMBER: _builtins.int
     PATIENCE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run for which it works."""
     @_builtins.property
     def patience(self) -> _duration_pb2.Duration:
         """How long another generator of the site may take to begin with a version before this one fetches it itself, at most
@@ -340,11 +343,12 @@ class SetRelayPatienceRequest(_message.Message):
     def __init__(
         self,
         *,
+        run_id: _builtins.str = ...,
         patience: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["patience", b"patience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["patience", b"patience"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["patience", b"patience", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

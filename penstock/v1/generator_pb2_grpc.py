@@ -100,7 +100,8 @@ class GeneratorServiceServicer:
 
     def SetRelayPatience(self, request, context):
         """Leave each new version to another machine of its site for a while, or be the one that fetches it over the link. From
-        the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay.
+        the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay, or works
+        for another run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,8 @@ class GeneratorServiceStub:
     """
     SetRelayPatience: _grpc.UnaryUnaryMultiCallable[_generator_pb2.SetRelayPatienceRequest, _generator_pb2.SetRelayPatienceResponse]
     """Leave each new version to another machine of its site for a while, or be the one that fetches it over the link. From
-    the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay.
+    the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay, or works
+    for another run.
     """
 
 @_typing.type_check_only
@@ -71,7 +72,8 @@ class GeneratorServiceAsyncStub(GeneratorServiceStub):
     """
     SetRelayPatience: _aio.UnaryUnaryMultiCallable[_generator_pb2.SetRelayPatienceRequest, _generator_pb2.SetRelayPatienceResponse]  # type: ignore[assignment]
     """Leave each new version to another machine of its site for a while, or be the one that fetches it over the link. From
-    the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay.
+    the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay, or works
+    for another run.
     """
 
 class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -121,7 +123,8 @@ class GeneratorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generator_pb2.SetRelayPatienceResponse, _abc.Awaitable[_generator_pb2.SetRelayPatienceResponse]]:
         """Leave each new version to another machine of its site for a while, or be the one that fetches it over the link. From
-        the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay.
+        the next fetch on. Idempotent. INVALID_ARGUMENT / INVALID_FIELD: it has no site, and so no relay, or works
+        for another run.
         """
 
 def add_GeneratorServiceServicer_to_server(servicer: GeneratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -353,6 +353,11 @@ class Generator:
 
         self._lease_handler.warning = warnings
 
+    @property
+    def run_id(self) -> str:
+        """The run for which it works."""
+        return self._config.run_id
+
     def set_relay_patience(self, patience_s: float) -> None:
         """Leave each new version so long to another machine of the site. Raises InvalidFieldError without a site."""
         if (wait := self._puller.relay_wait) is None:

@@ -43,6 +43,8 @@ class GeneratorServicer(generator_pb2_grpc.GeneratorServiceServicer):
         self, request: generator_pb2.SetRelayPatienceRequest, _context: object
     ) -> generator_pb2.SetRelayPatienceResponse:
         """Another machine of its site, or this one, brings new versions."""
+        run_id = self._generator.run_id
+        require(request.run_id == run_id, "run_id", request.run_id, f"{run_id!r}, the run of this generator")
         patience_s = request.patience.ToNanoseconds() / 1e9
         require(0 <= patience_s <= MAX_RELAY_PATIENCE_S, "patience", patience_s, f"in [0, {MAX_RELAY_PATIENCE_S:g}] s")
         self._generator.set_relay_patience(patience_s)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from console.node.rates import Meter, Replica, keep_measuring
 from penstock.network.rpc import service_of
 from penstock.security import NO_SECURITY
+from penstock.v1 import generator_pb2
 from services.generator.config import GeneratorConfig
 from services.generator.engine.model_files import IdText
 from services.generator.engines.emulated.config import EmulatedEngineConfig
@@ -124,12 +125,13 @@ async def test_the_relay_that_a_plan_names_takes_every_version_across_the_link_a
         for name, generator in generators.items():
             service = service_of(GeneratorServicer(generator.generator))
             _, target = await stack.enter_async_context(serving(service))
-            wanted_s = 0.0 if name == "g2" else 30.0
+            wanted = generator_pb2.SetRelayPatienceRequest(run_id="r")
+            wanted.patience.FromSeconds(0 if name == "g2" else 30)
             told = keep_measuring(
                 Meter(),
                 lambda target=target: [Replica(target, 1)],
                 security=NO_SECURITY,
-                relay_patience_s=lambda wanted_s=wanted_s: wanted_s,
+                relay_patience=lambda wanted=wanted: wanted,
             )
             stack.push_async_callback(_end, [asyncio.create_task(told)])
         await until(lambda: [_patience_s(each) for each in generators.values()] == [30.0, 30.0, 0.0])

@@ -74,7 +74,8 @@ EXPECTED = {
     "trainer": {*_TRAINS, *_READS, *_PLANS, *_TEACHES, "ListRuns", "AuditRun", "GetGenerator", "ListNodes"},
     "generator": {
         *(*_READS, *_PLANS, *_SCORES, *_FETCHES),
-        *("StreamLeases", "StreamTokens", "GetShardMap", "GetGenerator", "RegisterNode", "ReportNode", "ListNodes"),
+        *("StreamLeases", "StreamTokens", "GetShardMap", "GetGenerator", "SetRelayPatience"),
+        *("RegisterNode", "ReportNode", "ListNodes"),
     },
     "reward": {*_READS, *_SCORES, "StreamScoring", "RunProgram", "GetSandbox"},
     "environment": {*_READS, *_SCORES, "PutTrajectories"},

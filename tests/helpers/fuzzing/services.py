@@ -205,7 +205,7 @@ def valid_requests(method: MethodDescriptor) -> list[Message]:
             tests_json='{"inputs": [""], "outputs": ["1"]}',
             limits=limits_message(ProgramsConfig().limits),
         ),
-        "SetRelayPatience": generator_pb2.SetRelayPatienceRequest(patience=Duration(seconds=1)),
+        "SetRelayPatience": generator_pb2.SetRelayPatienceRequest(run_id="r", patience=Duration(seconds=1)),
         "DrainGenerator": generator_pb2.DrainGeneratorRequest(grace=Duration(seconds=1)),
     }
     return [known[method.name]] if method.name in known else []
