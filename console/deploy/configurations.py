@@ -45,6 +45,7 @@ from console.deploy.run_settings import (
 from console.deploy.trainers import RENDEZVOUS_PORT, training_machines
 from console.node.config import HostConfig, NodeConfig
 from penstock.config import ConfigError, Document, StrictModel, validate
+from penstock.process.grace_periods import LAST_ACT_S
 from penstock.security.plain_text import is_local
 from penstock.storage.addresses import looks_like_address
 from services.generator.engines.registry import engine_keys
@@ -293,7 +294,9 @@ class Configurations:
         brokers = [self._broker(index) for index in range(self.num_brokers)]
         documents = {"brokers": brokers, "scheduler": self._scheduler(str(folder))}
         here = {key: each for key, each in documents.items() if self.place(key.removesuffix("s")) == name}
-        return self._service({"node_id": name, "dir": str(folder), **here})
+        # What starts these machines also ends them all at once, and the trainer still writes its checkpoint.
+        wait = {"client_wait_s": LAST_ACT_S["trainer"]} if self.address is None else {}
+        return self._service({"node_id": name, "dir": str(folder), **wait, **here})
 
     def _own_folder(self, machine: str) -> PurePath:
         return self.layout.runs / machine if self.address is None else self.folder / "machines" / machine

@@ -83,6 +83,9 @@ class HostConfig(NetworkConfig):
     `redis_url`."""
     scheduler: SchedulerConfig | None = None
     """Configuration of the scheduler, if it is here."""
+    client_wait_s: float = Field(default=0.0, ge=0, le=3600)
+    """How long after SIGTERM its brokers serve on while others are connected to them: for machines that are all told to
+    end at once, where the trainer still writes a checkpoint. A second SIGTERM ends them at once."""
     log: LogSection = LogSection()
     """Logs of its processes."""
 

@@ -3,11 +3,16 @@
 Invariants:
 - Brokers start once their Redis answers, and end before it.
 - Everything ends with this process, however it ends; what was stored is there when it starts again.
+- Told to end, brokers serve on for `client_wait_s` at most, until nobody is connected to them any more.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
+
+import structlog
 
 from console.config.derive import local_endpoint
 from console.config.run_folder import RunFolder
@@ -15,12 +20,17 @@ from console.launch.embedded_redis import redis_spec, redis_url
 from console.launch.launcher import REDIS_READY_S
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import service_environment
+from console.node.callers import num_callers
 from console.node.config import HostConfig
 from penstock.config import NetworkConfig
 from penstock.process.tasks import race
 from penstock.security import Security
 from penstock.security.checks.inspection import LOOPBACK
 from penstock.security.checks.watching import CertificateWatch
+
+SAY_EVERY_S = 30.0
+_LOOK_S = 0.5
+_log = structlog.get_logger()
 
 
 class HostAgent:
@@ -40,9 +50,27 @@ class HostAgent:
         await race(self._services.watch(), watch.run())
 
     async def leave(self) -> None:
-        """End its services, brokers before their Redis."""
+        """End its services, brokers before their Redis, once others have left them."""
+        await self._await_callers()
         await self._services.stop([name for name in self._services.names if name != "redis"])
         await self._services.stop(["redis"])
+
+    async def _await_callers(self) -> None:
+        names = {name for name in self._services.names if name.startswith("broker")}
+        ports = {int(local_endpoint(broker.listen).target.rpartition(":")[2]) for broker in self._config.brokers}
+        if not names:
+            return
+        loop = asyncio.get_running_loop()
+        until_s, said_s = loop.time() + self._config.client_wait_s, -math.inf
+        while loop.time() < until_s:
+            pids = [record.pid for name, record in self._services.records.items() if name in names]
+            num = await asyncio.to_thread(num_callers, ports, pids)
+            if not num:
+                return
+            if loop.time() - said_s >= SAY_EVERY_S:
+                said_s = loop.time()
+                _log.info("the broker serves on", connections=num, at_most_s=round(until_s - loop.time()))
+            await asyncio.sleep(_LOOK_S)
 
     async def _start(self) -> None:
         config = self._config

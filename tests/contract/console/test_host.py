@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from console.config.run_folder import RunFolder
 from console.launch.ports import free_addresses
@@ -17,6 +18,7 @@ from penstock.security import Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from tests.helpers.brokers.broker import limits
 from tests.helpers.certificates import issue, make_authority
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +27,20 @@ async def up(kind: str, target: str, security: Security) -> None:
     async with asyncio.timeout(60):
         while await service_problem(target, kind, security=security, timeout_s=1.0):  # noqa: ASYNC110 -- no event
             await asyncio.sleep(0.1)
+
+
+async def leave(host: HostAgent, broker: str, operator: Security) -> None:
+    """Everybody is told to end at once: its brokers serve on until the trainer is gone, though they know each other."""
+    with capture_logs() as logs:
+        async with open_channel(broker, operator) as channel:
+            stub = broker_pb2_grpc.BrokerServiceStub(channel)
+            await call(stub.GetRun, broker_pb2.GetRunRequest(run_id="r"), peer=broker)
+            leaving = asyncio.create_task(host.leave())
+            await until(lambda: "the broker serves on" in {line["event"] for line in logs}, timeout_s=30)
+            await call(stub.GetRun, broker_pb2.GetRunRequest(run_id="r"), peer=broker)
+            assert not leaving.done()
+        async with asyncio.timeout(40):
+            await leaving
 
 
 async def test_a_host_keeps_what_its_broker_stored_and_serves_the_roles_of_the_run(
@@ -42,6 +58,7 @@ async def test_a_host_keeps_what_its_broker_stored_and_serves_the_roles_of_the_r
         "dir": str(tmp_path / "desk"),
         "brokers": [{"listen": listen, "scheduler": scheduler} for listen in (broker, second)],
         "scheduler": {"listen": scheduler},
+        "client_wait_s": 60.0,
     }
     config = HostConfig.model_validate(document)
     folder = RunFolder(config.dir)
@@ -65,6 +82,6 @@ async def test_a_host_keeps_what_its_broker_stored_and_serves_the_roles_of_the_r
             await call(stub.GetRun, broker_pb2.GetRunRequest(run_id="r"), peer=second)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await host.leave()
+        await leave(host, broker, operator)
         assert not any(record.is_alive for record in folder.records())
     assert (folder.redis / "appendonlydir").is_dir() or any(folder.redis.glob("*.aof"))
