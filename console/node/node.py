@@ -40,7 +40,8 @@ from console.node.config import HostConfig, NodeConfig, read_machine
 from console.node.gpus import own_gpus, visible
 from console.node.host import HostAgent
 from console.node.rates import Meter, Replica, keep_measuring
-from console.node.scoring import ScoringPlace, changed, scoring_config, scoring_misfits, scoring_places
+from console.node.scoring import scoring_misfits
+from console.node.scoring_processes import ScoringProcesses
 from console.node.trainer_processes import TrainerProcesses, is_training
 from console.node.training import missing_run, obstacle, training_place
 from penstock.clients.inventory import find_address, report_node, say_leaving, this_machine
@@ -103,8 +104,7 @@ class NodeAgent:
         # A plan over emulated GPUs uses their time.
         time_scale = config.generator.emulated.time_scale if config.generator.engine.is_emulated else 1.0
         self._running: dict[str, Placement] = {}
-        self._scoring: dict[str, ScoringPlace] = {}
-        """Its scorers, its critic and its reward worker."""
+        self._scoring = ScoringProcesses(config, services=self._services, gpus=self._gpus, security=security)
         self._trainer = TrainerProcesses(
             config,
             services=self._services,
@@ -162,7 +162,8 @@ class NodeAgent:
         """Report that this machine leaves, so that the plan continues without it at once, and end its processes."""
         await asyncio.gather(
             say_leaving(self._config.scheduler, self._config.node_id, security=self._security),
-            self._services.stop([*self._running, *self._scoring], within_s=LEAVE_S),
+            self._services.stop(self._running, within_s=LEAVE_S),
+            self._scoring.stop(within_s=LEAVE_S),
             # Its checkpoint is worth as long as it takes; whoever takes the machine away has the last word.
             self._trainer.stop(),
         )
@@ -202,17 +203,18 @@ class NodeAgent:
         asked_s = asyncio.get_running_loop().time()
         place = training_place(plan, self._config)
         stays = self._trainer.is_at(place)
-        scoring = scoring_places(plan, self._config)
-        leaving, coming = changed(self._scoring, scoring)
-        await asyncio.gather(self._services.stop([*todo.stops, *leaving]), *([] if stays else [self._trainer.stop()]))
+        taken = {gpu for one in wanted.values() for gpu in one.gpus} | ({*place.gpus} if place is not None else set())
+        await asyncio.gather(
+            self._services.stop(todo.stops),
+            self._scoring.make_room(plan, taken=taken),
+            *([] if stays else [self._trainer.stop()]),
+        )
         for name in todo.stops:
             del self._running[name], self._replicas[name]
-        self._scoring = scoring
         if place is not None and not stays:
             # The first plan starts the run, and moves nothing.
             self._trainer.start(place, asked_s=asked_s if plan.revision > 1 else None)
-        for name in coming:
-            self._start_scoring(scoring[name])
+        self._scoring.start()
         for one in todo.starts:
             self._start(one)
             for replica in self._replicas[one.name]:
@@ -240,18 +242,6 @@ class NodeAgent:
             Replica(f"{host}:{port + index}", placement.tensor_parallel, placement.pipeline_parallel)
             for index in range(placement.num_replicas)
         ]
-
-    def _start_scoring(self, place: ScoringPlace) -> None:
-        settings = scoring_config(self._config, place, free_port=free_block(1))
-        self._services.launch_service(
-            place.kind,
-            settings,
-            name=place.name,
-            target=local_endpoint(settings.listen).target,
-            environment=visible(place.gpus, self._gpus, first=self._config.first_gpu)
-            if self._gpus and place.gpus
-            else {},
-        )
 
 
 def machine(config: NodeConfig, *, trains: bool) -> pb.Node:

@@ -55,6 +55,16 @@ def scoring_misfits(plan: pb.Plan, config: NodeConfig) -> list[str]:
     return found
 
 
+def worker_ids(plan: pb.Plan, kind: str) -> frozenset[str]:
+    """Names at the broker of all workers of a kind that the plan has on any machine; see `scoring_config`."""
+    found = []
+    for each in plan.assignments:
+        if _KINDS.get(each.role) == kind:
+            places = [ScoringPlace(kind=kind, gpus=(gpu,)) for gpu in each.accelerator_indices]
+            found += [f"{each.node_id}-{place.name}" for place in places or [ScoringPlace(kind=kind)]]
+    return frozenset(found)
+
+
 def scoring_config(
     config: NodeConfig, place: ScoringPlace, *, free_port: int
 ) -> ScorerConfig | CriticConfig | RewardConfig:
