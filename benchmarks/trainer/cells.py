@@ -145,6 +145,7 @@ def _loss_item(sample: TrainingSample, credit: float) -> LossItem:
     trajectory = trajectory_of(sample, credit)
     return LossItem(
         group_id=sample.group_id,
+        sample_index=sample.sample_index,
         num_tokens=trajectory.token_ids.size,
         num_loss_tokens=sample.completion_token_ids.size,
         # Samples with zero advantage have no gradient; leaving them out, as the trainer does, gives the same packs.

@@ -255,6 +255,8 @@ def training_config(
     document["trainer"] |= trainer or {}
     document["environment"] = None if environment is None else environment.target
     document["lora"] = None if config.lora is None else config.lora.model_dump()
+    document["gap_groups_per_step"] = config.page.groups_per_step if config.record is False else None
+    document["max_gap_bytes"] = config.page.max_sample_bytes
     document |= {"broker": broker} | ({} if critic is None else {"critic": critic})
     return validate(TrainingConfig, document, source=source)
 

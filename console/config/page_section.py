@@ -21,4 +21,5 @@ class PageSection(StrictModel):
     """Groups of each step whose samples are kept in samples.jsonl of the run folder, unless `record` keeps all of them;
     0 keeps none."""
     max_sample_bytes: int = Field(default=32 * 1024 * 1024, ge=1024 * 1024)
-    """Most bytes of samples.jsonl; at that size every second one of its older steps goes."""
+    """Most bytes of samples.jsonl, and of logprob_gaps.jsonl, by which the trainer's log-probs of recorded samples are
+    known; at that size every second one of its older steps goes."""

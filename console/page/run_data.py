@@ -13,6 +13,7 @@ import yaml
 
 from console.config.run_folder import CONSOLE_NAME, RunFolder, read_record
 from console.launch.probes import masked
+from console.page.files.gap_lines import GapLines
 from console.page.files.indexed_recording import IndexedRecording, open_recording
 from console.page.files.metrics_table import MetricsTable
 from console.page.files.token_texts import TokenTexts
@@ -61,6 +62,7 @@ class RunData:
         self._steps = MetricsTable(folder.metrics)
         self._evaluations = MetricsTable(folder.path / "evaluations.jsonl", prefix=EVALUATIONS)
         self._spans = SpanStore(folder.path)
+        self._gaps = GapLines(folder.path)
         self._recording: IndexedRecording | None = None
         self._lists: SampleLists | None = None
         self._config: tuple[int, str, Answer] = (0, "", {})
@@ -155,7 +157,13 @@ class RunData:
         model = mapping(self._document().get("model")).get("path")
         if isinstance(model, str) and "://" not in model:
             folders.append(Path(model))
-        return one_sample(self._recorded(), query, texts=TokenTexts(folders), time_of_step=self._steps.time_of)
+        return one_sample(
+            self._recorded(),
+            query,
+            texts=TokenTexts(folders),
+            gaps=self._gaps,
+            time_of_step=self._steps.time_of,
+        )
 
     def _recorded(self) -> IndexedRecording:
         """The run's recording if there is one, else the samples that it keeps; looked for again while there is none."""

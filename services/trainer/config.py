@@ -107,6 +107,12 @@ class TrainingConfig(RunSections):
         # Clients choose them, and gRPC would also call a socket of this machine or ask a name server of their choice.
         return checked_addresses(value)
 
+    gap_groups_per_step: Annotated[int, Field(ge=0)] | None = 0
+    """Groups of each step whose tokens' log-prob gaps are kept in logprob_gaps.jsonl of the run folder; null keeps
+    those of all."""
+    max_gap_bytes: int = Field(default=32 * 1024 * 1024, ge=1024 * 1024)
+    """Most bytes of that file; at that size every second one of its older steps goes."""
+
     @model_validator(mode="after")
     def _check_algorithm(self) -> Self:
         algorithm = self.algorithm

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from console.config.run_folder import RunFolder
+from console.page.run_data import RunData
 from console.recording.reader import read_groups
 from quickstart.prepare import Prepared
 from tests.e2e.runs import assert_balanced, running, small_run
@@ -42,6 +46,18 @@ def assert_equal_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> No
         torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
+def assert_the_page_shows_the_gap_that_the_trainer_reports(folder: RunFolder, metrics: list[dict[str, Any]]) -> None:
+    data = RunData(folder)
+    for line in metrics:
+        step = str(line["policy_version"])
+        listed = data.answer("samples", {"step": step, "limit": "500"})["samples"]
+        samples = [data.answer("sample", {"step": step, "key": each["key"]}) for each in listed]
+        tokens = [each for sample in samples for each in sample["tokens"] if each["mask"]]
+        gaps = np.array([each["trainer_logprob"] - each["logprob"] for each in tokens])
+        # Gaps are kept in 16 bits.
+        assert np.mean(np.exp(gaps) - gaps - 1) == pytest.approx(line["loss/mismatch_kl"], rel=5e-3, abs=1e-7)
+
+
 async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_are_those_of_all_in_one(task, tmp_path):
     document = small_run(
         task, tmp_path, run__num_steps=NUM_STEPS, run__num_eval_prompts=0, reward__model="brevity:brevity",
@@ -61,6 +77,7 @@ async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_
     assert (restarts["scorer-0"], restarts["critic"]) == (1, 1)
     assert not {"reference_failed", "too_many_leases"} & run.summary()["audit"]["dropped"].keys()
 
+    assert_the_page_shows_the_gap_that_the_trainer_reports(run.folder, apart)
     recorded = {each.group.prompt.group_id: each.group for each in read_groups(run.folder.path / "trajectories.jsonl")}
     broker = ScriptedTrainingBroker()
     broker.make_group = lambda prompt, *, policy_version: recorded[prompt.group_id]

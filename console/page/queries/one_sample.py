@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from console.page.files.gap_lines import GapLines
 from console.page.files.indexed_recording import IndexedRecording
 from console.page.files.token_texts import TokenTexts
 from console.page.files.values import Answer, BadQuestionError, count, mapping, number, numbers, text, whole
@@ -22,6 +23,7 @@ def one_sample(
     query: Mapping[str, str],
     *,
     texts: TokenTexts,
+    gaps: GapLines,
     time_of_step: Callable[[int], float | None],
 ) -> Answer:
     """The sample `key` (group/index) of `step`, or of the newest step that has it.
@@ -32,6 +34,7 @@ def one_sample(
         recording: Where it is.
         query: The question.
         texts: What tokens say.
+        gaps: Of the trainer.
         time_of_step: When the step of a version ended, Unix seconds.
     """
     recording.advance()
@@ -55,7 +58,7 @@ def one_sample(
         "answer": text(row.get("answer")),
         "turns": _turns(row, texts),
         "score": _score(row),
-        "tokens": _tokens(row, texts, begin=begin),
+        "tokens": _tokens(row, texts, gaps.of(step, group_id, count(row.get("sample_index")) or 0), begin=begin),
         "token_offset": begin,
         "num_tokens": total,
         "group_advantage": mine - sum(scores) / len(scores) if is_whole_group and mine is not None else None,
@@ -83,12 +86,12 @@ def _score(row: Row) -> Answer:
     }
 
 
-def _tokens(row: Row, texts: TokenTexts, *, begin: int) -> list[Answer]:
+def _tokens(row: Row, texts: TokenTexts, gaps: Sequence[float | None], *, begin: int) -> list[Answer]:
     ids = token_ids(row)
     said = texts.of(ids[: begin + MAX_TOKENS])
     logprobs, advantages = numbers(row.get("logprobs")), numbers(row.get("advantages"))
-    theirs = numbers(row.get("trainer_logprobs"))
-    mask = row.get("loss_mask") if isinstance(row.get("loss_mask"), list) else []
+    mask: list[Any] = row["loss_mask"] if isinstance(row.get("loss_mask"), list) else []
+    theirs = _trainer_logprobs(logprobs, gaps, mask)
     versions = _versions(row)
     step = count(row.get("policy_version"))
 
@@ -108,6 +111,19 @@ def _tokens(row: Row, texts: TokenTexts, *, begin: int) -> list[Answer]:
         }
         for index in range(begin, min(len(ids), begin + MAX_TOKENS))
     ]
+
+
+def _trainer_logprobs(
+    logprobs: Sequence[float | None], gaps: Sequence[float | None], mask: Sequence[object]
+) -> list[float | None]:
+    """The trainer's log-prob of each token: the engine's and the gap, which the trained ones have in order."""
+    trained = [index for index in range(len(logprobs)) if not mask or (index < len(mask) and mask[index] == 1)]
+    found: list[float | None] = [None] * len(logprobs)
+    if len(trained) == len(gaps):
+        for index, gap in zip(trained, gaps, strict=True):
+            mine = logprobs[index]
+            found[index] = None if gap is None or mine is None else mine + gap
+    return found
 
 
 def token_ids(row: Row) -> list[int]:

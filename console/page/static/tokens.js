@@ -24,6 +24,7 @@ const COLOURS = /** @type {[string, string][]} */ ([
   ["staleness", "staleness"],
   ["plain", "nothing"],
 ]);
+const NO_GAPS = "log-probs of the trainer: there are none where all advantages are zero, nor where none were kept";
 const FIRST_TOKENS = 6000;
 const NUM_SHADES = 4;
 
@@ -171,8 +172,7 @@ function shades(tokens, valueOf, colour) {
   if (!values.length)
     return {
       classOf: () => "",
-      meaning:
-        colour === "plain" ? "" : `This sample has no ${colour === "gap" ? "log-probs of the trainer" : colour}.`,
+      meaning: colour === "plain" ? "" : `This sample has no ${colour === "gap" ? NO_GAPS : colour}.`,
     };
   const least = values.reduce((a, b) => Math.min(a, b));
   const most = values.reduce((a, b) => Math.max(a, b));
@@ -186,5 +186,8 @@ function shades(tokens, valueOf, colour) {
     if (value === 0) return "";
     return `${value > 0 ? "up" : "down"}-${Math.min(NUM_SHADES, Math.ceil((Math.abs(value) / size) * NUM_SHADES))}`;
   };
-  return { classOf, meaning: colour === "version" ? `${meaning}, in turn` : `${meaning}; above 0 blue, below orange` };
+  const mean = values.reduce((sum, value) => sum + Math.abs(value), 0) / values.length;
+  const average = colour === "gap" ? `, ${numberText(mean)} on average of sizes` : "";
+  const scale = colour === "version" ? ", in turn" : "; above 0 blue, below orange";
+  return { classOf, meaning: `${meaning}${average}${scale}` };
 }

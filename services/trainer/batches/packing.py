@@ -23,6 +23,7 @@ import numpy.typing as npt
 from penstock.wire.routes import Routes
 
 _Item = TypeVar("_Item")
+_Float = TypeVar("_Float", bound=np.floating)
 
 FULL_ENOUGH = 0.9
 """Share of the token budget at which a pack stops waiting for more."""
@@ -129,8 +130,8 @@ class Pack:
         """Loss tokens in the row, N."""
         return int(self.target_ids.size)
 
-    def by_member(self, of_loss_tokens: npt.NDArray[np.float32]) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """Splits numbers of the row's loss tokens, float32[N], by trajectory; yields each with its member index."""
+    def by_member(self, of_loss_tokens: npt.NDArray[_Float]) -> Iterator[tuple[int, npt.NDArray[_Float]]]:
+        """Splits numbers of the row's loss tokens, [N], by trajectory; yields each with its member index."""
         bounds = np.searchsorted(self.target_segments, np.arange(len(self.members) + 1))
         for segment, member in enumerate(self.members):
             yield member, of_loss_tokens[bounds[segment] : bounds[segment + 1]]

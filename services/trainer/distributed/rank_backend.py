@@ -185,7 +185,9 @@ class RankBackend:
         with self._trained.training(), self._replaying(pack):
             (outputs.loss * 0.0 if is_idle else outputs.loss).backward()
         # Of processes that have a pack together, one reports it.
-        return LossTotals() if is_idle or self._ranks.rank not in self._ranks.scorers else totals
+        if is_idle or self._ranks.rank not in self._ranks.scorers:
+            return LossTotals()
+        return replace(totals, logprobs=(logprobs.detach().cpu().numpy(),))
 
     def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:
         """One pass of the policy, the reference or the critic over this process' own pack, the only one in `packs`."""

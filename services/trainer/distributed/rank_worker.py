@@ -90,7 +90,8 @@ def _done(
     details |= {name: stored_path(details[name]) for name in ("directory", "path", "source") if name in details}
     match getattr(backend, op)(*packs, **details):
         case LossTotals() as totals:
-            return {"totals": dataclasses.asdict(totals)}, {}
+            reported = {"num_tokens": totals.num_tokens, "sums": totals.sums, "maxima": totals.maxima}
+            return {"totals": reported}, {f"logprobs_{index}": each for index, each in enumerate(totals.logprobs)}
         case [numbers]:
             return {}, {"numbers": numbers}
         case _:

@@ -101,8 +101,8 @@ class ShardedBackend:
     def forward_backward(self, *packs: Pack | None) -> LossTotals:
         """Gives each process its pack, or that of its pipeline; the totals are those of all."""
         totals, answers = self._call(self._local.forward_backward, *packs)
-        for answer, _ in answers:
-            totals = totals.merged(LossTotals(**answer["totals"]))
+        for answer, logprobs in answers:
+            totals = totals.merged(LossTotals(**answer["totals"], logprobs=tuple(logprobs.values())))
         return totals
 
     def score(self, *packs: Pack | None, quantity: Quantity) -> list[npt.NDArray[np.float32]]:

@@ -63,6 +63,8 @@ class StageBackend(RankBackend):
         outputs = [self._passed(self._model, each) for each in microbatches]
         totals, loss = LossTotals(), 0.0
         if self._link.is_last:
+            of_pack = np.concatenate([logprobs.detach().cpu().numpy() for _, logprobs in outputs])
+            totals = LossTotals(logprobs=(of_pack,))
             for number, (received, logprobs) in enumerate(outputs):
                 found = self._loss_of(microbatches[number], logprobs, references[number])
                 more, reported = totals_of(found, num_tokens=microbatches[number].num_loss_tokens)

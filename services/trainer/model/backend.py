@@ -99,6 +99,8 @@ class LossTotals:
     """Sums over those tokens."""
     maxima: Mapping[str, float] = field(default_factory=dict)
     """Maxima over those tokens."""
+    logprobs: tuple[npt.NDArray[np.float32], ...] = field(default=(), compare=False)
+    """Of each pack with loss tokens, in order: their log-probs under the weights of the pass, nats, float32[N]."""
 
     def merged(self, other: LossTotals) -> LossTotals:
         """The totals of both."""
@@ -109,6 +111,7 @@ class LossTotals:
                 k: max(self.maxima.get(k, -math.inf), other.maxima.get(k, -math.inf))
                 for k in {**self.maxima, **other.maxima}
             },
+            logprobs=self.logprobs + other.logprobs,
         )
 
     def means(self) -> dict[str, float]:

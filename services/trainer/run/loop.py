@@ -39,6 +39,7 @@ from services.trainer.compute.compute_thread import ComputeThread, Interrupt
 from services.trainer.model.backend import Backend, NonFiniteError, StepBackend
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.reporting.events import RunEvents
+from services.trainer.reporting.logprob_gaps import GapFile
 from services.trainer.reporting.metrics import SKIPPED_STEPS, JsonLines, Line, StepTimes, count_step, step_line
 from services.trainer.reporting.stall_timer import Cause, StallTimer
 from services.trainer.reporting.step_trace import StepTrace
@@ -108,6 +109,8 @@ class StepLoop:
         """Called with the groups of each optimiser step when the progress has counted it."""
         self.order_metrics: Callable[[], Line] = dict
         """Called for each step's line: where the order of prompts is."""
+        self.gaps: GapFile | None = None
+        """Keeps the log-prob gaps of each step."""
         self._received: deque[types_pb2.TrajectoryGroup] = deque()
         self.waits = StallTimer(context.clock)
         self.trace = StepTrace(context.run_id, context.clock)
@@ -190,6 +193,13 @@ class StepLoop:
                 place = self._context.progress
                 self.trace.finish(open_step.groups, policy_version=place.policy_version, history=place.history)
                 self._metrics.append(line)
+                if self.gaps is not None:
+                    self.gaps.add(
+                        open_step.report.gaps,
+                        tuple(open_step.groups),
+                        policy_version=place.policy_version,
+                        history=place.history,
+                    )
                 self._events.report_step(policy_version=self._context.progress.policy_version, metrics=line)
 
     async def _fill(self, open_step: _OpenStep, kept: Groups) -> None:

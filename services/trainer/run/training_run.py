@@ -50,6 +50,8 @@ from services.trainer.model.backend import Backend, BackendError
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.publishing.version_store import WeightStore
 from services.trainer.reporting.events import RunEvents
+from services.trainer.reporting.logprob_gaps import NAME as GAPS
+from services.trainer.reporting.logprob_gaps import GapFile
 from services.trainer.reporting.metrics import JsonLines
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.reporting.progress import Progress
@@ -127,6 +129,9 @@ class TrainingRun:
         )
         self._metrics = JsonLines(spec.run_dir / _METRICS)
         self._evaluations = JsonLines(spec.run_dir / _EVALUATIONS, prefix="eval/")
+        self._gaps = GapFile(
+            spec.run_dir, groups_per_step=spec.config.gap_groups_per_step, max_bytes=spec.config.max_gap_bytes
+        )
         self._critic: CriticLink | None = None
         self._opened: Backend | None = None
         """Closed when the run ends."""
@@ -198,6 +203,7 @@ class TrainingRun:
             await self._publisher.close()
             await self._close_backend()
             self._compute.close()
+            await asyncio.to_thread(self._gaps.close)
             await asyncio.to_thread(self._metrics.trackers.close)
         _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
         self.outcome = outcome
@@ -276,7 +282,7 @@ class TrainingRun:
         else:
             self._progress.instance_id = (known or new_instance()).instance_id
         await self._name_run(known)
-        for lines in (self._metrics, self._evaluations):
+        for lines in (self._metrics, self._evaluations, self._gaps):
             lines.cut_after(self._progress.policy_version)
         # The summary describes an earlier end. The run continues, and may end without writing a new one.
         await asyncio.to_thread((self.spec.run_dir / "summary.json").unlink, missing_ok=True)
@@ -292,7 +298,7 @@ class TrainingRun:
             return
         deleted = await self._checkpoints.prefer_storage()
         _log.info("the run went on elsewhere: its checkpoints are taken from storage, not from here", deleted=deleted)
-        for name in (_METRICS, _EVALUATIONS):
+        for name in (_METRICS, _EVALUATIONS, GAPS):
             await asyncio.to_thread((self.spec.run_dir / name).unlink, missing_ok=True)
 
     def _open_trackers(self) -> None:
@@ -349,6 +355,7 @@ class TrainingRun:
             metrics=self._metrics,
             replay=replay,
         )
+        loop.gaps = self._gaps
         if feeder is not None:
             loop.on_step, loop.order_metrics = feeder.note_step, feeder.metrics
         loops = [monitor.run, self._checkpoints.watch]

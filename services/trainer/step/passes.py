@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from services.trainer.batches.packing import Pack, Trajectory
 from services.trainer.batches.rank_partition import partition, tokens_of_a_round
 from services.trainer.model.backend import LossTotals, NonFiniteLossError, StepBackend
+
+Gaps = dict[tuple[str, int], npt.NDArray[np.float16]]
+"""By group id and sample index: log-prob under the weights of the pass less that of the engine that sampled, nats, of
+each loss token, float16[L]."""
+MAX_GAP = 1000.0
+"""Larger ones are kept as that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +25,7 @@ class LossItem:
     """A sample's contribution to the loss and its divisor."""
 
     group_id: str
+    sample_index: int
     num_tokens: int
     """Prompt and completion."""
     num_loss_tokens: int
@@ -30,9 +40,12 @@ class Passes:
         backend: Computes.
         max_pack_tokens: Token budget of one pack.
         check: Called before each pass that may be cancelled; raises to do so.
+        keeps_gaps: Whether the log-prob gaps of all samples are kept.
     """
 
-    def __init__(self, backend: StepBackend, *, max_pack_tokens: int, check: Callable[[], None]) -> None:
+    def __init__(
+        self, backend: StepBackend, *, max_pack_tokens: int, check: Callable[[], None], keeps_gaps: bool = False
+    ) -> None:
         self._backend = backend
         self._max_pack_tokens = max_pack_tokens
         self._check = check
@@ -43,6 +56,9 @@ class Passes:
         self.num_budgeted_tokens = 0
         """Token capacity of those passes."""
         self.totals = LossTotals()
+        self.gaps: Gaps = {}
+        """Of the samples that went through the model, if they are kept."""
+        self._keeps_gaps = keeps_gaps
 
     def run(self, items: Sequence[LossItem], *, may_stop: bool) -> None:
         """Adds the gradients of `items`.
@@ -50,12 +66,16 @@ class Passes:
         Raises:
             NonFiniteLossError: A loss is not finite; the error names the groups of the pass.
         """
-        trajectories = trajectories_of(items)
+        passed = [item for item in items if item.trajectory is not None]
+        trajectories = trajectories_of(passed)
         rounds = partition(trajectories, max_pack_tokens=self._max_pack_tokens, shares=self._backend.shares)
         for packs in rounds:
             if may_stop:
                 self._check()
-            self.totals = self.totals.merged(self._forward_backward(packs, trajectories))
+            found = self._forward_backward(packs, trajectories)
+            self.totals = self.totals.merged(replace(found, logprobs=()))
+            if self._keeps_gaps:
+                self._keep_gaps(packs, found, passed)
         made = [pack for packs in rounds for pack in packs if pack is not None]
         num_tokens = sum(pack.num_tokens for pack in made)
         self.num_tokens += num_tokens
@@ -68,6 +88,13 @@ class Passes:
         except NonFiniteLossError as error:
             members = [member for pack in packs if pack is not None for member in pack.members]
             raise NonFiniteLossError(str(error), (trajectories[member].group_id for member in members)) from error
+
+    def _keep_gaps(self, packs: Sequence[Pack | None], found: LossTotals, passed: Sequence[LossItem]) -> None:
+        with_tokens = [pack for pack in packs if pack is not None and pack.num_loss_tokens]
+        for pack, logprobs in zip(with_tokens, found.logprobs, strict=True):
+            gaps = np.clip(logprobs - pack.behavior_logprobs, -MAX_GAP, MAX_GAP).astype(np.float16)
+            for member, of_member in pack.by_member(gaps):
+                self.gaps[passed[member].group_id, passed[member].sample_index] = of_member
 
 
 def trajectories_of(items: Sequence[LossItem]) -> list[Trajectory]:

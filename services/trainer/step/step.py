@@ -79,7 +79,9 @@ class TrainingStep:
         scoring = Scoring(backend, max_pack_tokens=settings.max_pack_tokens, check=check)
         self._prior = PriorLogprobs(scoring, settings)
         self._advantages = AdvantageEstimator(scoring, settings, prior=self._prior)
-        self._passes = Passes(backend, max_pack_tokens=settings.max_pack_tokens, check=check)
+        self._passes = Passes(
+            backend, max_pack_tokens=settings.max_pack_tokens, check=check, keeps_gaps=settings.keeps_gaps
+        )
         self._counts = StepCounts(
             settings.policy_version, pass_reward=settings.pass_reward, source_names=settings.source_names
         )
@@ -179,6 +181,7 @@ class TrainingStep:
             items.append(
                 LossItem(
                     group_id=sample.group_id,
+                    sample_index=sample.sample_index,
                     num_tokens=int(trajectory.token_ids.size),
                     num_loss_tokens=int(used.size),
                     trajectory=trajectory if has_gradient else None,

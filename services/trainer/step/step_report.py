@@ -10,7 +10,7 @@ import numpy as np
 from services.trainer.batches.packing import Trajectory
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.model.backend import StepMetrics
-from services.trainer.step.passes import Passes
+from services.trainer.step.passes import Gaps, Passes
 from services.trainer.step.sample_filter import SkippedSample
 
 MAX_COMPONENTS = 32
@@ -79,6 +79,8 @@ class StepReport:
     skipped: tuple[SkippedSample, ...]
     sources: Mapping[str, SourceReport] = field(default_factory=dict)
     """By name, of the run's sources that have one."""
+    gaps: Gaps = field(default_factory=dict)
+    """Of the samples that went through the model, replayed ones included; empty unless the settings keep them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,7 @@ class StepCounts:
             loss_metrics=passes.totals.means(),
             skipped=skipped,
             sources=self._sources(),
+            gaps=passes.gaps,
         )
 
     def _sources(self) -> dict[str, SourceReport]:

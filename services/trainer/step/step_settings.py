@@ -47,6 +47,8 @@ class StepSettings:
     """Credit goes to each turn of a session, later turns' rewards discounted by this; None gives it to the sample."""
     gae_lambda: float = 1.0
     """Lambda of a critic's advantages: 1 uses rewards alone, 0 its next value alone."""
+    keeps_gaps: bool = False
+    """Whether the step reports the log-prob gap of each token that it trains on."""
 
 
 def is_reference_early(settings: AlgorithmConfig) -> bool:
@@ -76,4 +78,5 @@ def step_settings(config: TrainingConfig, *, policy_version: int) -> StepSetting
         reward_kl_coefficient=settings.kl_coefficient if algorithm.is_kl_in_reward else 0.0,
         turn_discount=settings.turn_discount,
         gae_lambda=settings.gae_lambda,
+        keeps_gaps=config.gap_groups_per_step != 0,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.trainer.batches.packing import Trajectory
+from services.trainer.batches.packing import Pack, Trajectory
 from services.trainer.batches.rank_partition import partition
-from services.trainer.model.backend import Backend, NonFiniteLossError
+from services.trainer.model.backend import Backend, LossTotals, NonFiniteLossError
 from services.trainer.publishing.written_weights import WrittenWeights
 from tests.helpers.models.model_families import FAMILIES
 from tests.helpers.trainers.two_processes import scores, two_processes, weights
@@ -54,15 +54,23 @@ def random_trajectories(seed: int, count: int = 11) -> list[Trajectory]:
 
 def train(backend: Backend, seed: int) -> dict[str, float]:
     """A step as the trainer takes it; returns what was reported."""
-    trajectories = random_trajectories(seed)
-    totals = [
-        backend.forward_backward(*packs) for packs in partition(trajectories, max_pack_tokens=48, shares=backend.shares)
-    ]
+    rounds = partition(random_trajectories(seed), max_pack_tokens=48, shares=backend.shares)
+    totals = [backend.forward_backward(*packs) for packs in rounds]
+    for packs, found in zip(rounds, totals, strict=True):
+        assert_logprobs_are_of_packs(packs, found)
     merged = totals[0]
     for other in totals[1:]:
         merged = merged.merged(other)
     metrics = backend.optimizer_step(divisor=merged.num_tokens)
     return {**merged.means(), "grad_norm": metrics.grad_norm}
+
+
+def assert_logprobs_are_of_packs(packs: Sequence[Pack | None], found: LossTotals) -> None:
+    """In their order: what the loss reports follows from them."""
+    of_packs = [pack for pack in packs if pack is not None]
+    assert [len(each) for each in found.logprobs] == [pack.num_loss_tokens for pack in of_packs]
+    gaps = np.concatenate(found.logprobs) - np.concatenate([pack.behavior_logprobs for pack in of_packs])
+    assert float(np.sum(np.exp(gaps) - gaps - 1)) == pytest.approx(found.sums["mismatch_kl"], rel=1e-3)
 
 
 def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

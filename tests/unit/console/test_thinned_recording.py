@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.recording.thinned_writer import chosen
+from penstock.process.thinned_file import chosen
 
 
 @given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=200), to_bytes=st.integers(100, 5000))

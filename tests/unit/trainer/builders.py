@@ -109,7 +109,11 @@ class RecordingBackend:
         if self._poison_token is not None and self._poison_token in pack.target_ids:
             raise NonFiniteLossError("the loss is nan")
         self.packs.append(pack)
-        return LossTotals(num_tokens=pack.num_loss_tokens, sums={"loss": 2.0 * pack.num_loss_tokens})
+        return LossTotals(
+            num_tokens=pack.num_loss_tokens,
+            sums={"loss": 2.0 * pack.num_loss_tokens},
+            logprobs=((pack.behavior_logprobs - pack.target_ids / 100).astype(np.float32),),
+        )
 
     def score(self, *packs: Pack | None, quantity: Quantity) -> list[np.ndarray]:
         nothing = np.empty(0, dtype=np.float32)

@@ -57,7 +57,7 @@ def open_step(backend, **changes):
 
 def items_of(sizes):
     return [
-        LossItem(group_id=f"g{group}", num_tokens=size, num_loss_tokens=size, trajectory=None)
+        LossItem(group_id=f"g{group}", sample_index=0, num_tokens=size, num_loss_tokens=size, trajectory=None)
         for group, size in enumerate(sizes)
         for _ in range(2)
     ]

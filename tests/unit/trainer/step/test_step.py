@@ -38,6 +38,22 @@ def test_a_step_divides_by_the_loss_tokens_of_all_microbatches():
     assert report.max_completion_tokens == 6
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_gaps_to_the_engine_are_kept_of_the_samples_that_went_through_the_model(num_minibatches):
+    groups = [build_group("a", [0.0, 1.0]), build_group("b", [1.0, 1.0]), build_group("c", [1.0, 0.0, 0.0])]
+    _, step = open_step(keeps_gaps=True, num_minibatches=num_minibatches)
+    step.add_groups(groups[:2])
+    step.add_groups(groups[2:])
+    gaps = step.finish().gaps
+    assert sorted(gaps) == [("a", 0), ("a", 1), ("c", 0), ("c", 1), ("c", 2)]
+    for sample in (*groups[0], *groups[2]):
+        of_sample = gaps[sample.group_id, sample.sample_index]
+        np.testing.assert_allclose(of_sample, -sample.completion_token_ids / 100, rtol=1e-3)
+    _, step = open_step(num_minibatches=num_minibatches)
+    step.add_groups(groups)
+    assert step.finish().gaps == {}
+
+
 def test_advantages_are_those_of_the_samples_own_group():
     backend, step = open_step(algorithm=DR_GRPO)
     step.add_groups([build_group("a", [0.0, 1.0]), build_group("b", [10.0, 14.0])])
