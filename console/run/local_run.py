@@ -289,6 +289,7 @@ class _Run:
                 restarts=dict(sorted(restarts.items())),
                 lengths=self._lengths,
                 occupancy=self._view.occupancy.document(),
+                refused_chunks=self._view.refused_chunks,
             )
             self._add_advice()
         try:

@@ -67,6 +67,8 @@ class RunView:
     """Fraction of the last seconds in which generators decoded nothing, averaged over generators, 0 to 1."""
     occupancy: Occupancy = field(default_factory=Occupancy)
     """Where samples were and how idle generators were, since the first step."""
+    refused_chunks: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By generator and reason, as each counted last; one that was restarted begins anew."""
     history: dict[int, Step] = field(default_factory=dict)
     """The steps of the surviving history by version."""
     _recent: deque[Step] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
@@ -113,6 +115,9 @@ class RunView:
     def set_run(self, run: broker_pb2.GetRunResponse | None) -> None:
         """Take in the broker's state."""
         self.run = run
+        for each in run.generators if run is not None else ():
+            if each.beat.refused_chunks:
+                self.refused_chunks[each.hello.generator_id] = dict(each.beat.refused_chunks)
         self.generator_idle_ratio = idle_ratio(run) if run is not None else None
         if run is not None and self.step is not None and not run.is_closed:
             self.occupancy.add(

@@ -760,6 +760,26 @@ class GeneratorBeat(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class RefusedChunksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CREDIT_TOTAL_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ACTIVE_LEASE_IDS_FIELD_NUMBER: _builtins.int
@@ -773,6 +793,7 @@ class GeneratorBeat(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     NOW_TIME_FIELD_NUMBER: _builtins.int
     WARNING_FIELD_NUMBER: _builtins.int
+    REFUSED_CHUNKS_FIELD_NUMBER: _builtins.int
     credit_total: _builtins.int
     """Leases this stream may have been sent so far, in total; grows as slots free up. The broker never sends more."""
     policy_version: _builtins.int
@@ -811,6 +832,10 @@ class GeneratorBeat(_message.Message):
         machines whose clocks differ can be compared. Unset: taken to be the run's clock.
         """
 
+    @_builtins.property
+    def refused_chunks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Chunks of its samples that brokers refused since it started, by the ErrorReason without its prefix; at most 64."""
+
     def __init__(
         self,
         *,
@@ -827,10 +852,11 @@ class GeneratorBeat(_message.Message):
         instance_id: _builtins.str = ...,
         now_time: _timestamp_pb2.Timestamp | None = ...,
         warning: _builtins.str = ...,
+        refused_chunks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "history", b"history", "now_time", b"now_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "instance_id", b"instance_id", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "now_time", b"now_time", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "tokens_per_second", b"tokens_per_second", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_history", b"_history", "active_lease_ids", b"active_lease_ids", "busy_spans", b"busy_spans", "credit_total", b"credit_total", "history", b"history", "instance_id", b"instance_id", "is_draining", b"is_draining", "kv_cache_usage", b"kv_cache_usage", "now_time", b"now_time", "num_running", b"num_running", "num_waiting", b"num_waiting", "policy_version", b"policy_version", "refused_chunks", b"refused_chunks", "tokens_per_second", b"tokens_per_second", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__history: _TypeAlias = _typing.Literal["history"]  # noqa: Y015
     _WhichOneofArgType__history: _TypeAlias = _typing.Literal["_history", b"_history"]  # noqa: Y015

@@ -16,6 +16,9 @@ class GeneratorMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.tokens = counter("penstock_generator_tokens", "Completion tokens decoded.")
         self.samples = counter("penstock_generator_samples", "Samples ended, by outcome.", ["outcome"])
+        self.refused_chunks = counter(
+            "penstock_generator_refused_chunks", "Chunks of tokens that a broker refused.", ["reason"]
+        )
         self.running = gauge("penstock_generator_running_samples", "Samples being decoded.")
         self.environment_waiting = gauge(
             "penstock_generator_environment_waiting_samples",

@@ -56,6 +56,12 @@ def complaints(logs: Path) -> list[Complaint]:
     return sorted(found.values(), key=lambda each: -(each.at_s or 0.0))
 
 
+def newest_line(logs: Path, source: str, words: str) -> str | None:
+    """The newest line with these words in the end of a log, whatever its level; None if there is none."""
+    lines = [line for line in _tail(logs / f"{source}.log") if words in line]
+    return lines[-1][:MAX_LINE_CHARS] if lines else None
+
+
 def _tail(path: Path) -> Iterator[str]:
     try:
         with path.open("rb") as file:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from console.config.run_folder import ProcessRecord, RunFolder
-from console.page.files.log_lines import Complaint, complaints
+from console.page.files.log_lines import Complaint, complaints, newest_line
 from console.page.files.values import Answer, count, mapping, text
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import unix_s
@@ -29,9 +29,19 @@ DOCS = (
     (r"critic", "docs/training.md#a-critic-of-its-own"),
 )
 """The page that explains what a message is about, by what it says."""
+REFUSALS = {
+    "LEASE_LOST": "docs/protocol.md#when-a-lease-ends",
+    "UNKNOWN_SAMPLE": "docs/protocol.md#when-a-lease-ends",
+    "OFFSET_MISMATCH": "docs/operating.md#outages",
+    "UNAVAILABLE": "docs/operating.md#outages",
+    "WRONG_OWNER": "docs/protocol.md#who-owns-a-shard",
+    "STALE": "docs/protocol.md#staleness",
+    "RUN_CLOSED": "docs/protocol.md#ends-of-streams",
+}
+"""The page that explains why chunks of tokens are refused, by the broker's reason."""
 STALLS, RESTARTS = "docs/protocol.md#who-waits-for-whom", "docs/operating.md#what-fails-and-what-happens"
 DROPS, AUDIT = "docs/protocol.md#groups-that-lose-samples-or-generate-too-many", "docs/protocol.md#the-audit"
-STALENESS = "docs/protocol.md#staleness"
+STALENESS, LIMITS = "docs/protocol.md#staleness", "docs/protocol.md#limits"
 
 
 def problems(folder: RunFolder, *, summary: Answer, run: broker_pb2.GetRunResponse | None) -> Answer:
@@ -46,6 +56,7 @@ def problems(folder: RunFolder, *, summary: Answer, run: broker_pb2.GetRunRespon
     found = [] if run is None else [*_stalls(run), *_warnings(run)]
     found += _processes(folder.records(), mapping(summary.get("restarts")), logged)
     found += _books(summary if run is None else {"audit": _audit(run)})
+    found += _refusals(folder, summary, run)
     found += [_logged(each) for each in logged]
     found.sort(key=lambda each: (each["state"] != "now", -(each["since_s"] or 0.0)))
     return {"problems": found[:MAX_PROBLEMS], "asked_broker": run is not None}
@@ -97,6 +108,26 @@ def _books(summary: Answer) -> Iterator[Answer]:
             yield _problem(f"samples were dropped: {text(reason, 64)}", source="audit", docs=docs, number=number)
     if audit and audit.get("balanced") is False:
         yield _problem("the audit does not balance", source="audit", docs=AUDIT, is_now=True)
+
+
+def _refusals(folder: RunFolder, summary: Answer, run: broker_pb2.GetRunResponse | None) -> Iterator[Answer]:
+    """Chunks of tokens that brokers refused, as each generator counts them since it started."""
+    said = mapping(summary.get("refused_chunks"))
+    if run is not None:
+        said = {each.hello.generator_id: dict(each.beat.refused_chunks) for each in run.generators}
+    for generator_id, reasons in said.items():
+        for reason, number in mapping(reasons).items():
+            if not count(number):
+                continue
+            # A run's own generators are gen-N, and their logs generator-N.log.
+            log = text(generator_id, 128).replace("gen-", "generator-", 1)
+            yield _problem(
+                f"chunks of tokens were refused: {text(reason, 64)}",
+                source=text(generator_id, 128),
+                docs=REFUSALS.get(reason, LIMITS),
+                number=number,
+                line=newest_line(folder.logs, log, f"{reason}: ") if "/" not in log else None,
+            )
 
 
 def _audit(run: broker_pb2.GetRunResponse) -> Answer:

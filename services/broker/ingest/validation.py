@@ -33,6 +33,7 @@ MIN_PREFILL_TOKENS_PER_SECOND = 1e-3
 MAX_GROUP_IDS = 65_536
 MAX_STEP_RECORDS = 1_024
 MAX_BUSY_SPANS_PER_BEAT = 64
+MAX_REASONS = 64
 MAX_BATCH_BYTES = 1024 * 1024
 MAX_TOKENS_REQUEST_BYTES = 12 * 1024 * 1024
 """Chunks of one request: the text of one long completion, and the others that a generator sends with it."""
@@ -262,6 +263,9 @@ def check_beat(beat: broker_pb2.GeneratorBeat, lease_ids: Sequence[str]) -> None
     if beat.instance_id:
         check_id("beat.instance_id", beat.instance_id)
     check_count("beat.warning", len(beat.warning), MAX_TEXT_CHARACTERS)
+    check_count("beat.refused_chunks", len(beat.refused_chunks), MAX_REASONS)
+    for reason in beat.refused_chunks:
+        check_id("beat.refused_chunks", reason)
     check_lease_ids("beat.active_lease_ids", lease_ids)
     check_count("beat.busy_spans", len(beat.busy_spans), MAX_BUSY_SPANS_PER_BEAT)
     for span in beat.busy_spans:

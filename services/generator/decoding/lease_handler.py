@@ -65,6 +65,7 @@ class GeneratorLeaseHandler:
             is_draining=self.is_draining,
             now_time=timestamp(self._busy.now_s()),
             warning=self.warning()[:MAX_WARNING_CHARACTERS],
+            refused_chunks=self._rollouts.refused_chunks,
         )
 
     def lease(self, lease: broker_pb2.Lease) -> None:

@@ -19,6 +19,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -135,6 +136,8 @@ class Rollouts:
         self._num_guests = 0
         self._works: dict[str, _Work] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.refused_chunks: Counter[str] = Counter()
+        """By the broker's reason, since this process started."""
         self.is_accepting = True
         """Whether new samples start; false once the generator drains or stops."""
         self.decoding = Decoding(parts.busy, parts.metrics, parts.on_change)
@@ -233,6 +236,8 @@ class Rollouts:
     def refuse(self, work: _Work, error: broker_pb2.ChunkError) -> None:
         """The broker refused a chunk: drop the sample, or give it back from where the broker has it."""
         lease = work.lease
+        self.refused_chunks[error.reason] += 1
+        self._parts.metrics.refused_chunks.labels(error.reason).inc()
         self.drop(lease.lease_id, f"{error.reason}: {error.message}")
         if error.reason not in _LOST_REASONS:
             # Decoded and stored tokens have diverged (for example, a store lost its last second): the next lease

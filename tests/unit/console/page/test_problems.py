@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from console.config.run_folder import ProcessRecord, RunFolder
-from console.page.queries.problems import DOCS, DROPS, RESTARTS, STALENESS, STALLS
+from console.page.queries.problems import DOCS, DROPS, LIMITS, REFUSALS, RESTARTS, STALENESS, STALLS
 from console.page.run_data import RunData
 from penstock.v1 import broker_pb2
 from tests.helpers.page.run_folders import page_folder
@@ -63,7 +63,28 @@ def test_stalls_come_first_as_the_broker_tells_them(tmp_path: Path) -> None:
     assert (elsewhere["run_id"], elsewhere["state"], elsewhere["steps"]) == ("r-elsewhere", "finished", 9)
 
 
-@pytest.mark.parametrize("page", sorted({page for _, page in DOCS} | {STALLS, RESTARTS, DROPS, STALENESS}))
+def test_refused_chunks_are_counted_by_reason_and_generator_with_the_line_of_its_log(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    line = "2026-11-26T02:39:58.1Z [info ] sample dropped  lease_id=l reason='LEASE_LOST: no lease \"l\"'"
+    folder.log_of("generator-0").write_text(f"{line}\n{LOG}")
+    counted = {"gen-0": {"LEASE_LOST": 3, "STALE": 0}, "a/../b": {"ODD": 2, "x": "y"}, "gen-2": "?"}
+    folder.summary.write_text(json.dumps({"refused_chunks": counted}))
+
+    def told(data: RunData) -> list[tuple[object, ...]]:
+        found = [each for each in data.answer("problems", {})["problems"] if "refused" in each["what"]]
+        return [(each["what"][-10:], each["source"], each["count"], each["docs"], each["line"]) for each in found]
+
+    lost = ("LEASE_LOST", "gen-0", 3, REFUSALS["LEASE_LOST"], line)
+    assert told(RunData(folder)) == [lost, ("fused: ODD", "a/../b", 2, LIMITS, None)]
+    run = broker_pb2.GetRunResponse(run_id="r")
+    run.generators.add().hello.generator_id = "gen-0"
+    run.generators[0].beat.refused_chunks["LEASE_LOST"] = 3
+    assert told(RunData(folder, live=lambda: run)) == [lost]
+
+
+@pytest.mark.parametrize(
+    "page", sorted({page for _, page in DOCS} | {*REFUSALS.values(), LIMITS, STALLS, RESTARTS, DROPS, STALENESS})
+)
 def test_the_pages_that_explain_exist(page: str) -> None:
     path, _, anchor = page.partition("#")
     text = (ROOT / path).read_text(encoding="utf-8")
