@@ -241,6 +241,9 @@ class RunConfig(RunSections, NetworkConfig):
     """Traces."""
     page: PageSection = PageSection()
     """The page."""
+    prices: dict[Annotated[str, Field(max_length=128)], Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """US dollars an hour of one GPU, by its type as planning problems name it (H100, A100-80, L4), for what the page
+    says of costs; `machine` is the price of this machine where the run computes on none. A problem states its own."""
     site: str = Field(default="", max_length=128)
     """Site of this machine; generators that are started here fetch one copy of each version and relay it to each other,
     which pays if the trainer is elsewhere. If empty, each fetches its own."""

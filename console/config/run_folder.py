@@ -4,7 +4,9 @@
     trajectories.jsonl     the trained samples, with `record`
     samples.jsonl          without it a few of them, for the page
     traces.jsonl           spans; traces-00002.jsonl ... are newer (docs/tracing.md)
+    logprob_gaps.jsonl     the trainer's log-probs of their tokens, less the engines'
     plans.jsonl            every plan followed, with `scheduler.problem`
+    devices.json           GPUs of this machine that the run computes on
     console.lock           locked by the console that uses the folder (`console.config.folder_lock`)
     services/<name>.yaml   configuration of a service started here
     services/<name>.json   its process: id, address, restarts (read by ps, status, stop)
@@ -67,6 +69,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.report = path / "report.html"
         self.plans = path / "plans.jsonl"
+        self.devices = path / "devices.json"
         self.checkpoints = path / "checkpoints"
         self.services = path / "services"
         self.logs = path / "logs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from console.config.config import DevicesOf, RunConfig
 from console.devices.allocation import DeviceAllocation, DeviceNeed, allocate
 from console.devices.device_names import VARIABLE, given_devices, visible_devices
 from console.devices.gpu_claims import GpuClaims
+from console.devices.gpu_types import type_of
 from console.devices.nvidia_smi import GpuDevice, read_devices
 from console.node.config import read_nodes
 from penstock.collective.broadcast_backend import Transport
@@ -40,6 +42,12 @@ class RunDevices:
     def environment(self, process: str) -> dict[str, str]:
         """Variables that show a process of the run its own devices, or none."""
         return visible_devices(self.allocation.devices.get(process, ()))
+
+    @property
+    def types(self) -> dict[str, int]:
+        """How many the run computes on, by type; MIG instances count as what they are."""
+        used = {device.uuid: device for devices in self.allocation.devices.values() for device in devices}
+        return dict(Counter(type_of(each.name, (each.memory_mib or 0) * 2**20) for each in used.values()))
 
     @property
     def notes(self) -> list[str]:

@@ -30,7 +30,7 @@ from console.page.files.values import (
     text,
     whole,
 )
-from console.page.queries.cost import cost
+from console.page.queries.cost import PURCHASES, cost
 from console.page.queries.lanes import lanes
 from console.page.queries.one_sample import one_sample
 from console.page.queries.problems import problems
@@ -73,7 +73,7 @@ class RunData:
             "sample": self._sample,
             "lanes": lambda query: lanes(self._spans, self._steps, query),
             "problems": lambda _query: problems(self.folder, summary=self._summary(), run=self._live()),
-            "cost": lambda _query: cost(self._document(), self._summary(), self._plan(), self._steps),
+            "cost": lambda _query: cost(self.folder, self._document(), self._summary(), self._plan(), self._steps),
             "weights": lambda _query: weights(self._spans, self._steps, self._live()),
         }
 
@@ -195,21 +195,27 @@ class RunData:
         return self._config[2]
 
     def _plan(self) -> Answer:
-        """The plan followed last."""
+        """The plan followed last, with what the newest plan that says so expects of one more machine."""
         try:
             with self.folder.plans.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - 4 * 1024 * 1024))
                 lines = file.read(4 * 1024 * 1024).splitlines()
         except OSError:
             return {}
-        for line in reversed(lines[-20:]):
-            try:
-                plan: Any = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(plan, dict):
-                return plan | {"expected_tokens_per_second": number(plan.get("expected_tokens_per_second"))}
+        plans = [plan for line in lines[-20:] if (plan := _plan_of(line))]
+        newest: Answer = plans[-1] if plans else {}
+        advised: list[Any] = next((each[PURCHASES] for each in reversed(plans) if each.get(PURCHASES)), [])
+        return newest and newest | {PURCHASES: advised}
+
+
+def _plan_of(line: bytes) -> Answer:
+    try:
+        plan: Any = json.loads(line)
+    except (ValueError, RecursionError):
         return {}
+    if not isinstance(plan, dict):
+        return {}
+    return plan | {"expected_tokens_per_second": number(plan.get("expected_tokens_per_second"))}
 
 
 def _document_of(said: str) -> Answer:

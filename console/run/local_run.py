@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Awaitable, Iterable
@@ -112,6 +113,7 @@ class _Run:
         self._folder = folder
         self._security = security
         self._source = source
+        self._devices = devices
         self.trainer_resumes = False
         """Whether the trainer goes on with the run if it knows it."""
         self._view = RunView(run_id=config.run.id, num_steps=config.run.num_steps)
@@ -143,6 +145,8 @@ class _Run:
                 # Written first: it makes the folder a run's, which can be resumed whatever happens next.
                 replace_file(self._folder.config, to_yaml(self._config))
             self._folder.create()
+            gpus = {} if self._devices is None else self._devices.types
+            replace_file(self._folder.devices, json.dumps({"site": self._config.site, "gpus": gpus}) + "\n")
         except OSError as error:
             raise ConfigError(f"run.dir: {failure_message(self._folder.path, error)}") from error
         self._display.start()

@@ -187,6 +187,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 plan_task,
                 replace(task, problem=live.problem or task.problem),
                 time_left=time_left,
+                is_advised=True,
                 start=start,
                 keeps_pool=running is not None,
             )

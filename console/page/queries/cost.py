@@ -9,26 +9,33 @@ from typing import Any
 
 import numpy as np
 
+from console.config.run_folder import RunFolder
 from console.page.files.metrics_table import MetricsTable
-from console.page.files.values import Answer, count, mapping, number, text
+from console.page.files.values import Answer, count, mapping, number, read_json, text
 from penstock.config import ConfigError
 from services.scheduler.problem.problem import Problem, read_problem
 
 MEASURED_STEPS = 20
+MAX_PURCHASES = 20
+PURCHASES = "next_purchases"
+"""In a plan, what one more machine would bring."""
+MACHINE = "machine"
+"""In `prices`, the machine of a run without GPUs."""
 _PLANNED = ("revision", "expected_tokens_per_second", "bound_tokens_per_second", "cost_per_million_tokens", "solver")
 
 
-def cost(config: Answer, summary: Answer, plan: Answer, steps: MetricsTable) -> Answer:
-    """GPUs and dollars as far as they are known: prices stand in the problem of a run that follows a plan.
+def cost(folder: RunFolder, config: Answer, summary: Answer, plan: Answer, steps: MetricsTable) -> Answer:
+    """GPUs and dollars as far as they are known: from the problem that the run is planned by, else from `prices`.
 
     Args:
+        folder: Of the run.
         config: Of the run, as a document.
         summary: Its summary.json, as far as there is one.
         plan: The plan followed last; empty without one.
         steps: metrics.jsonl.
     """
     problem = _problem_of(config)
-    sites = list(_sites(problem, plan)) if problem is not None else []
+    sites = list(_sites(problem, plan)) if problem is not None else _own_site(folder, mapping(config.get("prices")))
     prices = [each["dollars_per_hour"] for each in sites]
     dollars = sum(prices) if sites and all(price is not None for price in prices) else None
     measured = _measured(summary, steps)
@@ -36,11 +43,54 @@ def cost(config: Answer, summary: Answer, plan: Answer, steps: MetricsTable) -> 
     return {
         "sites": sites,
         "dollars_per_hour": dollars,
-        "dollars_per_million_tokens": 1e6 * dollars / 3600 / rate if dollars is not None and rate else None,
+        "dollars_per_million_tokens": _per_million(dollars, rate),
+        "is_planned": problem is not None,
         "plan": _plan(plan),
         "measured": measured,
-        "advice": list(_advice(summary, plan)),
+        "purchases": list(_purchases(plan, dollars, rate)),
+        "advice": list(_advice(summary)),
     }
+
+
+def _per_million(dollars: float | None, rate: float | None) -> float | None:
+    return 1e6 * dollars / 3600 / rate if dollars is not None and rate else None
+
+
+def _own_site(folder: RunFolder, prices: Mapping[str, Any]) -> list[Answer]:
+    """The GPUs of the machine that started the run, or that machine; nothing where they were not recorded."""
+    found = read_json(folder.devices)
+    if not isinstance(found.get("gpus"), dict):
+        return []
+    gpus = {text(name, 128): num for name, each in found["gpus"].items() if (num := count(each))}
+    paid = gpus or {MACHINE: 1}
+    stated = {name: number(prices.get(name)) for name in paid}
+    missing = [f"prices.{name}" for name, price in stated.items() if price is None]
+    dollars = sum(num * (stated[name] or 0.0) for name, num in paid.items())
+    return [
+        {
+            "site": text(found.get("site"), 128) or "this machine",
+            "gpus": gpus,
+            "dollars_per_hour": None if missing else dollars,
+            "missing_prices": missing,
+        }
+    ]
+
+
+def _purchases(plan: Answer, dollars: float | None, rate: float | None) -> Iterator[Answer]:
+    """What one more machine would bring by the plan, and what a million tokens would then cost at the measured rate."""
+    stated = plan.get(PURCHASES)
+    for each in map(mapping, stated[:MAX_PURCHASES] if isinstance(stated, list) else ()):
+        gain, num_gpus, price = number(each.get("gain")), count(each.get("num_gpus")), number(each.get("usd_per_hour"))
+        if gain is None or not num_gpus:
+            continue
+        total = None if dollars is None or not price else dollars + price
+        yield {
+            "gpus": {text(each.get("gpu"), 128): num_gpus},
+            "site": text(each.get("site"), 128),
+            "dollars_per_hour": price or None,
+            "gain": gain,
+            "dollars_per_million_tokens": _per_million(total, None if rate is None else rate * (1 + gain)),
+        }
 
 
 def _measured(summary: Answer, steps: MetricsTable) -> Answer:
@@ -72,7 +122,7 @@ def _plan(plan: Answer) -> Answer | None:
     return found | {"explanation": text(plan.get("explanation"), 5000)}
 
 
-def _advice(summary: Answer, plan: Answer) -> Iterator[str]:
+def _advice(summary: Answer) -> Iterator[str]:
     advice = summary.get("advice")
     for each in advice[:10] if isinstance(advice, list) else ():
         yield text(mapping(each).get("text") or each, 1000)

@@ -29,8 +29,9 @@ function showCost(root, page) {
         tile("Price of an hour", answer.dollars_per_hour),
         tile("A million trained tokens", answer.dollars_per_million_tokens),
       ),
-      siteTable(answer.sites ?? []),
+      siteTable(answer.sites ?? [], answer.is_planned),
       planTable(answer.plan, answer.measured ?? {}),
+      purchaseTable(answer.purchases ?? []),
       adviceList(answer.advice ?? []),
     );
   }
@@ -46,18 +47,59 @@ function tile(title, dollars) {
   return dollars !== null && el("div", {}, el("dt", {}, title), el("dd", {}, dollarsText(dollars)));
 }
 
-/** @param {any[]} sites */
-function siteTable(sites) {
-  if (!sites.length)
-    return notice(
-      "GPUs and prices are known of runs that follow a plan (`scheduler.problem`), which states them. This one follows none.",
-    );
-  const gpus = (/** @type {Record<string, number>} */ counts) =>
-    Object.entries(counts ?? {})
-      .map(([type, count]) => `${count} × ${printable(type)}`)
-      .join(", ");
-  const rows = sites.map((site) => [printable(site.site), gpus(site.gpus), dollarsText(site.dollars_per_hour)]);
-  return el("section", {}, el("h2", {}, "GPUs by site"), table(["Site", "GPUs", "An hour"], rows, { numbers: [2] }));
+/**
+ * @param {any[]} sites
+ * @param {boolean} isPlanned whether they are those of a problem, which states the prices
+ */
+function siteTable(sites, isPlanned) {
+  if (!sites.length) return notice("Which GPUs this run has is not recorded.");
+  const rows = sites.map((site) => [
+    printable(site.site),
+    gpusText(site.gpus),
+    typeof site.dollars_per_hour === "number" ? dollarsText(site.dollars_per_hour) : noPrice(site, isPlanned),
+  ]);
+  return el(
+    "section",
+    {},
+    el("h2", {}, "GPUs by site"),
+    table(["Site", "GPUs", "An hour"], rows, { numbers: [2] }),
+    !isPlanned && el("p", { class: "muted" }, "Of the machine that started the run; others are not counted."),
+  );
+}
+
+/**
+ * @param {any} site
+ * @param {boolean} isPlanned
+ */
+function noPrice(site, isPlanned) {
+  const key = isPlanned ? "price_per_gpu_hour of the problem" : (site.missing_prices ?? []).map(printable).join(", ");
+  return `no price known: set ${key}`;
+}
+
+/** @param {Record<string, number>} counts by type */
+function gpusText(counts) {
+  const parts = Object.entries(counts ?? {}).map(([type, count]) => `${count} × ${printable(type)}`);
+  return parts.join(", ") || "none";
+}
+
+/** @param {any[]} purchases what one more machine would bring by the plan, best first */
+function purchaseTable(purchases) {
+  if (!purchases.length) return null;
+  const rows = purchases.map((each) => [
+    gpusText(each.gpus),
+    printable(each.site),
+    `+${numberText(each.gain * 100)} %`,
+    dollarsText(each.dollars_per_hour),
+    dollarsText(each.dollars_per_million_tokens),
+  ]);
+  const head = ["One more machine with", "Site", "Samples a second", "An hour", "A million tokens then"];
+  return el(
+    "section",
+    {},
+    el("h2", {}, "What one more machine would bring"),
+    table(head, rows, { numbers: [2, 3, 4] }),
+    el("p", { class: "muted" }, "By the plan's cost model; dollars of the whole run at the measured rate and that gain."),
+  );
 }
 
 /**

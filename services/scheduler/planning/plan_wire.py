@@ -12,13 +12,18 @@ from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.calibrated import with_constants
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.first_fit import InfeasiblePlanError
+from services.scheduler.planning.market import purchases
 from services.scheduler.planning.plan_message import put_services, put_trainers
 from services.scheduler.planning.plan_report import FeasiblePlan
 from services.scheduler.planning.solve import make_plan
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem, parse_problem
-from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft
+from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft, part_of
 from services.scheduler.solvers.registry import AUTO, SOLVERS
+
+_SOLVE_SHARE, _ADVICE_SHARE = 0.8, 0.3
+"""Share of the time after which the search ends, and of what is then left to look for what to buy next: callers who
+wait no longer than the budget get their plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +63,13 @@ def plan_task(
     start: PlanDocument | None,
     keeps_pool: bool,
     critic_machines: Collection[str] | None = None,
+    is_advised: bool = False,
 ) -> pb.Plan:
     """A plan over the problem's own machines, its generators and its training pool.
 
     The search begins with the plan `start`; with `keeps_pool` its trainers stay. Services that it has stay where they
-    are; a critic that it lacks is placed on one of `critic_machines`, or on any.
+    are; a critic that it lacks is placed on one of `critic_machines`, or on any. With `is_advised` the rest of the time
+    looks for what one more machine would bring.
 
     Raises InvalidFieldError if the solver cannot treat a problem of this size, InfeasiblePlanError if no plan can run.
     """
@@ -70,15 +77,22 @@ def plan_task(
     starts = () if start is None else (start,)
     try:
         model = CostModel(task.problem, name=task.cost_model)
+        solving = part_of(time_left, _SOLVE_SHARE if is_advised else 1.0)
         report = make_plan(
-            model, task.solver, time_left=time_left, starts=starts, running=running, critic_machines=critic_machines
+            model, task.solver, time_left=solving, starts=starts, running=running, critic_machines=critic_machines
         )
     except ProblemTooLargeError as error:
         raise InvalidFieldError(f"solver: {error}", field="solver") from error
     if not isinstance(report, FeasiblePlan):
         reason = report.reason or "time ran out before one was found"
         raise InfeasiblePlanError(f"no plan can run: {reason}", problem=task.problem.id)
-    return _as_message(report, task.run_id)
+    message = _as_message(report, task.run_id)
+    advising = part_of(time_left, _ADVICE_SHARE)
+    for each in purchases(model, report.solution, time_left=advising, seed=0) if is_advised else ():
+        message.next_purchases.add(
+            num_gpus=each.num_gpus, gpu=each.gpu, site=each.region, usd_per_hour=each.usd_per_hour, gain=each.gain
+        )
+    return message
 
 
 def _as_message(report: FeasiblePlan, run_id: str) -> pb.Plan:

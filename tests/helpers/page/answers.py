@@ -255,6 +255,16 @@ COST: Answer = {
     ],
     "dollars_per_hour": 23.5,
     "dollars_per_million_tokens": 0.4213,
+    "is_planned": True,
+    "purchases": [
+        {
+            "gpus": {"L4": 1},
+            "site": "waw",
+            "gain": 0.04,
+            "dollars_per_hour": 0.7,
+            "dollars_per_million_tokens": 0.4171,
+        }
+    ],
     "plan": {"samples_per_second": 30.0, "generators": 5},
     "measured": {"samples_per_second": 27.4, "trainer_idle_ratio": 0.11},
     "advice": ["One more L4 in waw would bring 4 % more samples a second."],

@@ -58,6 +58,7 @@ def test_each_process_is_shown_its_own_gpus_and_the_others_none(machine):
     assert shown(run, "generator-1") == f"{uuid_of(6)},{uuid_of(7)}"
     assert shown(run, "scheduler") == shown(run, "reward") == ""
     assert summary_line(run) == "GPUs: generator-0 4, 5; generator-1 6, 7; trainer 0, 1, 2, 3"
+    assert list(run.types.values()) == [8]
 
 
 def test_scorers_have_gpus_of_their_own(machine):

@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from google.protobuf.json_format import MessageToDict
 
 from console.config.run_folder import ProcessRecord, RunFolder
 from console.page.queries.problems import DOCS, DROPS, LIMITS, REFUSALS, RESTARTS, STALENESS, STALLS
 from console.page.run_data import RunData
 from penstock.v1 import broker_pb2
+from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.cost_model.reference import RM1
+from services.scheduler.planning.plan_wire import checked_task, plan_task
 from tests.helpers.page.run_folders import page_folder
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -132,3 +136,39 @@ def test_gpus_and_dollars_are_those_of_the_plan(tmp_path: Path) -> None:
     price = node["price_per_gpu_hour"]
     assert found["dollars_per_hour"] == pytest.approx(price)
     assert found["dollars_per_million_tokens"] == pytest.approx(1e6 * price / 3600 / 10)
+
+
+def test_without_a_plan_prices_are_those_of_the_configuration(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    assert RunData(folder).answer("cost", {})["sites"] == []
+
+    def told(prices: str, gpus: object) -> tuple[object, ...]:
+        folder.config.write_text(f"run: {{id: r}}\nprices: {prices}\n")
+        folder.devices.write_text(json.dumps({"site": "fra", "gpus": gpus}))
+        found = RunData(folder).answer("cost", {})
+        (site,) = found["sites"]
+        return site["dollars_per_hour"], site["missing_prices"], found["dollars_per_million_tokens"]
+
+    of_two = 1e6 * 7 / 3600 / 10
+    assert told("{H100: 3, L4: 0.5}", {"H100": 2, "L4": 2}) == (7.0, [], pytest.approx(of_two))
+    assert told("{H100: 3}", {"H100": 2, "L4": 2}) == (None, ["prices.L4"], None)
+    assert told("{}", {}) == (None, ["prices.machine"], None)
+    assert told("{machine: 0.2}", {}) == (0.2, [], pytest.approx(1e6 * 0.2 / 3600 / 10))
+    assert told("[nonsense]", {"H100": "x"}) == (None, ["prices.machine"], None)
+
+
+def test_what_one_more_machine_brings_is_the_plans_and_costs_at_the_measured_rate(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    problem = ROOT / "tests/helpers/plans/planning_instances/tiny_02.json"
+    folder.config.write_text(f"run: {{id: r}}\nscheduler: {{problem: {problem}}}\n")
+    task = checked_task(pb.CreatePlanRequest(run_id="r", problem_json=problem.read_text()), cost_model=RM1)
+    plan = plan_task(task, time_left=lambda: 1000.0, start=None, keeps_pool=False, is_advised=True)
+    assert plan.next_purchases
+    folder.plans.write_text(json.dumps(MessageToDict(plan, preserving_proto_field_name=True)) + '\n{"revision": 2}\n')
+    found = RunData(folder).answer("cost", {})
+    first, stated = found["purchases"][0], plan.next_purchases[0]
+    assert (first["gpus"], first["gain"]) == ({stated.gpu: stated.num_gpus}, pytest.approx(stated.gain))
+    per_hour = found["dollars_per_hour"] + stated.usd_per_hour
+    assert first["dollars_per_million_tokens"] == pytest.approx(1e6 * per_hour / 3600 / (10 * (1 + stated.gain)))
+    folder.plans.write_text('{"next_purchases": [3, {"gain": "x"}, {"gain": 1, "num_gpus": NaN}]}\n')
+    assert RunData(folder).answer("cost", {})["purchases"] == []
