@@ -28,9 +28,10 @@ _MAX_TEXTS = 200_000
 _NAME = re.compile(r"traces(-\d{5})?\.jsonl")
 
 UPDATE, PUBLISH, STEP = "rl.weights.update", "rl.weights.publish", "rl.train.step"
+LEASE, CHUNK = "rl.sample.generate", "chunk"
 KINDS = {
     "rl.generator.decode": "decoding",
-    "rl.sample.generate": "decoding",
+    LEASE: "leased",
     UPDATE: "updating",
     "rl.reward.score": "scoring",
     "rl.environment.step": "environment",

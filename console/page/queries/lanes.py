@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from console.page.files.metrics_table import MetricsTable
-from console.page.files.trace_spans import Span, SpanStore, StepSpan
+from console.page.files.trace_spans import CHUNK, LEASE, Span, SpanStore, StepSpan
 from console.page.files.values import Answer, BadQuestionError, seconds, text
 
 MAX_SPANS = 4000
@@ -21,7 +21,7 @@ _LEAST_SHARE = 0.01
 _NO_TRACES = "without traces: the trainer's times by step; when in a step it waited is not recorded"
 _STAGES = {
     "rl.sample.queue": "queued",
-    "rl.sample.generate": "decoding",
+    LEASE: "leased",
     "rl.sample.score": "scoring",
     "rl.sample.wait_for_training": "waiting",
 }
@@ -139,10 +139,10 @@ def _life(store: SpanStore, key: str) -> Answer:
     spans = sorted(store.samples.get(key, []), key=lambda span: span.start_s)
     by_lane: dict[str, Answer] = {}
     for span in spans:
-        if (kind := _STAGES.get(span.name)) is None:
+        if span.name not in _STAGES:
             continue
         lane = by_lane.setdefault(span.lane[1], {"name": span.lane[1], "kind": span.lane[0], "spans": []})
-        lane["spans"].append([span.start_s, span.end_s, kind, span.name.removeprefix("rl.sample."), key])
+        lane["spans"] += [[*part, key] for part in _parts(span)]
     events: list[list[Any]] = [
         [at_s, name, {text(each, 100): value for each, value in attributes.items()}]
         for span in spans
@@ -159,6 +159,22 @@ def _life(store: SpanStore, key: str) -> Answer:
         "sentence": None if spans else "this sample was not traced",
         "merged": False,
     }
+
+
+def _parts(span: Span) -> list[tuple[float, float, str, str]]:
+    """What a station of a sample's life consists of: a lease, of its chunks and of the time before the first one.
+
+    Of a sample that was not sampled at its submission, the broker knows no chunks: all of the lease is one part.
+    """
+    chunks = sorted((at_s, attributes) for at_s, name, attributes in span.events if name == CHUNK)
+    if span.name != LEASE or not chunks:
+        return [(span.start_s, span.end_s, _STAGES[span.name], span.name.removeprefix("rl.sample."))]
+    ends = [at_s for at_s, _ in chunks[1:]]
+    parts = [(span.start_s, chunks[0][0], "waiting", "for its first token")]
+    for (at_s, attributes), end_s in zip(chunks, [*ends, span.end_s], strict=True):
+        version, num_tokens = attributes.get("rl.policy.version"), attributes.get("rl.tokens")
+        parts.append((at_s, end_s, "decoding", f"{num_tokens} tokens of version {version}"))
+    return [part for part in parts if part[1] >= part[0]]
 
 
 def sentence(store: SpanStore, steps: MetricsTable, low: float, high: float) -> str | None:

@@ -3,6 +3,7 @@
 /** @type {Record<string, string>} */
 export const KIND_NAMES = {
   decoding: "decoding",
+  leased: "sample leased to a generator",
   updating: "loading weights",
   waiting: "waiting",
   queued: "queued",
@@ -16,6 +17,7 @@ export const KIND_NAMES = {
 /** Variables of page.css. @type {Record<string, string>} */
 const COLOUR_NAMES = {
   decoding: "--line-1",
+  leased: "--line-7",
   updating: "--line-5",
   waiting: "--idle",
   queued: "--idle",

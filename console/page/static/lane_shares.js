@@ -15,6 +15,8 @@ function covered(spans, from, to) {
   /** @type {Map<string, number>} */
   const reached = new Map();
   for (const [start, end, kind] of spans) {
+    // What a process has in hand is not what it does.
+    if (kind === "leased") continue;
     const begin = Math.max(start, from, reached.get(kind) ?? from);
     const stop = Math.min(end, to);
     if (stop <= begin) continue;

@@ -124,7 +124,7 @@ async function lifeOf(run, key, step) {
   const { submit_s, lease_s, finish_s, score_s, trained_s } = sample?.times ?? {};
   const stages = [
     [submit_s, lease_s, "queued", "waits for a generator"],
-    [lease_s, finish_s, "decoding", "is generated"],
+    [lease_s, finish_s, "leased", "is with a generator"],
     [finish_s, score_s, "scoring", "is scored"],
     [score_s, trained_s, "waiting", "waits for training"],
   ];

@@ -88,6 +88,7 @@ def sample_spans(life: Life, sample: SampleRecord, index: int, *, is_failed: boo
         ("score", sample.finish_s, sample.score_s, _of(sample.worker_id)),
         ("wait_for_training", sample.score_s, 0.0 if life.reason else life.end_s, {}),
     )
+    key = f"{group.group_id}/{index}"
     for name, start_s, end_s, attributes in parts:
         if start_s and end_s >= start_s:
             yield Span(
@@ -96,7 +97,7 @@ def sample_spans(life: Life, sample: SampleRecord, index: int, *, is_failed: boo
                 start_s=start_s,
                 end_s=end_s,
                 parent=context,
-                attributes=attributes,
+                attributes={"rl.sample.key": key, **attributes},
             )
 
 

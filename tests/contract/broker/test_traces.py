@@ -7,6 +7,8 @@ from pathlib import Path
 
 import grpc
 
+from console.config.run_folder import RunFolder
+from console.page.run_data import RunData
 from penstock import tracing
 from penstock.network.rpc import call
 from penstock.v1 import broker_pb2, types_pb2
@@ -72,7 +74,8 @@ async def test_a_sampled_group_is_one_trace_through_the_store(store: Store, tmp_
     own = {f"{tracing.sample_context(root, index, 0).span_id:016x}" for index in range(2)}
     assert {each.span["spanId"] for each in found["rl.sample"]} == own
     assert {each.span["parentSpanId"] for name in PARTS for each in found[name]} == own
-    assert {each.attributes["rl.sample.key"] for each in found["rl.sample"]} == {"g1/0", "g1/1"}
+    for name in ("rl.sample", *PARTS):
+        assert sorted(each.attributes["rl.sample.key"] for each in found[name]) == ["g1/0", "g1/1"]
     (submit,) = [each for each in spans if each.name == "rl.submit"]
     assert (submit.span["traceId"], submit.span["parentSpanId"]) == (
         f"{caller.trace_id:032x}",
@@ -114,6 +117,10 @@ async def test_what_is_not_sampled_leaves_no_trace_unless_it_failed(tmp_path: Pa
     }
     errors = Counter(each.span.get("status", {}).get("message") for each in found["rl.sample"])
     assert errors == {None: 2, "reward_failed": 1}
+    (lane,) = RunData(RunFolder(tmp_path)).answer("lanes", {"sample": f"bad/{others[0].item.key.sample_index}"})[
+        "lanes"
+    ]
+    assert [span[2] for span in lane["spans"]] == ["queued", "leased", "scoring", "waiting"]
 
 
 async def test_a_bad_traceparent_of_a_peer_changes_nothing(tmp_path: Path) -> None:

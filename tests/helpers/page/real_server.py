@@ -81,7 +81,7 @@ def _traces(num_steps: int) -> str:
                     "start": at + 1,
                     "end": at + 5,
                     "attributes": key,
-                    "events": [(at + 2, "chunk")],
+                    "events": [(at + 2, "chunk", {"rl.tokens": 3} | version)],
                 },
             ),
             trace_line(

@@ -60,7 +60,10 @@ def trace_line(service: str, instance: str, *spans: Mapping[str, Any]) -> str:
 
 
 def _span(*, name: str, start: float, end: float, **more: Any) -> dict[str, Any]:
-    events = [{"name": each, "timeUnixNano": _nanos(at), "attributes": []} for at, each in more.get("events", ())]
+    events = [
+        {"name": each, "timeUnixNano": _nanos(at), "attributes": _attributes(attributes)}
+        for at, each, attributes in more.get("events", ())
+    ]
     return {
         "traceId": "0" * 32,
         "spanId": more.get("id", "1"),

@@ -13,6 +13,10 @@ from tests.helpers.page.run_folders import BEGIN_S, page_folder, trace_line
 
 STEP = {"rl.policy.version": 2}
 KEY = {"rl.sample.key": "g/0"}
+CHUNKS = [
+    (2, "chunk", {"rl.tokens": 7, "rl.policy.version": 1}),
+    (4, "chunk", {"rl.tokens": 2, "rl.policy.version": 2}),
+]
 
 
 def traces() -> str:
@@ -26,7 +30,7 @@ def traces() -> str:
             "end": 7,
             "attributes": {"rl.policy.version": 1, "rl.weights.bytes": 9, "rl.weights.origin_bytes": 6},
         },
-        {"name": "rl.sample.generate", "start": 1, "end": 5, "attributes": KEY, "events": [(2, "chunk")]},
+        {"name": "rl.sample.generate", "start": 1, "end": 5, "attributes": KEY, "events": CHUNKS},
     )
     broker = trace_line("broker", "broker", {"name": "rl.sample.queue", "start": 0, "end": 1, "attributes": KEY})
     trainer = trace_line(
@@ -59,7 +63,7 @@ def test_traces_are_drawn_as_lanes_with_the_steps_critical_path(tmp_path: Path) 
     ]
     assert [span[2] for span in lanes["trainer"]["spans"]] == ["waiting", "computing", "publishing"]
     assert lanes["trainer"]["spans"][0][:2] == [BEGIN_S, BEGIN_S + 6]
-    assert [BEGIN_S + 1, BEGIN_S + 5, "decoding", "g/0", "g/0"] in lanes["generator-0"]["spans"]
+    assert [BEGIN_S + 1, BEGIN_S + 5, "leased", "g/0", "g/0"] in lanes["generator-0"]["spans"]
     assert found["sentence"] == (
         "Step 2 took 10.0 s: 6.0 s waiting for samples (60 %), 3.0 s computing (30 %), 1.0 s publishing "
         "weights (10 %). "
@@ -68,11 +72,18 @@ def test_traces_are_drawn_as_lanes_with_the_steps_critical_path(tmp_path: Path) 
     part = data.answer("lanes", {"from": str(BEGIN_S + 6.5), "to": str(BEGIN_S + 8), "lane": "trainer"})
     assert [[span[2] for span in lane["spans"]] for lane in part["lanes"]] == [["computing"]]
     life = data.answer("lanes", {"sample": "g/0"})
-    assert [(lane["name"], lane["spans"][0][2]) for lane in life["lanes"]] == [
-        ("broker", "queued"),
-        ("generator-0", "decoding"),
+    assert [(lane["name"], [span[:4] for span in lane["spans"]]) for lane in life["lanes"]] == [
+        ("broker", [[BEGIN_S, BEGIN_S + 1, "queued", "queue"]]),
+        (
+            "generator-0",
+            [
+                [BEGIN_S + 1, BEGIN_S + 2, "waiting", "for its first token"],
+                [BEGIN_S + 2, BEGIN_S + 4, "decoding", "7 tokens of version 1"],
+                [BEGIN_S + 4, BEGIN_S + 5, "decoding", "2 tokens of version 2"],
+            ],
+        ),
     ]
-    assert life["events"] == [[BEGIN_S + 2, "chunk", {}]]
+    assert life["events"] == [[BEGIN_S + 2, "chunk", CHUNKS[0][2]], [BEGIN_S + 4, "chunk", CHUNKS[1][2]]]
     with pytest.raises(BadQuestionError, match="to"):
         data.answer("lanes", {"from": "2", "to": "1"})
 
