@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from console.page.files.metrics_table import MetricsTable
-from console.page.files.trace_spans import CHUNK, LEASE, Span, SpanStore, StepSpan
+from console.page.files.trace_spans import CHUNK, LEASE, PUBLISH, Span, SpanStore, StepSpan
 from console.page.files.values import Answer, BadQuestionError, seconds, text
 
 MAX_SPANS = 4000
 MAX_LANES = 200
 """Drawn at once; `lane` asks for one of them."""
 _KINDS = ("generator", "reward", "environment", "trainer", "broker")
-_LEAST_SHARE = 0.01
+_LEAST_SHARE, _LEAST_S = 0.01, 0.05
 """Parts of a step shorter than that are not named."""
 _NO_TRACES = "without traces: the trainer's times by step; when in a step it waited is not recorded"
 _STAGES = {
@@ -25,7 +25,13 @@ _STAGES = {
     "rl.sample.score": "scoring",
     "rl.sample.wait_for_training": "waiting",
 }
-_WORDS = {"waiting": "waiting", "computing": "computing", "publishing": "publishing weights"}
+_WAITS = {
+    "acknowledging": "the broker's acknowledgement",
+    "publishing": "weights to be published",
+    "checkpointing": "a checkpoint",
+    "critic": "the critic",
+}
+"""What the trainer waits for, by the cause that it records; other causes speak for themselves."""
 
 
 def lanes(store: SpanStore, steps: MetricsTable, query: Mapping[str, str]) -> Answer:
@@ -187,20 +193,39 @@ def sentence(store: SpanStore, steps: MetricsTable, low: float, high: float) -> 
 
 def _of_traced(step: StepSpan, store: SpanStore) -> str:
     length_s = step.span.end_s - step.span.start_s
-    spent: dict[tuple[str, str], float] = {}
+    spent: dict[str, float] = {}
+    own = [part for part in step.parts if part.name != PUBLISH]
     for part in step.parts:
-        what = {"rl.train.wait": "waiting", "rl.train.compute": "computing"}.get(part.name, "publishing")
-        waits_for = text(part.attributes.get("rl.waits_for"), 200)
-        spent[what, waits_for] = spent.get((what, waits_for), 0.0) + part.end_s - part.start_s
+        # Of publishing, mostly beside the next step, only what nothing else of the step covers is on its path.
+        beside_s = 0.0 if part.name != PUBLISH else _covered_s(part, own)
+        inside_s = max(0.0, min(part.end_s, step.span.end_s) - max(part.start_s, step.span.start_s))
+        what = {"rl.train.compute": "computing", PUBLISH: "publishing weights"}.get(part.name) or _waiting(
+            text(part.attributes.get("rl.waits_for"), 200)
+        )
+        spent[what] = spent.get(what, 0.0) + max(0.0, inside_s - beside_s)
     version = step.span.attributes.get("rl.policy.version")
     named = f"Step {version}" if version is not None else "The step"
     words = [
-        f"{duration_s:.1f} s {_WORDS[what]}{f' for {whom}' if whom else ''}{_share(duration_s, length_s)}"
-        for (what, whom), duration_s in sorted(spent.items(), key=lambda item: -item[1])[:4]
-        if duration_s >= _LEAST_SHARE * length_s
+        f"{duration_s:.1f} s {what}{_share(duration_s, length_s)}"
+        for what, duration_s in sorted(spent.items(), key=lambda item: -item[1])[:4]
+        if duration_s >= max(_LEAST_S, _LEAST_SHARE * length_s)
     ]
     last = _ended_last(step, store)
     return f"{named} took {length_s:.1f} s: {', '.join(words) or 'nothing of it is traced'}.{last}"
+
+
+def _waiting(cause: str) -> str:
+    return f"waiting for {_WAITS.get(cause, cause)}" if cause else "waiting"
+
+
+def _covered_s(span: Span, others: Sequence[Span]) -> float:
+    """How long at least one of other spans went on meanwhile."""
+    covered_s, reached_s = 0.0, span.start_s
+    for other in sorted(others, key=lambda each: each.start_s):
+        begin_s, end_s = max(other.start_s, reached_s), min(other.end_s, span.end_s)
+        if end_s > begin_s:
+            covered_s, reached_s = covered_s + end_s - begin_s, end_s
+    return covered_s
 
 
 def _ended_last(step: StepSpan, store: SpanStore) -> str:
@@ -232,8 +257,9 @@ def _of_metrics(steps: MetricsTable, low: float, high: float) -> str | None:
     spent = {"computing": float(steps.column("time/train_s")[index])}
     for name in steps.names:
         if name.startswith("wait/") and name.endswith("_s"):
-            spent[f"waiting for {name[5:-2]}"] = float(steps.column(name)[index])
-    longest = sorted(((value, what) for what, value in spent.items() if value > 0.005 * length_s), reverse=True)[:4]
+            spent[_waiting(name[5:-2])] = float(steps.column(name)[index])
+    least_s = max(_LEAST_S, _LEAST_SHARE * length_s)
+    longest = sorted(((value, what) for what, value in spent.items() if value >= least_s), reverse=True)[:4]
     if not longest or np.isnan(length_s):
         return None
     words = ", ".join(f"{value:.1f} s {what}{_share(value, length_s)}" for value, what in longest)

@@ -161,7 +161,7 @@ function datasets(line, colours) {
     backgroundColor: colour,
     borderWidth: 1.6,
     borderDash: line.isDashed ? [5, 3] : [],
-    pointRadius: line.isSparse ? 2.5 : 0,
+    pointRadius: line.isSparse ? 2.5 : loneRadii(line.y),
   };
   const { low, high } = line;
   if (!low || !high || !low.some((value, index) => value !== high[index])) return [main];
@@ -171,6 +171,17 @@ function datasets(line, colours) {
     { ...edge, data: points(low) },
     { ...edge, data: points(high), fill: "-1", backgroundColor: `${colour}2b` },
   ];
+}
+
+/**
+ * Marks values between holes, which no line would show.
+ * @param {(number | null)[]} values
+ * @returns {number | number[]}
+ */
+function loneRadii(values) {
+  const isHole = (/** @type {number} */ index) => (values[index] ?? null) === null;
+  const radii = values.map((_, index) => (!isHole(index) && isHole(index - 1) && isHole(index + 1) ? 2 : 0));
+  return radii.some((radius) => radius > 0) ? radii : 0;
 }
 
 /**

@@ -33,6 +33,7 @@ export function sampleDetail(root, page) {
     const run = chosenRun(page).index;
     const sample = await load(query("/api/sample", { run, step, key, offset: parameters.token }));
     const against = parameters.against ? await otherAnswer(run, parameters.against) : null;
+    step = step ?? sample.step;
     const state = JSON.stringify([parameters.against, parameters.colour, parameters.token]);
     if (sample === drawn && state === drawnFor) return;
     if (sample !== drawn) root.scrollTop = 0;

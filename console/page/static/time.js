@@ -66,7 +66,7 @@ function showTime(root, page) {
       lanes: whole.lanes.filter((/** @type {any} */ lane) => isWanted(lane, parameters.lanes)),
     };
     drawnFor = state;
-    drawTimeControls(controls, page, answer, lanes);
+    drawTimeControls(controls, page, answer, life, lanes);
     fill(sentence, answer.sentence ? printable(answer.sentence) : "");
     sentence.hidden = !answer.sentence;
     fill(
@@ -157,12 +157,24 @@ function drawEvents(root, life) {
 }
 
 /**
+ * From when to when it was, with some room.
+ * @param {{ lanes: any[] }} life
+ */
+function rangeOf(life) {
+  const spans = life.lanes.flatMap((lane) => lane.spans);
+  const [from, to] = [Math.min(...spans.map((span) => span[0])), Math.max(...spans.map((span) => span[1]))];
+  const margin = (to - from) * 0.05 || 1;
+  return { from: (from - margin).toFixed(4), to: (to + margin).toFixed(4) };
+}
+
+/**
  * @param {Element} root
  * @param {import("./runs.js").Page} page
  * @param {any} answer
+ * @param {{ lanes: any[] } | null} life of the chosen sample
  * @param {LaneCanvas} lanes
  */
-function drawTimeControls(root, page, answer, lanes) {
+function drawTimeControls(root, page, answer, life, lanes) {
   const { parameters } = readRoute();
   const seconds = Number(parameters.to ?? answer.to) - Number(parameters.from ?? answer.from);
   const show = (/** @type {string} */ length) => {
@@ -203,6 +215,7 @@ function drawTimeControls(root, page, answer, lanes) {
         { type: "button", onclick: () => changeRoute({ sample: null, at: null }) },
         `Without sample ${printable(parameters.sample)}`,
       ),
+    life?.lanes.length && el("button", { type: "button", onclick: () => changeRoute(rangeOf(life)) }, "Zoom to its life"),
     el(
       "span",
       { class: "muted hint" },

@@ -88,6 +88,26 @@ def test_traces_are_drawn_as_lanes_with_the_steps_critical_path(tmp_path: Path) 
         data.answer("lanes", {"from": "2", "to": "1"})
 
 
+def test_what_goes_on_beside_a_step_is_not_on_its_path(tmp_path: Path) -> None:
+    def part(name: str, start: float, end: float, **attributes: str) -> dict[str, object]:
+        return {"name": name, "start": start, "end": end, "parent": "s", "attributes": attributes}
+
+    folder = page_folder(tmp_path / "r")
+    spans = [
+        part("rl.train.wait", 0, 1, **{"rl.waits_for": "acknowledging"}),
+        part("rl.weights.publish", 0.5, 4.5),
+        part("rl.train.compute", 1.5, 9.97),
+        part("rl.train.wait", 9.97, 10, **{"rl.waits_for": "checkpointing"}),
+        part("rl.weights.publish", 10, 13),
+        {"name": "rl.train.step", "start": 0, "end": 10, "id": "s", "attributes": STEP},
+    ]
+    (folder.path / "traces.jsonl").write_text(trace_line("trainer", "trainer", *spans))
+    assert RunData(folder).answer("lanes", {})["sentence"] == (
+        "Step 2 took 10.0 s: 8.5 s computing (85 %), 1.0 s waiting for the broker's acknowledgement (10 %), "
+        "0.5 s publishing weights (5 %)."
+    )
+
+
 def test_weights_are_told_by_version_machine_and_link(tmp_path: Path) -> None:
     folder = page_folder(tmp_path / "r")
     (folder.path / "traces.jsonl").write_text(traces())
