@@ -26,6 +26,8 @@ from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.v1 import broker_pb2, reward_pb2
+from penstock.wire.codec import int32_bytes
+from penstock.wire.mask_runs import mask_runs
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
 from services.reward.models.by_source import distinct_rewards, reward_number
@@ -134,6 +136,8 @@ async def rescore(
         graders: The run's first.
         by_source: The number of the grader of each source that has its own.
         patience_s: Without a score for so many seconds it is given up: ConfigError.
+
+    Raises ConfigError: a sample talked with an environment, and no tokenizer tells its words from the model's.
     """
     comparison = Comparison(is_decoded=graders[0].is_decoding)
     num_read = min(MAX_AHEAD, max(each.max_batch_size for each in graders))
@@ -142,7 +146,7 @@ async def rescore(
         leases: list[list[broker_pb2.ScoringLease]] = [[] for _ in graders]
         for at, sample in enumerate(batch):
             number = reward_number(sample.prompt.metadata_json, by_source or {})
-            leases[number].append(broker_pb2.ScoringLease(lease_id=str(at), item=score_item(sample)))
+            leases[number].append(_lease(sample, lease_id=str(at), is_decoded=graders[0].is_decoding))
         found = await asyncio.gather(*(each.score(own) for each, own in zip(graders, leases, strict=True)))
         scores = {int(result.lease_id): result.score for results in found for result in results}
         return [sample.rescored(scores[at]) for at, sample in enumerate(batch)]
@@ -172,7 +176,7 @@ async def rescore(
 
 
 def score_item(sample: Recorded) -> reward_pb2.ScoreItem:
-    """What a reward model is shown of a recorded sample."""
+    """What a reward model is shown of a recorded sample; of a session the whole exchange as its text."""
     prompt, trajectory = sample.prompt, sample.trajectory
     return reward_pb2.ScoreItem(
         key=trajectory.key,
@@ -185,3 +189,16 @@ def score_item(sample: Recorded) -> reward_pb2.ScoreItem:
         finish_reason=trajectory.finish_reason,
         run_id=sample.run_id,
     )
+
+
+def _lease(sample: Recorded, *, lease_id: str, is_decoded: bool) -> broker_pb2.ScoringLease:
+    """The lease under which a sample is scored, as a run's; no broker knows it."""
+    mask = sample.trajectory.loss_mask
+    runs = mask_runs(mask) if b"\0" in mask else []
+    if runs and not is_decoded:
+        group_id, index = sample.position
+        raise ConfigError(
+            f"--tokenizer: required: sample {index} of group {group_id} was given tokens by an environment, whose text "
+            "cannot be told from the model's in the recorded one; name the directory of the model"
+        )
+    return broker_pb2.ScoringLease(lease_id=lease_id, item=score_item(sample), loss_mask_runs=int32_bytes(runs))

@@ -22,7 +22,11 @@ function judge(item) {
   const given = lines[lines.length - 1].replace(/^####/, "").trim();
   const correct = given === item.answer.trim() ? 1 : 0;
   const penalty = MAX_PENALTY * Math.min(1, item.completionText.length / FREE_CHARACTERS);
-  return { status: "SCORE_STATUS_OK", value: correct - penalty, components: { correct, penalty }, model: "brevity-node" };
+  // Of a sample that talked with an environment completionText has the model's words alone, and completionTurns all;
+  // it is empty where the model wrote everything.
+  const turns = item.completionTurns.filter((turn) => turn.role === "assistant").length || 1;
+  const components = { correct, penalty, turns };
+  return { status: "SCORE_STATUS_OK", value: correct - penalty, components, model: "brevity-node" };
 }
 
 function score(call, respond) {

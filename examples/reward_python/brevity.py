@@ -8,21 +8,26 @@ Without a separate process, in the folder of this file:  penstock run CONFIG.yam
 """
 
 import sys
+from collections.abc import Sequence
 
-from penstock.rewards import RewardResult, serve
+from penstock.rewards import RewardResult, Turn, serve
 
 MAX_PENALTY = 0.2
 FREE_CHARACTERS = 400
 
 
-def brevity(completion: str, answer: str) -> RewardResult | None:
-    """One for the right final line, minus up to 0.2 for length; no verdict if the data has no answer."""
+def brevity(completion: str, completion_turns: Sequence[Turn], answer: str) -> RewardResult | None:
+    """One for the right final line, minus up to 0.2 for length; no verdict if the data has no answer.
+
+    Of a sample that talked with an environment `completion` has the model's words alone, and `completion_turns` all.
+    """
     if not answer:
         return None
     lines = completion.strip().splitlines() or [""]
     correct = float(lines[-1].removeprefix("####").strip() == answer.strip())
     penalty = MAX_PENALTY * min(1.0, len(completion) / FREE_CHARACTERS)
-    return RewardResult(correct - penalty, {"correct": correct, "penalty": penalty})
+    turns = float(sum(turn.role == "assistant" for turn in completion_turns))
+    return RewardResult(correct - penalty, {"correct": correct, "penalty": penalty, "turns": turns})
 
 
 if __name__ == "__main__":

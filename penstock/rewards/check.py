@@ -20,9 +20,9 @@ from penstock.errors import (
 )
 from penstock.network.rpc import call, open_channel
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
-from penstock.rewards.types import RewardItem
+from penstock.rewards.types import RewardItem, Turn
 from penstock.rewards.verdicts import CheckResult, CheckStatus, Note, ViolationError, health, reflection, run_check
-from penstock.rewards.wire import CREDENTIALS_HINT, GRADER_ERRORS, check_score, write_item
+from penstock.rewards.wire import ASSISTANT, CREDENTIALS_HINT, ENVIRONMENT, GRADER_ERRORS, check_score, write_item
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_bytes
@@ -30,6 +30,11 @@ from penstock.wire.codec import int32_bytes
 SERVICE_NAME = "penstock.v1.RewardService"
 LONG_COMPLETION_CHARACTERS = 300_000
 MAX_PROBED_BATCH_SIZE = 4096
+_SESSION = (
+    Turn(role=ASSISTANT, content="5"),
+    Turn(role=ENVIRONMENT, content="No. Try again."),
+    Turn(role=ASSISTANT, content="4"),
+)
 
 
 async def check_server(target: str, *, timeout_s: float = 30.0, security: Security = NO_SECURITY) -> list[CheckResult]:
@@ -137,9 +142,10 @@ class _Checked:
             RewardItem(completion=""),
             RewardItem(prompt="2+2=", completion="4", answer=""),
             RewardItem(prompt="\u00fc\u4e2d\U0001f600", completion="\u00fc\u4e2d\U0001f600\x00", answer="\u00fc"),
+            RewardItem(prompt="2+2=", completion="5\n4", completion_turns=_SESSION, answer="4"),
         ]
         scores = [(await self._score([write_item(item)]))[0] for item in items]
-        return "empty, without an answer, beyond ASCII: " + ", ".join(_brief(score) for score in scores)
+        return "empty, without an answer, beyond ASCII, of two turns: " + ", ".join(_brief(score) for score in scores)
 
     async def takes_long_completion(self) -> str:
         item = RewardItem(prompt="2+2=", completion="word " * (LONG_COMPLETION_CHARACTERS // 5), answer="4")

@@ -2,9 +2,10 @@
 
     def my_reward(completion: str, answer: str) -> float | None: ...
 
-A function takes the parameters it names: `prompt`, `completion`, `answer`, `messages`, `token_ids`, `is_truncated`,
-`run_id`, `metadata` (the whole mapping), or a column of the data row's metadata; `**columns` takes every column left.
-It may be `async`. It returns a number, a RewardResult, or None to abstain. An exception fails that sample only.
+A function takes the parameters it names: `prompt`, `completion`, `completion_turns`, `answer`, `messages`, `token_ids`,
+`is_truncated`, `run_id`, `metadata` (the whole mapping), or a column of the data row's metadata; `**columns` takes
+every column left. It may be `async`. It returns a number, a RewardResult, or None to abstain. An exception fails that
+sample only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ RewardFunction = Callable[..., "RewardResult | float | Awaitable[RewardResult | 
 DEFAULT_MAX_THREADS = 16
 DEFAULT_TIMEOUT_S = 60.0
 
-_FIELDS = ("prompt", "completion", "answer", "messages", "token_ids", "is_truncated", "run_id", "metadata")
+_FIELDS = (
+    "prompt",
+    "completion",
+    "completion_turns",
+    "answer",
+    "messages",
+    "token_ids",
+    "is_truncated",
+    "run_id",
+    "metadata",
+)
 
 
 class FunctionReward(BatchReward):

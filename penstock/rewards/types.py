@@ -32,7 +32,7 @@ class ScoreStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn of a chat prompt."""
+    """One turn of a chat."""
 
     role: str
     content: str
@@ -45,15 +45,18 @@ class RewardItem:
     prompt: str = ""
     """The prompt as text; for a chat prompt, its turns as `role: content` lines."""
     completion: str
-    """What the model wrote, without special tokens."""
+    """What the model wrote, without special tokens; of several turns with an environment, a line break between them."""
     answer: str = ""
     """Reference answer of the data row; empty when there is none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The data row's other columns."""
     messages: Sequence[Turn] = ()
     """The prompt's turns; empty when the prompt was text."""
+    completion_turns: Sequence[Turn] = ()
+    """The model's turns (role assistant) and what an environment said between them (role environment), in order; as a
+    worker sends it at least one turn."""
     token_ids: Sequence[int] = ()
-    """Completion token ids; only filled for models that ask for them."""
+    """Completion token ids, of the model's turns alone; only filled for models that ask for them."""
     is_truncated: bool = False
     """Whether the completion ended because the length limit was reached."""
     run_id: str = ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from penstock.errors import InvalidFieldError
@@ -20,6 +21,8 @@ THIRD_PARTY = "grpc://"
 """Scheme of reward models that are shown PENSTOCK_JUDGE_*, never the cluster's credentials."""
 CREDENTIALS_HINT = "it is shown PENSTOCK_JUDGE_TOKEN and PENSTOCK_JUDGE_TLS_*, never the cluster's own credentials"
 MAX_METADATA_BYTES = 64 * 1024
+ASSISTANT, ENVIRONMENT = "assistant", "environment"
+"""Roles of a completion's turns: what the model wrote, and what its environment gave it to read."""
 
 GRADER_ERRORS = frozenset(
     {
@@ -37,7 +40,8 @@ _STATUS_TO_WIRE = {status: types_pb2.ScoreStatus.Value(f"SCORE_STATUS_{status.na
 
 def read_item(message: reward_pb2.ScoreItem) -> RewardItem:
     """The sample behind a ScoreItem. Raises InvalidFieldError naming what is malformed."""
-    turns = tuple(Turn(role=turn.role, content=turn.content) for turn in message.messages)
+    turns = _read_turns(message.messages)
+    said = _read_turns(message.completion_turns) or (Turn(role=ASSISTANT, content=message.completion_text),)
     prompt = message.prompt_text or "\n".join(f"{turn.role}: {turn.content}" for turn in turns)
     return RewardItem(
         prompt=prompt,
@@ -45,6 +49,7 @@ def read_item(message: reward_pb2.ScoreItem) -> RewardItem:
         answer=message.answer,
         metadata=_read_metadata(message.metadata_json),
         messages=turns,
+        completion_turns=said,
         token_ids=int32_array(message.token_ids, "token_ids").tolist(),
         is_truncated=message.finish_reason == types_pb2.FINISH_REASON_LENGTH,
         run_id=message.run_id,
@@ -56,8 +61,9 @@ def write_item(item: RewardItem) -> reward_pb2.ScoreItem:
     """A ScoreItem of the sample's texts, answer and metadata."""
     return reward_pb2.ScoreItem(
         prompt_text="" if item.messages else item.prompt,
-        messages=[types_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in item.messages],
+        messages=_write_turns(item.messages),
         completion_text=item.completion,
+        completion_turns=_write_turns(item.completion_turns),
         answer=item.answer,
         metadata_json=json.dumps(dict(item.metadata)) if item.metadata else "",
         finish_reason=types_pb2.FINISH_REASON_LENGTH if item.is_truncated else types_pb2.FINISH_REASON_STOP,
@@ -104,6 +110,14 @@ def _check_components(score: types_pb2.Score) -> str | None:
 def failed_score(message: str, *, model: str, status: ScoreStatus = ScoreStatus.FAILED) -> types_pb2.Score:
     """A Score without a value."""
     return write_score(RewardResult(status=status, message=message), model=model)
+
+
+def _read_turns(messages: Iterable[types_pb2.ChatMessage]) -> tuple[Turn, ...]:
+    return tuple(Turn(role=turn.role, content=turn.content) for turn in messages)
+
+
+def _write_turns(turns: Iterable[Turn]) -> list[types_pb2.ChatMessage]:
+    return [types_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in turns]
 
 
 def _read_metadata(text: str) -> dict[str, Any]:

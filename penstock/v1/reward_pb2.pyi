@@ -35,16 +35,21 @@ class ScoreItem(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     MUST_BE_FRESH_FIELD_NUMBER: _builtins.int
+    COMPLETION_TURNS_FIELD_NUMBER: _builtins.int
     prompt_text: _builtins.str
     """The prompt as text; empty when it was chat messages."""
     completion_text: _builtins.str
-    """The completion as text, without special tokens; a reward worker decodes it from the token ids."""
+    """What the model wrote, as text without special tokens; a reward worker decodes it from the token ids. Of several turns
+    with an environment, those of the model, a line break between them.
+    """
     answer: _builtins.str
     """Reference answer from the data; empty when there is none."""
     metadata_json: _builtins.str
     """One JSON object with the data row's other columns. Empty means {}."""
     token_ids: _builtins.bytes
-    """Completion token ids, int32[n]; only sent to models that ask for them (GetRewardModelResponse.wants_token_ids)."""
+    """Completion token ids, int32[n], of the model's turns alone; only sent to models that ask for them
+    (GetRewardModelResponse.wants_token_ids).
+    """
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why the sample ended; a truncated one has LENGTH."""
     run_id: _builtins.str
@@ -59,6 +64,13 @@ class ScoreItem(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]:
         """The prompt as chat turns; empty when it was text."""
 
+    @_builtins.property
+    def completion_turns(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ChatMessage]:
+        """Of a sample that talked with an environment, all that was said after the prompt, in order: the model's turns by the
+        role "assistant", and by the role "environment" what it read before, between and after them, as text without special
+        tokens, with whatever its chat template writes around messages. Empty where the model wrote everything.
+        """
+
     def __init__(
         self,
         *,
@@ -72,10 +84,11 @@ class ScoreItem(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         run_id: _builtins.str = ...,
         must_be_fresh: _builtins.bool = ...,
+        completion_turns: _abc.Iterable[_types_pb2.ChatMessage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "completion_text", b"completion_text", "finish_reason", b"finish_reason", "key", b"key", "messages", b"messages", "metadata_json", b"metadata_json", "must_be_fresh", b"must_be_fresh", "prompt_text", b"prompt_text", "run_id", b"run_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "completion_text", b"completion_text", "completion_turns", b"completion_turns", "finish_reason", b"finish_reason", "key", b"key", "messages", b"messages", "metadata_json", b"metadata_json", "must_be_fresh", b"must_be_fresh", "prompt_text", b"prompt_text", "run_id", b"run_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,6 +38,7 @@ from services.reward.canaries.watch import CanaryWatch
 from services.reward.config import RewardModelConfig
 from services.reward.links import sampled
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
+from services.reward.texts import SentTexts
 
 _LOG_EVERY_S = 10.0
 
@@ -71,7 +72,7 @@ class TextReader(Protocol):
     """Decodes the texts of samples."""
 
     async def read(self, leases: Sequence[broker_pb2.ScoringLease]) -> dict[str, str]:
-        """Put the text into each lease's item; returns, by lease id, why a sample has no text to score."""
+        """Put what the model wrote into each lease's item; returns, by lease id, why a sample has nothing to score."""
         ...
 
 
@@ -87,14 +88,16 @@ class ScoringPool:
         texts: TextReader | None = None,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `texts` the text sent with a sample is scored as it is; without `source` only `score` may be used.
+        """Without `texts` the text sent with a sample is scored, if all of it is the model's.
+
+        Without `source` only `score` may be used.
 
         Raises ConfigError: the canaries cannot be read.
         """
         self._source = source
         self._model = model
         self._config = config
-        self._texts = texts
+        self._texts: TextReader = texts or SentTexts()
         self._monotonic_s = monotonic_s
         self._breaker = Breaker(model, num_waiting=lambda: source.num_held if source else 0, monotonic_s=monotonic_s)
         self._canaries = self._watch()
@@ -142,7 +145,7 @@ class ScoringPool:
                 self._complete(result, self._monotonic_s() - started_s)
             answer(results)
 
-        faults = {} if self._texts is None else await self._texts.read(leases)
+        faults = await self._texts.read(leases)
         complete([self._unreadable(lease, faults[lease.lease_id]) for lease in leases if lease.lease_id in faults])
         await self._judge_watched([lease for lease in leases if lease.lease_id not in faults], complete)
         BATCH_SECONDS.labels(self._model.name).observe(self._monotonic_s() - started_s)

@@ -84,10 +84,9 @@ def score_item(
     prompt: types_pb2.Prompt,
     key: types_pb2.SampleKey,
     finish_reason: types_pb2.FinishReason.ValueType,
-    parts: Sequence[bytes],
+    stored: StoredSample,
 ) -> reward_pb2.ScoreItem:
-    """A finished sample for a reward worker."""
-    stored = read_sample(parts)
+    """A finished sample, read with its text, for a reward worker."""
     return reward_pb2.ScoreItem(
         key=key,
         prompt_text=prompt.text,

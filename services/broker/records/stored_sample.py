@@ -17,6 +17,7 @@ import numpy as np
 from penstock.errors import InternalError
 from penstock.v1 import types_pb2
 from penstock.wire.codec import int32_bytes, join_versions, merge_versions
+from penstock.wire.mask_runs import mask_of, mask_runs
 from services.broker.records_pb2 import CompactSample
 
 _MARK, _REFERENCE_MARK = b"\0", b"\1"
@@ -71,7 +72,7 @@ def compacted(sample: StoredSample) -> bytes:
         token_ids=_narrow(sample.token_ids),
         logprobs=sample.logprobs,
         policy_versions=sample.policy_versions,
-        mask_runs=_mask_runs(sample.loss_mask),
+        mask_runs=mask_runs(sample.loss_mask),
         deflated_text=zlib.compress(sample.text.encode(), _TEXT_LEVEL) if sample.text else b"",
         routes=sample.routes,
     )
@@ -84,7 +85,7 @@ def _expanded(part: bytes) -> types_pb2.TokenChunk:
         token_ids=_widened(compact.token_ids, compact.num_tokens),
         logprobs=compact.logprobs,
         policy_versions=compact.policy_versions,
-        loss_mask=_mask(compact.mask_runs),
+        loss_mask=mask_of(compact.mask_runs),
         text=zlib.decompress(compact.deflated_text).decode() if compact.deflated_text else "",
         routes=compact.routes,
     )
@@ -125,17 +126,3 @@ def _joined_masks(chunks: Sequence[types_pb2.TokenChunk]) -> bytes:
     if not any(chunk.loss_mask for chunk in chunks):
         return b""
     return b"".join([chunk.loss_mask or b"\1" * (len(chunk.token_ids) // 4) for chunk in chunks])
-
-
-def _mask_runs(mask: bytes) -> list[int]:
-    """Lengths of the mask's runs of equal values, first of ones (perhaps none), then of zeros, and so on."""
-    if not mask:
-        return []
-    values = np.frombuffer(mask, np.uint8)
-    ends = [*(np.flatnonzero(np.diff(values)) + 1).tolist(), values.size]
-    lengths = np.diff([0, *ends]).tolist()
-    return lengths if values[0] else [0, *lengths]
-
-
-def _mask(lengths: Sequence[int]) -> bytes:
-    return b"".join([(b"\0" if position % 2 else b"\1") * length for position, length in enumerate(lengths)])

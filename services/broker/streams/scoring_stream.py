@@ -10,6 +10,8 @@ from penstock.errors import InvalidFieldError, require
 from penstock.names import check_run_id
 from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
+from penstock.wire.codec import int32_bytes
+from penstock.wire.mask_runs import mask_runs
 from penstock.wire.pieces import batched
 from penstock.wire.sampling_rules import temperature_of
 from penstock.wire.timestamps import timestamp
@@ -24,6 +26,7 @@ from services.broker.ingest.validation import (
 )
 from services.broker.operations import scores
 from services.broker.operations.scores import Receipts, ScoringGrant
+from services.broker.records.stored_sample import read_sample
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
 from services.broker.runtime.heartbeats import WorkerNote
 from services.broker.runtime.run_registry import RunRegistry
@@ -196,7 +199,10 @@ class ScoringStream:
     ) -> None:
         run_id, key = self._replica.run_id, sample_key(grant.sample, grant.attempt)
         if self._task == REWARD:
-            lease.item.CopyFrom(score_item(run_id, prompt, key, grant.finish_reason, parts))
+            stored = read_sample(parts)
+            lease.item.CopyFrom(score_item(run_id, prompt, key, grant.finish_reason, stored))
+            if b"\0" in stored.loss_mask:
+                lease.loss_mask_runs = int32_bytes(mask_runs(stored.loss_mask))
             return
         lease.item.CopyFrom(reward_pb2.ScoreItem(key=key, run_id=run_id, token_ids=prefix_of(parts).token_ids))
         lease.prompt_token_ids, lease.temperature = prompt.token_ids, temperature_of(prompt.sampling)

@@ -38,11 +38,13 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(self) -> None:
         self.seen: dict[str, str] = {}
+        self.items: list[reward_pb2.ScoreItem] = []
 
     def service(self) -> Service:
         return service_of(self)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: object) -> reward_pb2.ScoreResponse:
+        self.items += request.items
         self.seen |= {item.key.group_id: item.completion_text for item in request.items}
         ok = types_pb2.SCORE_STATUS_OK
         return reward_pb2.ScoreResponse(
@@ -52,7 +54,7 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
     async def GetRewardModel(
         self, request: reward_pb2.GetRewardModelRequest, context: object
     ) -> reward_pb2.GetRewardModelResponse:
-        return reward_pb2.GetRewardModelResponse(name="judge")
+        return reward_pb2.GetRewardModelResponse(name="judge", wants_token_ids=True)
 
 
 @asynccontextmanager
@@ -170,6 +172,46 @@ async def test_a_worker_that_was_told_to_trust_passes_texts_on(broker: real.Runn
     await generate(broker, {"lie": ([A], "b")})
     async with scoring(broker, trusts_generator_text=True) as judge:
         await until(lambda: judge.seen == {"lie": "b"})
+
+
+async def converse(broker: real.RunningBroker, group_id: str) -> None:
+    """A generator's session: the model says a, its environment b, the model a once more."""
+    generator = real.Generator.connect(broker.channel)
+    generator.beat(credits=1)
+    await broker.submit(real.prompt(group_id, group_size=1))
+    [lease] = await generator.leases(1)
+    assert await generator.put(real.chunk(lease, [A])) == []
+    assert await generator.put(real.chunk(lease, [B, B], offset=1, loss_mask=b"\0\0")) == []
+    assert await generator.put(real.chunk(lease, [A], offset=3, finish=STOP, text="a b b a")) == []
+
+
+async def test_what_an_environment_said_is_no_part_of_the_completion(
+    broker: real.RunningBroker, tmp_path: Path
+) -> None:
+    letters(tmp_path)
+    await converse(broker, "session")
+    async with scoring(broker, tokenizer_path=tmp_path) as judge:
+        [group] = await real.Trainer.connect(broker.channel).groups(1)
+    [item] = judge.items
+    assert item.completion_text == "a\na"
+    assert int32_array(item.token_ids, "token_ids").tolist() == [A, A]
+    said = [(turn.role, turn.content) for turn in item.completion_turns]
+    assert said == [("assistant", "a"), ("environment", "b b"), ("assistant", "a")]
+    assert group.trajectories[0].score.value == 0.0
+    assert int32_array(group.trajectories[0].token_ids, "token_ids").tolist() == [A, B, B, A]
+
+
+async def test_without_a_tokenizer_a_session_is_not_scored_as_if_the_model_had_said_all_of_it(
+    broker: real.RunningBroker,
+) -> None:
+    await converse(broker, "session")
+    async with scoring(broker, trusts_generator_text=True) as judge:
+
+        async def is_dropped() -> bool:
+            return dict((await broker.audit()).dropped) == {"reward_invalid": 1}
+
+        await real.eventually(is_dropped)
+    assert judge.seen == {}
 
 
 # --- our own generators -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
 from penstock.wire.source_tag import SourceTag, tagged
 from services.reward.config import RewardModelConfig
-from tests.helpers.brokers.recordings import recorded
+from tests.helpers.brokers import recordings
 from tests.helpers.models.tokenizer_kinds import letters
 from tests.helpers.rewards.scripted_judge import scripted_judge, verdict
 from tests.helpers.serving import serving
@@ -38,6 +38,13 @@ async def by_index(metadata: dict[str, Any], completion: str) -> RewardResult | 
     if value == "bad":
         raise ValueError("no")
     return None if value is None else float(value)
+
+
+def recorded(*key: Any, **values: Any) -> Recorded:
+    """A sample of which the model wrote everything."""
+    made = recordings.recorded(*key, **values)
+    made.trajectory.loss_mask = b""
+    return made
 
 
 def sample(index: int, value: object, *, was: float = 0.5) -> Recorded:
@@ -95,6 +102,24 @@ def test_what_is_judged_is_the_recorded_text_or_what_the_tokens_say(
     (found,) = read_samples(out)
     assert found.trajectory.score.value == value
     assert ("note: 1 of 1 texts were not what their tokens say" in capsys.readouterr().out) == decodes
+
+
+def test_words_of_an_environment_are_scored_as_in_a_run_and_not_at_all_without_the_tokenizer(tmp_path: Path) -> None:
+    letters(tmp_path)
+    session = recorded(value=0.5)
+    session.trajectory.token_ids, session.trajectory.loss_mask = int32_bytes([2, 3, 3]), b"\1\0\0"
+    file, out, settings = write(tmp_path / "a.jsonl", session), tmp_path / "b.jsonl", tmp_path / "short.yaml"
+    settings.write_text(json.dumps({"reward": {"model": "length", "length": {"target_tokens": 1}}}))
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer: required: sample \d+ of group g\S* was given tokens by an env"
+    ):
+        rescore_command(file, reward=str(settings), out=out, as_json=False)
+    assert not out.exists()
+    assert rescore_command(file, reward=str(settings), out=out, tokenizer=tmp_path, as_json=False) == 0
+    (found,) = read_samples(out)
+    assert (found.trajectory.score.status, found.trajectory.score.value) == (types_pb2.SCORE_STATUS_OK, 0.0), (
+        "one token"
+    )
 
 
 def test_a_tokenizer_that_is_none_is_reported(tmp_path: Path) -> None:

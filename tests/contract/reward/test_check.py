@@ -188,18 +188,23 @@ async def process(*command, cwd, **environment):
 
 async def scored_by(target):
     requests = [scoring_item(0), scoring_item(1, completion="#### 5"), scoring_item(2, completion="4" * 4000)]
+    said = [types_pb2.ChatMessage(role=role, content="4") for role in ("assistant", "environment", "assistant")]
+    requests[2].completion_turns.extend(said)
     async with open_channel(target) as channel:
         stub = reward_pb2_grpc.RewardServiceStub(channel)
         return (await call(stub.Score, reward_pb2.ScoreRequest(items=requests), peer="example")).scores
 
 
 EXPECTED = pytest.approx([0.997, -0.003, -0.2])
+TURNS = [1, 1, 2]
 
 
 async def test_the_python_example_conforms_and_scores():
     async with process(sys.executable, "brevity.py", cwd=ROOT / "examples/reward_python") as target:
         assert conforms(await check_server(target))
-        assert [score.value for score in await scored_by(target)] == EXPECTED
+        scores = await scored_by(target)
+        assert [score.value for score in scores] == EXPECTED
+        assert [score.components["turns"] for score in scores] == TURNS
 
 
 @pytest.fixture(scope="session")
@@ -227,7 +232,9 @@ def node_example(tmp_path_factory):
 async def test_the_node_example_conforms_and_scores_like_the_python_one(node_example):
     async with process("node", "server.js", cwd=node_example, PENSTOCK_PROTOS=str(ROOT / "protos")) as target:
         assert conforms(await check_server(target))
-        assert [score.value for score in await scored_by(target)] == EXPECTED
+        scores = await scored_by(target)
+        assert [score.value for score in scores] == EXPECTED
+        assert [score.components["turns"] for score in scores] == TURNS
 
 
 def test_the_node_lock_file_names_no_registry():

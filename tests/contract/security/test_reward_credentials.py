@@ -145,7 +145,9 @@ async def by_the_check(_world: World, target: str, _judge: Judge) -> None:
 async def by_rescoring(world: World, target: str, _judge: Judge) -> None:
     file = world.folder / f"{target}.jsonl"
     writer = open_writer(file)
-    writer.write([recorded()])
+    sample = recorded()
+    sample.trajectory.loss_mask = b""
+    writer.write([sample])
     writer.close()
     out = file.with_suffix(".out.jsonl")
     await asyncio.to_thread(rescore_command, file, reward=target, out=out, as_json=True)

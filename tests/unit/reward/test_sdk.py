@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from penstock.rewards import BatchReward, RewardItem, RewardResult, ScoreStatus, UnscorableError, reward
+from penstock.rewards import BatchReward, RewardItem, RewardResult, ScoreStatus, Turn, UnscorableError, reward
 from penstock.rewards.function import FunctionReward
 from penstock.rewards.loading import RewardLoadError, as_reward, load_reward
 from penstock.rewards.local import LocalModel
@@ -54,6 +54,15 @@ async def test_a_function_gets_the_parameters_it_names():
         "missing": "default",
         "columns": {"source": "x"},
     }
+
+
+async def test_a_function_may_ask_for_the_turns_of_a_session():
+    def judge(completion_turns):
+        return float(sum(turn.role == "assistant" for turn in completion_turns))
+
+    said = [Turn(role=role, content="x") for role in ("environment", "assistant", "assistant")]
+    scores = await score(judge, item("a whole sample"), item("x\nx", completion_turns=said))
+    assert [each.value for each in scores] == [1.0, 2.0]
 
 
 async def test_prompt_and_metadata_are_passed_whole():

@@ -13,7 +13,9 @@ from penstock.clients.sample_stream import MAX_TEXT_BYTES
 from penstock.config import ConfigError
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from penstock.wire.codec import int32_bytes
-from services.reward.config import RewardConfig
+from services.reward.config import RewardConfig, RewardModelConfig
+from services.reward.models.build import build_model
+from services.reward.pool import ScoringPool
 from services.reward.server import serve
 from services.reward.texts import TokenTexts
 from tests.helpers.models.tokenizer_kinds import letters
@@ -22,13 +24,15 @@ from tests.unit.reward.test_pool import FakeModel, FakeSource, run_pool
 A, B = 2, 3
 
 
-def lease(*token_ids, sent, number=0, generator_id="gen-2"):
+def lease(*token_ids, sent, number=0, generator_id="gen-2", runs=()):
     item = reward_pb2.ScoreItem(
         key=types_pb2.SampleKey(group_id="g", sample_index=number),
         completion_text=sent,
         token_ids=int32_bytes(token_ids),
     )
-    return broker_pb2.ScoringLease(lease_id=str(number), item=item, generator_id=generator_id)
+    return broker_pb2.ScoringLease(
+        lease_id=str(number), item=item, generator_id=generator_id, loss_mask_runs=int32_bytes(runs)
+    )
 
 
 @pytest.fixture
@@ -83,6 +87,26 @@ async def test_a_token_that_the_model_does_not_know_is_no_score_and_no_zero(text
     assert not source.scores[1].HasField("value")
     assert source.scores[1].message == "token_ids: 4 is none of the 4 that the run's model knows"
     assert seen == ["a", "b"]
+
+
+async def test_built_in_rewards_see_what_the_model_wrote_and_no_word_of_its_environment(texts):
+    """Of a session that opens with an environment's words, whose text the generator sent as a whole."""
+    parts = [
+        {"model": "length", "length": {"target_tokens": 3}},
+        {"model": "ngram_repetition", "ngram_repetition": {"n": 1, "unit": "tokens"}},
+    ]
+    model, before = build_model(RewardModelConfig.model_validate(parts)), counted("same")
+    session = lease(B, B, A, A, B, B, B, B, A, sent="b b a a b b b b a", runs=[0, 2, 2, 4, 1])
+    [result] = await ScoringPool(model=model, config=RewardModelConfig(), texts=texts).score([session])
+    assert dict(result.score.components) == pytest.approx({"length": 0.0, "ngram_repetition": -2 / 3})
+    assert (session.item.completion_text, counted("same")) == ("a a\na", before + 1)
+    assert [turn.content for turn in session.item.completion_turns] == ["b b", "a a", "b b b b", "a"]
+    assert {turn.role for turn in session.item.completion_turns[::2]} == {"environment"}
+
+
+@pytest.mark.parametrize("runs", [(1,), (1, 2), (1, 0, 1), (3, -1), (0, 1, 0, 1)])
+async def test_runs_that_are_those_of_no_mask_are_no_score(texts, runs):
+    assert "loss_mask_runs: " in (await texts.read([lease(A, B, sent="", runs=runs)]))["0"]
 
 
 async def test_idle_rows_of_the_model_are_tokens_that_say_nothing(tmp_path):
