@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from console.config.data_section import with_absolute_canaries
 from console.config.environment_section import EnvironmentSection, check_environment
 from console.config.page_section import PageSection
 from console.config.reward_settings import RewardDocument
@@ -470,12 +471,14 @@ def resolve(config: RunConfig, *, now_s: float) -> RunConfig:
         "run": config.run.model_copy(update={"id": run_id}),
         "scheduler": scheduler.model_copy(update={"nodes": nodes}),
     }
+    data = config.data
     if config.endpoints.trainer is None or config.moves_trainer:
-        sections["run"] = _absolute(sections["run"], "dir")
-        sections |= {"model": _absolute(config.model, "path"), "data": config.data.absolute()}
+        data = data.absolute()
+        sections |= {"run": _absolute(sections["run"], "dir"), "model": _absolute(config.model, "path")}
+    # Rewards are started here, wherever the trainer is, and so are scorers.
+    sections["data"] = with_absolute_canaries(data)
     if (canaries := config.reward.canaries) is not None:
         sections["reward"] = config.reward.model_copy(update={"canaries": _absolute(canaries, "path")})
-    # Scorers are started here, wherever the trainer is.
     sections["algorithm"] = _absolute(config.algorithm, "reference_path")
     return _absolute(config, "record").model_copy(update=sections)
 

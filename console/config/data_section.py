@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from penstock.config import Document
 from penstock.reasoning_gym.source import is_source, reward_of
+from services.trainer.data_config import DataConfig, EvalSource
 
 
 def data_files(data: Document) -> Iterator[tuple[str, Document, str]]:
@@ -32,6 +35,22 @@ def canary_files(config: Document) -> Iterator[tuple[str, Document, str]]:
         canaries = reward.get("canaries") if isinstance(reward, dict) else None
         if isinstance(canaries, dict) and canaries.get("path") is not None:
             yield f"{setting}.canaries.path", canaries, "path"
+
+
+def with_absolute_canaries(data: DataConfig) -> DataConfig:
+    """The same with the paths of canaries in sources' own rewards made absolute."""
+    return data.model_copy(update={name: _with_absolute_canaries(getattr(data, name)) for name in ("train", "eval")})
+
+
+def _with_absolute_canaries(sources: Any) -> Any:
+    return tuple(map(_with_own_canaries, sources)) if isinstance(sources, tuple) else sources
+
+
+def _with_own_canaries(source: EvalSource) -> EvalSource:
+    document = {"reward": deepcopy(source.reward)}
+    for _, canaries, key in canary_files(document):
+        canaries[key] = str(Path(canaries[key]).expanduser().absolute())
+    return source.model_copy(update=document)
 
 
 def source_rewards(data: Document) -> dict[str, Any]:

@@ -142,6 +142,19 @@ def test_a_remote_trainers_paths_stay_as_they_are() -> None:
     assert resolved.model.path == Path("m")
 
 
+@pytest.mark.parametrize("trainer", [None, "far:7304"])
+def test_canaries_of_a_source_s_own_reward_are_found_from_any_folder(trainer: str | None) -> None:
+    judged = {"model": "numeric", "canaries": {"path": "known.jsonl"}}
+    held_out = [{"name": "b", "path": "b", "reward": judged}, {"name": "c", "path": "c", "reward": "math"}]
+    data = {"train": [{"name": "a", "path": "a", "reward": judged}], "eval": held_out}
+    stated = config(data=data, run={"id": "x"}, endpoints={"trainer": trainer})
+    resolved = resolve(stated, now_s=0.0)
+    found = {name: reward.canaries and reward.canaries.path for name, reward in resolved.source_rewards.items()}
+    assert found == {"a": Path("known.jsonl").absolute(), "b": Path("known.jsonl").absolute(), "c": None}
+    assert stated.source_rewards["a"].canaries.path == Path("known.jsonl")
+    assert parse_run_config(yaml.safe_load(to_yaml(resolved)), source="saved") == resolved
+
+
 def test_the_saved_yaml_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     original = config(optimizer={"learning_rate": 1e-7}, reward="math", endpoints={"broker": "b:1"})
     path = tmp_path / "config.yaml"
