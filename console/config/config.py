@@ -406,7 +406,6 @@ class RunConfig(RunSections, NetworkConfig):
         if self.environment is not None:
             check_environment(
                 self.environment,
-                replays_routes=self.algorithm.routing_replay,
                 lease_silence_s=self.trainer.max_lease_silence_s,
                 # Who asks it from other machines.
                 far="generators" if not self.starts_generators else "a trainer" if self.endpoints.trainer else "",

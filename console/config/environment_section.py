@@ -35,7 +35,6 @@ class EnvironmentSection(EnvironmentLimits):
 def check_environment(
     section: EnvironmentSection,
     *,
-    replays_routes: bool,
     lease_silence_s: float | None,
     far: str,
     is_exposed: bool,
@@ -44,16 +43,10 @@ def check_environment(
 
     Args:
         section: The environment.
-        replays_routes: Whether the trainer replays routes.
         lease_silence_s: `trainer.max_lease_silence_s`, seconds.
         far: Who asks the environment from other machines; empty if nobody does.
         is_exposed: Whether one that is served here has an address of its own.
     """
-    if replays_routes:
-        raise ValueError(
-            "algorithm.routing_replay: tokens of an environment are stored before an engine has chosen experts for "
-            "them; leave environment out"
-        )
     silence_s = lease_silence_s or LEAST_LEASE_SILENCE_S
     if section.step_timeout_s >= silence_s:
         raise ValueError(

@@ -138,12 +138,6 @@ class GeneratorConfig(MeasuredConfig, ServedModel):
         return self
 
     @model_validator(mode="after")
-    def _environments_have_no_routes(self) -> Self:
-        if self.environment is not None and self.records_routes:
-            raise ValueError("records_routes: not recorded over the turns of an environment; leave one of the two out")
-        return self
-
-    @model_validator(mode="after")
     def _can_record_routes(self) -> Self:
         for engine in (self.engine, *(instance.engine for instance in self.instances if instance.engine is not None)):
             if self.records_routes:

@@ -33,7 +33,7 @@ class Conversing(Protocol):
         """Decode a turn, inside a slot; its tokens are on their way to the broker."""
 
     def give(self, token_ids: Sequence[int]) -> None:
-        """Append tokens of the environment."""
+        """Append tokens of the environment, before the turn that reads them."""
 
     async def stored(self) -> None:
         """Wait until the broker has all tokens."""

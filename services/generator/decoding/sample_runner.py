@@ -51,6 +51,7 @@ from services.generator.engine.engine import (
 from services.generator.environments.dialogue import Dialogue
 from services.generator.environments.error_policy import EnvironmentAwayError
 from services.generator.environments.transcript import read_transcript
+from services.generator.environments.turn_tokens import TurnTokens
 
 MAX_VERSION_WAIT_S = 60.0
 """How long a sample waits for the weights that its lease requires before it is given back."""
@@ -79,6 +80,8 @@ class _Work:
     """Its session with the environment, until that is closed."""
     stream: SampleStream = field(init=False)
     """Set as soon as it is opened, with this lease as its listener."""
+    tokens: TurnTokens = field(init=False)
+    """Into that stream; set once it is known whether routes come with them."""
     task: asyncio.Task[None] | None = None
     trace: LeaseTrace | None = None
     """If the sample is sampled."""
@@ -348,6 +351,7 @@ class Rollouts:
     async def _decode(self, work: _Work) -> None:
         parts = self._parts
         request = to_request(work.lease, end_token_ids=parts.end_token_ids, records_routes=parts.records_routes)
+        work.tokens = TurnTokens(work.stream, has_routes=request.has_routes)
         async with asyncio.timeout(MAX_VERSION_WAIT_S):
             await parts.held.wait_for(work.lease.min_policy_version)
         # Bounded by the waiting update's own limit on the completions under way.
@@ -372,9 +376,7 @@ class Rollouts:
                 await self._wait_for_room()
                 parts.metrics.tokens.inc(len(span.token_ids))
                 work.parts.append(span.token_ids)
-                work.stream.append(
-                    span.token_ids, span.logprobs, policy_version=span.policy_version, routes=span.routes
-                )
+                work.tokens.append(span)
                 if work.trace is not None:
                     work.trace.note(len(span.token_ids), span.policy_version)
                 reason = span.finish_reason
@@ -389,10 +391,9 @@ class Rollouts:
 
     def give(self, work: _Work, token_ids: Sequence[int]) -> None:
         """Append tokens that a sample's environment gave."""
-        held, tokens = self._parts.held.current, np.asarray(token_ids, np.int32)
-        work.parts.append(tokens)
-        version = 0 if held is None else held.policy_version
-        work.stream.append(tokens, np.zeros(len(tokens), np.float32), policy_version=version, is_sampled=False)
+        held = self._parts.held.current
+        work.parts.append(np.asarray(token_ids, np.int32))
+        work.tokens.give(token_ids, policy_version=0 if held is None else held.policy_version)
 
     async def enter_slot(self, work: _Work) -> None:
         """Wait for a slot for a sample that left its own."""
