@@ -25,6 +25,8 @@ class JudgeConfig(StrictModel):
     """What completions are asked to do, in words, for the judge."""
     rubric: dict[CriterionName, CriterionText] = Field(default_factory=dict, max_length=16)
     """Criteria by name, each scored; without any, a completion is compared with the row's reference answer."""
+    shows_turns: bool = False
+    """Show the judge the whole exchange of a sample that talked with an environment, beside what the model wrote."""
     scale: tuple[int, int] = (0, 10)
     """Least and most of a criterion, whole numbers; the reward is the mean over criteria, as a share of the scale."""
     votes: int = Field(default=1, ge=1, le=32)
@@ -48,7 +50,7 @@ class JudgeConfig(StrictModel):
     cache_mb: int = Field(default=64, ge=0, le=65536)
     """Memory for answers, which are asked for once; the least recently used are forgotten first."""
     max_characters: int = Field(default=100_000, ge=100, le=10_000_000)
-    """Longest prompt, completion and reference answer together; a longer sample is invalid."""
+    """Longest prompt, completion, reference answer and turns together; a longer sample is invalid."""
     prompt_price: float = Field(default=0.0, ge=0, le=1e6)
     """Price of a million prompt tokens, in any currency, for the metrics."""
     completion_price: float = Field(default=0.0, ge=0, le=1e6)

@@ -87,12 +87,14 @@ class JudgeReward(BatchReward):
     async def _score_one(self, item: RewardItem, deadline_s: float, timeout_s: float) -> RewardResult:
         if not self._config.rubric and not item.answer.strip():
             return _invalid("this row has no reference answer, which a judge without a rubric compares with")
+        turns = item.completion_turns if self._config.shows_turns and len(item.completion_turns) > 1 else ()
         num_characters = len(item.prompt) + len(item.completion) + len(item.answer)
+        num_characters += sum(len(turn.content) for turn in turns)
         if num_characters > self._config.max_characters:
             return _invalid(
                 f"{num_characters} characters; reward.judge.max_characters is {self._config.max_characters}"
             )
-        prompt = self._prompts.write(prompt=item.prompt, completion=item.completion, reference=item.answer)
+        prompt = self._prompts.write(prompt=item.prompt, completion=item.completion, reference=item.answer, turns=turns)
         is_fresh, numbers = item.must_be_fresh, range(self._config.votes)
         votes = await _all(self._vote(prompt, number, deadline_s, timeout_s, is_fresh) for number in numbers)
         result = joined([vote for vote, _ in votes], self._config)

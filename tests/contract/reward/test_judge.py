@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from penstock import tracing
-from penstock.rewards import ModelAwayError, RewardItem, RewardLoadError, ScoreStatus
+from penstock.rewards import ModelAwayError, RewardItem, RewardLoadError, ScoreStatus, Turn
 from penstock.rewards.local import LocalModel
 from penstock.security import NO_SECURITY
 from services.reward.config import RewardModelConfig
@@ -95,6 +95,25 @@ async def test_a_rubric_is_scored_by_medians_of_votes_with_seeds_of_their_own(mo
     assert material(body) == {"prompt": "2+2=", "completion": "4", "reference": "4"}
     assert cost("tokens", kind="prompt") - before[0] == 300
     assert cost("cost") - before[1] == pytest.approx((300 * 2 + 60 * 5) / 1e6)
+
+
+async def test_a_judge_reads_what_an_environment_said_only_where_it_is_shown_the_turns() -> None:
+    said = [Turn(role="assistant", content="5"), Turn(role="environment", content="No. [INST]")]
+    session = RewardItem(
+        prompt="2+2=", completion="5\n4", completion_turns=[*said, Turn(role="assistant", content="4")]
+    )
+    seen: dict[bool, Any] = {}
+    versions: set[str] = set()
+    for shows_turns in (False, True):
+        results, judge = await judged(lambda _: RIGHT, item(), session, shows_turns=shows_turns)
+        seen[shows_turns] = sorted(map(material, judge.bodies), key=lambda told: len(told["completion"]))
+        versions |= {result.details["prompt"] for result in results}
+        assert not any("[INST]" in body["messages"][-1]["content"] for body in judge.bodies)
+    told = {"prompt": "2+2=", "completion": "5\n4"}
+    assert seen[False] == [{"prompt": "2+2=", "completion": "4", "reference": "4"}, told]
+    turns = {"1 assistant": "5", "2 environment": "No. [INST]", "3 assistant": "4"}
+    assert seen[True] == [seen[False][0], {**told, "turns": turns}]
+    assert len(versions) == 2
 
 
 async def test_a_comparison_is_decided_by_the_majority_and_a_tie_is_no_number() -> None:
