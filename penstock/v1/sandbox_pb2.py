@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import access_pb2 as penstock_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/sandbox.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/access.proto\"q\n\rProgramLimits\x12\r\n\x05\x63pu_s\x18\x01 \x01(\x01\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x15\n\rmax_processes\x18\x04 \x01(\r\x12\x14\n\x0coutput_bytes\x18\x05 \x01(\r\"\xa5\x01\n\x11RunProgramRequest\x12\x0f\n\x07program\x18\x01 \x01(\t\x12*\n\ntests_kind\x18\x02 \x01(\x0e\x32\x16.penstock.v1.TestsKind\x12\x12\n\ntests_json\x18\x03 \x01(\t\x12*\n\x06limits\x18\x04 \x01(\x0b\x32\x1a.penstock.v1.ProgramLimits\x12\x13\n\x0bstops_early\x18\x05 \x01(\x08\"j\n\x12RunProgramResponse\x12\x11\n\tnum_tests\x18\x01 \x01(\r\x12\x12\n\nnum_passed\x18\x02 \x01(\r\x12\r\n\x05limit\x18\x03 \x01(\t\x12\x0f\n\x07invalid\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"\x13\n\x11GetSandboxRequest\"b\n\x12GetSandboxResponse\x12\x0f\n\x07sandbox\x18\x01 \x01(\t\x12(\n\x04most\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.ProgramLimits\x12\x11\n\tnum_cells\x18\x03 \x01(\r*p\n\tTestsKind\x12\x1a\n\x16TESTS_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12TESTS_KIND_STREAMS\x10\x01\x12\x14\n\x10TESTS_KIND_CALLS\x10\x02\x12\x19\n\x15TESTS_KIND_ASSERTIONS\x10\x03\x32\xbd\x01\n\x0eSandboxService\x12T\n\nRunProgram\x12\x1e.penstock.v1.RunProgramRequest\x1a\x1f.penstock.v1.RunProgramResponse\"\x05\xe2\xab\x19\x01\x04\x12U\n\nGetSandbox\x12\x1e.penstock.v1.GetSandboxRequest\x1a\x1f.penstock.v1.GetSandboxResponse\"\x06\xe2\xab\x19\x02\x04\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19penstock/v1/sandbox.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/access.proto\"q\n\rProgramLimits\x12\r\n\x05\x63pu_s\x18\x01 \x01(\x01\x12\x0e\n\x06wall_s\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x15\n\rmax_processes\x18\x04 \x01(\r\x12\x14\n\x0coutput_bytes\x18\x05 \x01(\r\"\xa5\x01\n\x11RunProgramRequest\x12\x0f\n\x07program\x18\x01 \x01(\t\x12*\n\ntests_kind\x18\x02 \x01(\x0e\x32\x16.penstock.v1.TestsKind\x12\x12\n\ntests_json\x18\x03 \x01(\t\x12*\n\x06limits\x18\x04 \x01(\x0b\x32\x1a.penstock.v1.ProgramLimits\x12\x13\n\x0bstops_early\x18\x05 \x01(\x08\"j\n\x12RunProgramResponse\x12\x11\n\tnum_tests\x18\x01 \x01(\r\x12\x12\n\nnum_passed\x18\x02 \x01(\r\x12\r\n\x05limit\x18\x03 \x01(\t\x12\x0f\n\x07invalid\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"G\n\x12ScoreAnswerRequest\x12\x10\n\x08row_json\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\t\x12\r\n\x05given\x18\x03 \x01(\t\"r\n\x13ScoreAnswerResponse\x12\x12\n\x05value\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05limit\x18\x02 \x01(\t\x12\x0f\n\x07invalid\x18\x03 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\tB\x08\n\x06_value\"\x13\n\x11GetSandboxRequest\"\x81\x01\n\x12GetSandboxResponse\x12\x0f\n\x07sandbox\x18\x01 \x01(\t\x12(\n\x04most\x18\x02 \x01(\x0b\x32\x1a.penstock.v1.ProgramLimits\x12\x11\n\tnum_cells\x18\x03 \x01(\r\x12\x1d\n\x15reasoning_gym_version\x18\x04 \x01(\t*p\n\tTestsKind\x12\x1a\n\x16TESTS_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12TESTS_KIND_STREAMS\x10\x01\x12\x14\n\x10TESTS_KIND_CALLS\x10\x02\x12\x19\n\x15TESTS_KIND_ASSERTIONS\x10\x03\x32\x96\x02\n\x0eSandboxService\x12T\n\nRunProgram\x12\x1e.penstock.v1.RunProgramRequest\x1a\x1f.penstock.v1.RunProgramResponse\"\x05\xe2\xab\x19\x01\x04\x12W\n\x0bScoreAnswer\x12\x1f.penstock.v1.ScoreAnswerRequest\x1a .penstock.v1.ScoreAnswerResponse\"\x05\xe2\xab\x19\x01\x04\x12U\n\nGetSandbox\x12\x1e.penstock.v1.GetSandboxRequest\x1a\x1f.penstock.v1.GetSandboxResponse\"\x06\xe2\xab\x19\x02\x04\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,20 +34,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SANDBOXSERVICE'].methods_by_name['RunProgram']._loaded_options = None
   _globals['_SANDBOXSERVICE'].methods_by_name['RunProgram']._serialized_options = b'\342\253\031\001\004'
+  _globals['_SANDBOXSERVICE'].methods_by_name['ScoreAnswer']._loaded_options = None
+  _globals['_SANDBOXSERVICE'].methods_by_name['ScoreAnswer']._serialized_options = b'\342\253\031\001\004'
   _globals['_SANDBOXSERVICE'].methods_by_name['GetSandbox']._loaded_options = None
   _globals['_SANDBOXSERVICE'].methods_by_name['GetSandbox']._serialized_options = b'\342\253\031\002\004\006'
-  _globals['_TESTSKIND']._serialized_start=580
-  _globals['_TESTSKIND']._serialized_end=692
+  _globals['_TESTSKIND']._serialized_start=801
+  _globals['_TESTSKIND']._serialized_end=913
   _globals['_PROGRAMLIMITS']._serialized_start=68
   _globals['_PROGRAMLIMITS']._serialized_end=181
   _globals['_RUNPROGRAMREQUEST']._serialized_start=184
   _globals['_RUNPROGRAMREQUEST']._serialized_end=349
   _globals['_RUNPROGRAMRESPONSE']._serialized_start=351
   _globals['_RUNPROGRAMRESPONSE']._serialized_end=457
-  _globals['_GETSANDBOXREQUEST']._serialized_start=459
-  _globals['_GETSANDBOXREQUEST']._serialized_end=478
-  _globals['_GETSANDBOXRESPONSE']._serialized_start=480
-  _globals['_GETSANDBOXRESPONSE']._serialized_end=578
-  _globals['_SANDBOXSERVICE']._serialized_start=695
-  _globals['_SANDBOXSERVICE']._serialized_end=884
+  _globals['_SCOREANSWERREQUEST']._serialized_start=459
+  _globals['_SCOREANSWERREQUEST']._serialized_end=530
+  _globals['_SCOREANSWERRESPONSE']._serialized_start=532
+  _globals['_SCOREANSWERRESPONSE']._serialized_end=646
+  _globals['_GETSANDBOXREQUEST']._serialized_start=648
+  _globals['_GETSANDBOXREQUEST']._serialized_end=667
+  _globals['_GETSANDBOXRESPONSE']._serialized_start=670
+  _globals['_GETSANDBOXRESPONSE']._serialized_end=799
+  _globals['_SANDBOXSERVICE']._serialized_start=916
+  _globals['_SANDBOXSERVICE']._serialized_end=1194
 # @@protoc_insertion_point(module_scope)

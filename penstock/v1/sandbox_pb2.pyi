@@ -166,6 +166,76 @@ class RunProgramResponse(_message.Message):
 Global___RunProgramResponse: _TypeAlias = RunProgramResponse  # noqa: Y015
 
 @_typing.final
+class ScoreAnswerRequest(_message.Message):
+    """Request of ScoreAnswer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_JSON_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
+    row_json: _builtins.str
+    """What names the row, as JSON: the object reasoning_gym of its metadata. At most 64 KiB, as each of the others."""
+    expected: _builtins.str
+    """The row's answer; a server whose package makes another row says that it is invalid."""
+    given: _builtins.str
+    """The answer to score."""
+    def __init__(
+        self,
+        *,
+        row_json: _builtins.str = ...,
+        expected: _builtins.str = ...,
+        given: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "given", b"given", "row_json", b"row_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreAnswerRequest: _TypeAlias = ScoreAnswerRequest  # noqa: Y015
+
+@_typing.final
+class ScoreAnswerResponse(_message.Message):
+    """Response of ScoreAnswer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    INVALID_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    value: _builtins.float
+    """The scorer's value. Unset where there is none; then one of the others says why."""
+    limit: _builtins.str
+    """Which limit scoring this answer exceeded."""
+    invalid: _builtins.str
+    """Why there is no such row, whatever the answer."""
+    failed: _builtins.str
+    """How the scorer broke."""
+    error: _builtins.str
+    """What is wrong with the sandbox."""
+    def __init__(
+        self,
+        *,
+        value: _builtins.float | None = ...,
+        limit: _builtins.str = ...,
+        invalid: _builtins.str = ...,
+        failed: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "error", b"error", "failed", b"failed", "invalid", b"invalid", "limit", b"limit", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___ScoreAnswerResponse: _TypeAlias = ScoreAnswerResponse  # noqa: Y015
+
+@_typing.final
 class GetSandboxRequest(_message.Message):
     """Request of GetSandbox."""
 
@@ -191,10 +261,13 @@ class GetSandboxResponse(_message.Message):
     SANDBOX_FIELD_NUMBER: _builtins.int
     MOST_FIELD_NUMBER: _builtins.int
     NUM_CELLS_FIELD_NUMBER: _builtins.int
+    REASONING_GYM_VERSION_FIELD_NUMBER: _builtins.int
     sandbox: _builtins.str
     """What confines programs: sandlock, bubblewrap or container."""
     num_cells: _builtins.int
     """Programs run at once."""
+    reasoning_gym_version: _builtins.str
+    """Version of the package reasoning_gym that ScoreAnswer uses; empty where there is none."""
     @_builtins.property
     def most(self) -> Global___ProgramLimits:
         """The most that a program may be given."""
@@ -205,10 +278,11 @@ class GetSandboxResponse(_message.Message):
         sandbox: _builtins.str = ...,
         most: Global___ProgramLimits | None = ...,
         num_cells: _builtins.int = ...,
+        reasoning_gym_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["most", b"most"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most", "num_cells", b"num_cells", "sandbox", b"sandbox"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most", "num_cells", b"num_cells", "reasoning_gym_version", b"reasoning_gym_version", "sandbox", b"sandbox"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

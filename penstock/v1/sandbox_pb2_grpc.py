@@ -41,6 +41,11 @@ class SandboxServiceStub:
                 request_serializer=penstock_dot_v1_dot_sandbox__pb2.RunProgramRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_sandbox__pb2.RunProgramResponse.FromString,
                 _registered_method=True)
+        self.ScoreAnswer = channel.unary_unary(
+                '/penstock.v1.SandboxService/ScoreAnswer',
+                request_serializer=penstock_dot_v1_dot_sandbox__pb2.ScoreAnswerRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_sandbox__pb2.ScoreAnswerResponse.FromString,
+                _registered_method=True)
         self.GetSandbox = channel.unary_unary(
                 '/penstock.v1.SandboxService/GetSandbox',
                 request_serializer=penstock_dot_v1_dot_sandbox__pb2.GetSandboxRequest.SerializeToString,
@@ -64,6 +69,17 @@ class SandboxServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreAnswer(self, request, context):
+        """Scores one answer to a row of reasoning_gym by the package's own scorer of its task, which may evaluate the answer.
+
+        INVALID_ARGUMENT: a field is malformed or too large.
+        UNIMPLEMENTED: the package is not installed there (GetSandboxResponse.reasoning_gym_version).
+        DEADLINE_EXCEEDED: no score in time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSandbox(self, request, context):
         """Describes the server.
         """
@@ -78,6 +94,11 @@ def add_SandboxServiceServicer_to_server(servicer, server):
                     servicer.RunProgram,
                     request_deserializer=penstock_dot_v1_dot_sandbox__pb2.RunProgramRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_sandbox__pb2.RunProgramResponse.SerializeToString,
+            ),
+            'ScoreAnswer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreAnswer,
+                    request_deserializer=penstock_dot_v1_dot_sandbox__pb2.ScoreAnswerRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_sandbox__pb2.ScoreAnswerResponse.SerializeToString,
             ),
             'GetSandbox': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSandbox,
@@ -114,6 +135,33 @@ class SandboxService:
             '/penstock.v1.SandboxService/RunProgram',
             penstock_dot_v1_dot_sandbox__pb2.RunProgramRequest.SerializeToString,
             penstock_dot_v1_dot_sandbox__pb2.RunProgramResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreAnswer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.SandboxService/ScoreAnswer',
+            penstock_dot_v1_dot_sandbox__pb2.ScoreAnswerRequest.SerializeToString,
+            penstock_dot_v1_dot_sandbox__pb2.ScoreAnswerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,13 @@ class SandboxServiceStub:
     DEADLINE_EXCEEDED: no verdict in time.
     Whatever goes wrong says nothing about the program: a caller makes no score of it.
     """
+    ScoreAnswer: _grpc.UnaryUnaryMultiCallable[_sandbox_pb2.ScoreAnswerRequest, _sandbox_pb2.ScoreAnswerResponse]
+    """Scores one answer to a row of reasoning_gym by the package's own scorer of its task, which may evaluate the answer.
+
+    INVALID_ARGUMENT: a field is malformed or too large.
+    UNIMPLEMENTED: the package is not installed there (GetSandboxResponse.reasoning_gym_version).
+    DEADLINE_EXCEEDED: no score in time.
+    """
     GetSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_pb2.GetSandboxRequest, _sandbox_pb2.GetSandboxResponse]
     """Describes the server."""
 
@@ -58,6 +65,13 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     INVALID_ARGUMENT: a field is malformed, too large, or asks for more than the server allows (GetSandbox).
     DEADLINE_EXCEEDED: no verdict in time.
     Whatever goes wrong says nothing about the program: a caller makes no score of it.
+    """
+    ScoreAnswer: _aio.UnaryUnaryMultiCallable[_sandbox_pb2.ScoreAnswerRequest, _sandbox_pb2.ScoreAnswerResponse]  # type: ignore[assignment]
+    """Scores one answer to a row of reasoning_gym by the package's own scorer of its task, which may evaluate the answer.
+
+    INVALID_ARGUMENT: a field is malformed or too large.
+    UNIMPLEMENTED: the package is not installed there (GetSandboxResponse.reasoning_gym_version).
+    DEADLINE_EXCEEDED: no score in time.
     """
     GetSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_pb2.GetSandboxRequest, _sandbox_pb2.GetSandboxResponse]  # type: ignore[assignment]
     """Describes the server."""
@@ -78,6 +92,19 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: a field is malformed, too large, or asks for more than the server allows (GetSandbox).
         DEADLINE_EXCEEDED: no verdict in time.
         Whatever goes wrong says nothing about the program: a caller makes no score of it.
+        """
+
+    @_abc_1.abstractmethod
+    def ScoreAnswer(
+        self,
+        request: _sandbox_pb2.ScoreAnswerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_pb2.ScoreAnswerResponse, _abc.Awaitable[_sandbox_pb2.ScoreAnswerResponse]]:
+        """Scores one answer to a row of reasoning_gym by the package's own scorer of its task, which may evaluate the answer.
+
+        INVALID_ARGUMENT: a field is malformed or too large.
+        UNIMPLEMENTED: the package is not installed there (GetSandboxResponse.reasoning_gym_version).
+        DEADLINE_EXCEEDED: no score in time.
         """
 
     @_abc_1.abstractmethod

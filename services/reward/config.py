@@ -15,6 +15,8 @@ from services.reward.models.config import FormatConfig, LengthConfig, NgramRepet
 
 NEED_ANSWERS = frozenset({"exact_match", "numeric", "math"})
 """Built-in rewards that compare with a row's reference answer."""
+SANDBOXED = frozenset({"code", "reasoning_gym"})
+"""Built-in rewards that run what a completion says, in the sandbox that `code` names."""
 MAX_PARTS = 16
 
 
@@ -98,8 +100,8 @@ class RewardModelConfig(ModelConfig):
 
     @property
     def calls_sandboxes(self) -> bool:
-        """Whether programs run elsewhere, by a service that is shown the caller's own credentials."""
-        return any(each.model == "code" and each.code.sandbox == "remote" for each in self.models)
+        """Whether programs or answers run elsewhere, by a service that is shown the caller's own credentials."""
+        return any(each.model in SANDBOXED and each.code.sandbox == "remote" for each in self.models)
 
     @model_validator(mode="before")
     @classmethod

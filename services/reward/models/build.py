@@ -118,7 +118,7 @@ BUILT_IN: dict[str, Callable[[BuiltInSettings], BatchReward]] = {
     "length": _length,
     "ngram_repetition": _ngram_repetition,
     "judge": _judge,
-    "reasoning_gym": lambda settings: ReasoningGymReward(settings.config.code),
+    "reasoning_gym": lambda settings: ReasoningGymReward(settings.config.code, security=settings.security),
 }
 """The built-in rules by name; a new one is a file beside this one and a line here."""
 _ADDRESS = re.compile(r"grpc://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")

@@ -7,10 +7,12 @@ import structlog
 from penstock.config import ConfigError
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.rpc import Server, run_until_stopped, service_of
+from penstock.rewards import RewardLoadError
 from penstock.security import Security
 from services.reward.code.cells import LocalCells
 from services.reward.code.sandbox import SandboxError
 from services.reward.code.sandboxes import find_sandbox
+from services.reward.reasoning_gym.scorers import LocalScorers
 from services.reward.sandbox.config import SandboxConfig
 from services.reward.sandbox.service import SandboxServicer
 
@@ -30,8 +32,8 @@ async def serve(config: SandboxConfig) -> None:
         sandbox, _ = find_sandbox(config.sandbox)
     except SandboxError as error:
         raise ConfigError(f"sandbox: none works here: {error}") from error
-    cells = LocalCells(sandbox, config.programs.num_cells)
-    servicer = SandboxServicer(cells, sandbox=sandbox, programs=config.programs)
+    cells, scorers = LocalCells(sandbox, config.programs.num_cells), _scorers(sandbox)
+    servicer = SandboxServicer(cells, sandbox=sandbox, programs=config.programs, scorers=scorers)
     server = Server(listen=config.listen, services=[service_of(servicer)], security=security)
 
     def announce() -> None:
@@ -41,3 +43,13 @@ async def serve(config: SandboxConfig) -> None:
         await run_until_stopped(server, on_started=announce)
     finally:
         await cells.close()
+        if scorers is not None:
+            await scorers.close()
+
+
+def _scorers(sandbox: str) -> LocalScorers | None:
+    try:
+        return LocalScorers(sandbox)
+    except RewardLoadError:
+        # It serves programs alone.
+        return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from penstock.errors import InvalidFieldError
+from penstock.errors import InvalidFieldError, NotOfferedError
 from penstock.network.rpc import call, open_channel
 from penstock.rewards import ModelAwayError, RewardItem, RewardLoadError, RewardResult, ScoreStatus
 from penstock.v1 import sandbox_pb2, sandbox_pb2_grpc
@@ -18,8 +19,10 @@ from services.reward.code.code_reward import CodeReward
 from services.reward.code.config import CodeConfig, ProgramsConfig
 from services.reward.code.sandbox import SandboxError
 from services.reward.code.sandboxes import find_sandbox
+from services.reward.reasoning_gym.reward import ReasoningGymReward
+from services.reward.reasoning_gym.scorers import Answer
 from tests.contract.reward.test_code import ADD, ASSERTIONS, CALLS, CHECK, PASSED, SCRIPT, STREAMS, WRONG
-from tests.helpers.rewards.sandbox_service import ScriptedCells, sandbox_service
+from tests.helpers.rewards.sandbox_service import ScriptedCells, ScriptedScorers, sandbox_service
 from tests.helpers.stores.redis_server import free_port
 
 
@@ -113,6 +116,74 @@ async def test_the_service_runs_its_own_command_and_refuses_what_is_malformed() 
                 with pytest.raises(InvalidFieldError, match=field):
                     await call(stub.RunProgram, request, peer="sandbox")
     assert len(cells.jobs) == 1
+
+
+ROW = {"name": "chain_sum", "seed": 0, "level": None, "config": {}, "index": 0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "words"),
+    [
+        ({"value": 0.5}, ScoreStatus.OK, ""),
+        ({"limit": "its time"}, ScoreStatus.CANDIDATE_LIMIT, "its time"),
+        ({"invalid": "another row"}, ScoreStatus.INVALID, "another row"),
+        ({"failed": "it raised"}, ScoreStatus.FAILED, "it raised"),
+        ({"error": "no memory left"}, ScoreStatus.SANDBOX_ERROR, "no memory left"),
+        ({}, ScoreStatus.SANDBOX_ERROR, "gave no answer"),
+        (RuntimeError("a defect"), ScoreStatus.SANDBOX_ERROR, "sandbox service"),
+        (TimeoutError(), ScoreStatus.TIMEOUT, "no score in time"),
+    ],
+)
+async def test_answers_to_reasoning_gym_are_scored_there_and_no_error_is_a_number(
+    answer: dict[str, Any] | Exception, status: ScoreStatus, words: str
+) -> None:
+    scorers = ScriptedScorers(answer)
+    cells = ScriptedCells(Verdict())
+    asked = RewardItem(completion="#### 4", answer="4", metadata={"reasoning_gym": ROW})
+    async with sandbox_service(ProgramsConfig(), cells, scorers) as target:
+        reward = ReasoningGymReward(CodeConfig(sandbox="remote", sandbox_service=target))
+        assert await reward.check() == f"answers are scored at {target}, by reasoning_gym 0.0"
+        [result, unknown] = await reward.score_within([asked, RewardItem(completion="4")], timeout_s=20)
+        await reward.close()
+    assert (result.status, result.value) == (status, 0.5 if status is ScoreStatus.OK else None)
+    assert words in result.message
+    assert unknown.status is ScoreStatus.INVALID
+    assert scorers.asked == [Answer(row=ROW, expected="4", given="4")]
+
+
+async def test_a_service_without_the_package_is_refused_at_the_start_and_samples_wait_for_it_later() -> None:
+    asked = RewardItem(completion="4", answer="4", metadata={"reasoning_gym": ROW})
+    async with sandbox_service(ProgramsConfig(), ScriptedCells(Verdict())) as target:
+        reward = ReasoningGymReward(CodeConfig(sandbox="remote", sandbox_service=target))
+        with pytest.raises(RewardLoadError, match="there is no package reasoning-gym at "):
+            await reward.check()
+        with pytest.raises(ModelAwayError, match="ScoreAnswer: there is no package reasoning-gym here"):
+            await reward.score([asked])
+        async with open_channel(target) as channel:
+            stub: Any = sandbox_pb2_grpc.SandboxServiceStub(channel)
+            with pytest.raises(NotOfferedError):
+                await call(stub.ScoreAnswer, sandbox_pb2.ScoreAnswerRequest(), peer="sandbox")
+        await reward.close()
+
+
+async def test_answers_that_are_malformed_are_refused() -> None:
+    scorers = ScriptedScorers({"value": 1.0})
+    async with (
+        sandbox_service(ProgramsConfig(), ScriptedCells(Verdict()), scorers) as target,
+        open_channel(target) as channel,
+    ):
+        stub: Any = sandbox_pb2_grpc.SandboxServiceStub(channel)
+        for fields in (
+            {"row_json": ""},
+            {"row_json": "[" * 60_000},
+            {"row_json": json.dumps({**ROW, "index": -1})},
+            {"given": "x" * 65_537},
+            {"expected": "x" * 65_537},
+        ):
+            request = sandbox_pb2.ScoreAnswerRequest(**{"row_json": json.dumps(ROW), **fields})
+            with pytest.raises(InvalidFieldError, match=next(iter(fields))):
+                await call(stub.ScoreAnswer, request, peer="sandbox")
+    assert scorers.asked == []
 
 
 def malformed() -> list[tuple[str, sandbox_pb2.RunProgramRequest]]:

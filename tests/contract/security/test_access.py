@@ -77,7 +77,7 @@ EXPECTED = {
         *("StreamLeases", "StreamTokens", "GetShardMap", "GetGenerator", "SetRelayPatience"),
         *("RegisterNode", "ReportNode", "ListNodes"),
     },
-    "reward": {*_READS, *_SCORES, "StreamScoring", "RunProgram", "GetSandbox"},
+    "reward": {*_READS, *_SCORES, "StreamScoring", "RunProgram", "ScoreAnswer", "GetSandbox"},
     "environment": {*_READS, *_SCORES, "PutTrajectories"},
     "observer": {
         *(*_READS, *_PLANS, "ListRuns", "AuditRun", "GetGenerator", "WatchRun"),

@@ -46,7 +46,7 @@ from services.trainer.service import TrainerService
 from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
 from tests.helpers.brokers.members import NotedShards
 from tests.helpers.brokers.trajectories import groups
-from tests.helpers.rewards.sandbox_service import ScriptedCells
+from tests.helpers.rewards.sandbox_service import ScriptedCells, ScriptedScorers
 from tests.helpers.trainers.critics import critic_packs, open_critic, opening
 
 SERVICES = [
@@ -164,7 +164,14 @@ def make_services() -> list[Service]:
         service_of(ShardService(shards, shards)),
         service_of(CriticService("r", open_critic())),
         environment_service(EnvironmentServicer(Done, max_sessions=8, max_idle_s=0.1)),
-        service_of(SandboxServicer(ScriptedCells(Verdict(num_tests=1)), sandbox="none", programs=ProgramsConfig())),
+        service_of(
+            SandboxServicer(
+                ScriptedCells(Verdict(num_tests=1)),
+                sandbox="none",
+                programs=ProgramsConfig(),
+                scorers=ScriptedScorers({"value": 1.0}),
+            )
+        ),
     ]
 
 
@@ -199,6 +206,11 @@ def valid_requests(method: MethodDescriptor) -> list[Message]:
         ),
         "Reset": environment_pb2.ResetRequest(session_id="s", answer="2", metadata_json="{}"),
         "Step": environment_pb2.StepRequest(session_id="s", text="2"),
+        "ScoreAnswer": sandbox_pb2.ScoreAnswerRequest(
+            row_json='{"name": "chain_sum", "seed": 0, "level": null, "config": {}, "index": 0}',
+            expected="2",
+            given="2",
+        ),
         "RunProgram": sandbox_pb2.RunProgramRequest(
             program="print(1)",
             tests_kind=sandbox_pb2.TESTS_KIND_STREAMS,

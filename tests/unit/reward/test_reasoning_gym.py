@@ -6,7 +6,7 @@ from penstock.reasoning_gym.rows import RowDrawer
 from penstock.reasoning_gym.source import ReasoningGymSource
 from penstock.rewards import RewardItem, ScoreStatus
 from services.reward.code.config import CodeConfig
-from services.reward.reasoning_gym import reward as reward_module
+from services.reward.reasoning_gym import scorers
 from services.reward.reasoning_gym.reward import ReasoningGymReward, answer_of
 from tests.helpers.imports.reasoning_gym import skip_without_reasoning_gym
 
@@ -49,7 +49,7 @@ async def test_answers_are_scored_by_the_tasks_own_scorer_and_reach_nothing(draw
     literal = item(letters, str(list(letters.answer)))
     hostile = item(letters, "__import__('os').kill(__import__('os').getppid(), 9)")
     never = item(game, "9**9**9**9**9")
-    monkeypatch.setattr(reward_module, "NUM_CELLS", 1)
+    monkeypatch.setattr(scorers, "NUM_CELLS", 1)
     reward = ReasoningGymReward(CodeConfig())
     try:
         found = await reward.score(
