@@ -1,102 +1,59 @@
-"""A real Prometheus reads a real broker by the rules, and says that it is gone."""
+"""A real Prometheus reads a real broker by the deployed rules, time compressed: faults are told, named, and resolved.
+
+`test_every_alert.py` and its neighbours provoke the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-import shutil
-import subprocess
-import urllib.request
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.helpers.brokers.broker import eventually
-from tests.helpers.console import COMMAND, ROOT, environment
-from tests.helpers.stores.redis_server import free_port
-
-FOLDER = ROOT / "deploy" / "observability"
-PROMETHEUS = shutil.which("prometheus")
-
-pytestmark = pytest.mark.skipif(
-    PROMETHEUS is None, reason="prometheus is not installed (Debian: apt install prometheus)"
+from penstock.network.rpc import open_channel
+from tests.helpers.brokers.broker import Generator
+from tests.helpers.observability.faulty_clients import (
+    called,
+    claim_future_weights,
+    meanwhile,
+    repeat_prompts,
+    send_tokens_again,
+    submit_too_much,
 )
+from tests.helpers.observability.prometheus import needs_prometheus, prometheus
+from tests.helpers.observability.served import Served, started
+
+pytestmark = [needs_prometheus, pytest.mark.timeout(180)]
 
 
-@contextmanager
-def running(*command: str, log: Path) -> Any:
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=file)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+async def test_lies_repetitions_a_full_queue_and_a_dead_broker_are_told_and_resolved(tmp_path: Path) -> None:
+    broker = Served("broker", tmp_path, "redis_url=memory://")
+    async with AsyncExitStack() as stack:
+        stack.enter_context(started(broker))
+        seen = await stack.enter_async_context(prometheus(tmp_path / "prometheus"))
+        await broker.until_serving()
+        instance = seen.watch("broker", broker.metrics)
+        channel = await stack.enter_async_context(open_channel(broker.address))
+        calls = called(channel)
+        for run_id in ("r", "full"):
+            await calls.open(run_id=run_id, max_queued_groups=4, max_staleness=4)
+        await seen.until_read(instance)
 
+        async with meanwhile(repeat_prompts(calls, "r")), meanwhile(submit_too_much(calls, "full")):
+            await claim_future_weights(Generator.connect(channel, "liar", run_id="full"))
+            await seen.until_fires("PenstockUnattestedChunks", instance=instance, severity="critical")
+            async with meanwhile(send_tokens_again(Generator.connect(channel, "doubled", run_id="full"))):
+                await asyncio.gather(
+                    seen.until_fires("PenstockRepetitions", instance=instance, kind="prompt"),
+                    seen.until_fires("PenstockQueueRefuses", instance=instance, queue="prompts"),
+                    seen.until_fires("PenstockTokensRefused", instance=instance, reason="OFFSET_MISMATCH"),
+                )
+        mended = {"PenstockUnattestedChunks", "PenstockRepetitions", "PenstockQueueRefuses", "PenstockTokensRefused"}
+        await asyncio.gather(*(seen.until_resolved(name) for name in mended))
+        assert await seen.ever_fired() == mended
 
-def in_seconds(rules: str) -> str:
-    """The rules with every minute shortened to a second."""
-    return re.sub(r"\b(\d+)m\b", r"\1s", rules)
-
-
-def write_configuration(folder: Path, broker: str) -> Path:
-    for name in ("alerts.yml", "recording.yml"):
-        (folder / name).write_text(in_seconds((FOLDER / name).read_text()))
-    settings = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-    settings["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    [job] = [job for job in settings["scrape_configs"] if job["job_name"] == "penstock-broker"]
-    del job["dns_sd_configs"], settings["alerting"]
-    settings["scrape_configs"] = [job | {"static_configs": [{"targets": [broker]}]}]
-    path = folder / "prometheus.yml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
-async def asked(address: str, path: str) -> Any:
-    def ask() -> Any:
-        try:
-            with urllib.request.urlopen(f"http://{address}/api/v1/{path}", timeout=5) as answer:
-                return json.load(answer)["data"]
-        except OSError:
-            return None
-
-    return await asyncio.to_thread(ask)
-
-
-async def test_a_broker_that_is_gone_is_told(tmp_path: Path) -> None:
-    assert PROMETHEUS is not None
-    metrics, prometheus = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    path = write_configuration(tmp_path, metrics)
-    serve = (*COMMAND, "serve", "broker", "redis_url=memory://", "listen=127.0.0.1:0", f"metrics_listen={metrics}")
-    options = (
-        f"--config.file={path}",
-        f"--storage.tsdb.path={tmp_path / 'tsdb'}",
-        f"--web.listen-address={prometheus}",
-    )
-
-    async def health() -> list[str]:
-        found = await asked(prometheus, "targets")
-        return [target["health"] for target in (found or {}).get("activeTargets", [])]
-
-    async def firing() -> list[str]:
-        found = await asked(prometheus, "alerts")
-        return [alert["labels"]["alertname"] for alert in found["alerts"] if alert["state"] == "firing"]
-
-    with ExitStack() as stack:
-        broker = stack.enter_context(running(*serve, log=tmp_path / "broker.log"))
-        stack.enter_context(running(PROMETHEUS, *options, log=tmp_path / "prometheus.log"))
-
-        async def is_read() -> bool:
-            return await health() == ["up"]
-
-        async def is_told() -> bool:
-            return await firing() == ["PenstockServiceDown"]
-
-        await eventually(is_read, timeout_s=60.0)
-        assert "PenstockServiceDown" not in await firing()
         broker.kill()
-        await eventually(is_told, timeout_s=60.0)
+        await seen.until_fires("PenstockServiceDown", job="penstock-broker", instance=instance)
+        broker.start()
+        await seen.until_resolved("PenstockServiceDown")

@@ -1,0 +1,1 @@
+"""A real Prometheus and a real Alertmanager beside services whose faults a test makes."""
