@@ -103,6 +103,31 @@ class LivingRun:
         self.version += 1
         await self._trainer.ack([group.prompt.group_id for group in groups], self.version, run_id=self.run_id)
 
+    async def flow(self) -> None:
+        """Prompts, samples and steps each as fast as they go, also where groups lose samples on the way."""
+        async with asyncio.TaskGroup() as tasks:
+            for work in (self._submit, self._generate, self._train):
+                tasks.create_task(work())
+
+    async def _submit(self) -> None:
+        for number in count():
+            await self._broker.submit(prompt(f"{self.run_id}-{number}"), run_id=self.run_id)
+            await asyncio.sleep(EVERY_S)
+
+    async def _generate(self) -> None:
+        while True:
+            self._generator.beat(credits=1, version=self.version)
+            with suppress(TimeoutError):
+                await self._generator.finish(await self._generator.leases(1))
+
+    async def _train(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                groups = await self._trainer.groups(2)
+                self.version += 1
+                names = [group.prompt.group_id for group in groups]
+                await self._trainer.ack(names, self.version, run_id=self.run_id)
+
     async def go_on(self, *, every_s: float = EVERY_S) -> None:
         """Step after step."""
         while True:
