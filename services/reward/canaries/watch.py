@@ -68,6 +68,8 @@ class CanaryWatch:
             async with self._round:
                 if not self._is_passing or self._num_since > self._every:
                     await self._until_they_pass(num_samples)
+                    # Also more samples than `every`: they are what that round was for.
+                    return
 
     async def vouches(self, num_drifts: int) -> bool:
         """Whether scores count that were begun when `num_drifts` was this; returns after a round under way."""

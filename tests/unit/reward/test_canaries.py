@@ -108,6 +108,15 @@ async def test_rounds_come_before_the_first_sample_and_every_so_many(tmp_path: P
     assert (source.num_answers, pool.holding_reason) == (100, "")
 
 
+async def test_batches_of_more_samples_than_lie_between_two_rounds_are_scored_after_one_round_each(
+    tmp_path: Path,
+) -> None:
+    grader, source = Grader(), FakeSource(12)
+    async with pool_of(LocalModel(grader), source, tmp_path, every=2, max_concurrent_batches=1):
+        await until(lambda: not source.held)
+    assert (source.num_answers, grader.num_rounds) == (12, 3)
+
+
 async def test_a_grader_that_is_wrong_from_the_start_scores_nothing(tmp_path: Path) -> None:
     grader, source = Grader(), FakeSource(8)
     grader.drift = -1.0
