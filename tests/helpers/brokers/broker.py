@@ -94,11 +94,13 @@ def chunk(
 class Duplex:
     """A bidirectional stream driven by hand."""
 
-    def __init__(self, method: Callable[..., Any], *first: Any) -> None:
+    def __init__(self, method: Callable[..., Any], *first: Any, lasts_s: float | None = 60.0) -> None:
+        """`lasts_s` is the call's deadline; without one, responses are waited for as long as it takes."""
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._patience_s = None if lasts_s is None else TIMEOUT_S
         for request in first:
             self._outbox.put_nowait(request)
-        self.call = method(self._requests(), timeout=60)
+        self.call = method(self._requests(), timeout=lasts_s)
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (request := await self._outbox.get()) is not None:
@@ -114,12 +116,12 @@ class Duplex:
 
     async def receive(self) -> Any:
         """The next response, grpc.aio.EOF at the end; raises what the server answered with."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(self._patience_s):
             return await self.call.read()
 
     async def expect(self, pick: Callable[[Any], _T | None]) -> _T:
         """The first response that `pick` makes something of."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(self._patience_s):
             while True:
                 response = await self.call.read()
                 assert response is not grpc.aio.EOF, "the stream ended"
@@ -152,6 +154,7 @@ class Generator:
         profile: broker_pb2.GeneratorProfile | None = None,
         accepts_lease_batches: bool = False,
         routing: types_pb2.RoutingShape | None = None,
+        lasts_s: float | None = 60.0,
     ) -> Generator:
         """Open both streams."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
@@ -164,8 +167,8 @@ class Generator:
             accepts_lease_batches=accepts_lease_batches,
             routing=routing,
         )
-        stream = Duplex(stub.StreamLeases, broker_pb2.StreamLeasesRequest(hello=hello))
-        return cls(stub, stream, Duplex(stub.StreamTokens), generator_id, run_id=run_id)
+        stream = Duplex(stub.StreamLeases, broker_pb2.StreamLeasesRequest(hello=hello), lasts_s=lasts_s)
+        return cls(stub, stream, Duplex(stub.StreamTokens, lasts_s=lasts_s), generator_id, run_id=run_id)
 
     def beat(self, *, credits: int = 0, version: int | None = None, active: Iterable[str] = (), **more: Any) -> None:
         """A heartbeat that grants further credits."""
@@ -220,11 +223,18 @@ class Worker:
     num_credits: int = 0
 
     @classmethod
-    def connect(cls, channel: grpc.aio.Channel, worker_id: str = "worker-1", *, run_id: str = RUN) -> Worker:
+    def connect(
+        cls,
+        channel: grpc.aio.Channel,
+        worker_id: str = "worker-1",
+        *,
+        run_id: str = RUN,
+        lasts_s: float | None = 60.0,
+    ) -> Worker:
         """Open the stream."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
         hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
-        return cls(Duplex(stub.StreamScoring, broker_pb2.StreamScoringRequest(hello=hello)))
+        return cls(Duplex(stub.StreamScoring, broker_pb2.StreamScoringRequest(hello=hello), lasts_s=lasts_s))
 
     async def leases(self, count: int) -> list[broker_pb2.ScoringLease]:
         """The next `count` leases."""
@@ -279,6 +289,7 @@ class Trainer:
         held: Iterable[str] = (),
         run_id: str = RUN,
         owner: broker_pb2.RunOwner | None = None,
+        lasts_s: float | None = 60.0,
     ) -> Trainer:
         """Open the stream."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
@@ -290,7 +301,7 @@ class Trainer:
             max_groups=8,
             owner=owner,
         )
-        stream = Duplex(stub.StreamMicrobatches, broker_pb2.StreamMicrobatchesRequest(hello=hello))
+        stream = Duplex(stub.StreamMicrobatches, broker_pb2.StreamMicrobatchesRequest(hello=hello), lasts_s=lasts_s)
         return cls(stub, stream, consumer_id, owner=owner)
 
     async def groups(self, count: int) -> list[types_pb2.TrajectoryGroup]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from penstock.v1 import broker_pb2_grpc
+from penstock.v1 import broker_pb2_grpc, types_pb2
 from tests.helpers.brokers.broker import Generator, RunningBroker, Trainer, Worker, chunk, prompt
 
 EVERY_S = 0.1
@@ -23,14 +23,11 @@ def called(channel: grpc.aio.Channel) -> RunningBroker:
 
 @asynccontextmanager
 async def meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Inside the block the work goes on; an error of it fails the test."""
-    task = asyncio.create_task(work)
-    try:
+    """Inside the block the work goes on; an error of it ends the block."""
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(work)
         yield
-    finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 async def repeat_prompts(broker: RunningBroker, run_id: str) -> None:
@@ -86,9 +83,9 @@ class LivingRun:
 
     def __init__(self, channel: grpc.aio.Channel, run_id: str, *, scores: bool) -> None:
         self._broker, self.run_id = called(channel), run_id
-        self._generator = Generator.connect(channel, "living", run_id=run_id)
-        self._trainer = Trainer.connect(channel, run_id=run_id)
-        self._worker = Worker.connect(channel, run_id=run_id) if scores else None
+        self._generator = Generator.connect(channel, "living", run_id=run_id, lasts_s=None)
+        self._trainer = Trainer.connect(channel, run_id=run_id, lasts_s=None)
+        self._worker = Worker.connect(channel, run_id=run_id, lasts_s=None) if scores else None
         self.version = 0
 
     async def step(self) -> None:
@@ -106,7 +103,7 @@ class LivingRun:
     async def flow(self) -> None:
         """Prompts, samples and steps each as fast as they go, also where groups lose samples on the way."""
         async with asyncio.TaskGroup() as tasks:
-            for work in (self._submit, self._generate, self._train):
+            for work in (self._submit, self._beat, self._generate, self._train):
                 tasks.create_task(work())
 
     async def _submit(self) -> None:
@@ -114,19 +111,26 @@ class LivingRun:
             await self._broker.submit(prompt(f"{self.run_id}-{number}"), run_id=self.run_id)
             await asyncio.sleep(EVERY_S)
 
+    async def _beat(self) -> None:
+        while True:
+            self._generator.beat(version=self.version)
+            await asyncio.sleep(1.0)
+
     async def _generate(self) -> None:
         while True:
             self._generator.beat(credits=1, version=self.version)
-            with suppress(TimeoutError):
-                await self._generator.finish(await self._generator.leases(1))
+            [lease] = await self._generator.leases(1)
+            # Refused where its group was dropped meanwhile.
+            await self._generator.put(
+                chunk(lease, [7, 8, 9], version=self.version, finish=types_pb2.FINISH_REASON_STOP)
+            )
 
     async def _train(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                groups = await self._trainer.groups(2)
-                self.version += 1
-                names = [group.prompt.group_id for group in groups]
-                await self._trainer.ack(names, self.version, run_id=self.run_id)
+            groups = await self._trainer.groups(2)
+            names = [group.prompt.group_id for group in groups]
+            await self._trainer.ack(names, self.version + 1, run_id=self.run_id)
+            self.version += 1
 
     async def go_on(self, *, every_s: float = EVERY_S) -> None:
         """Step after step."""
