@@ -85,6 +85,7 @@ class RankGroup(Ranks):
         )
         self.num_stages = num_stages
         self.num_splits = num_splits
+        self.num_expert_shards = expert_size
         self.stage_index = rank // self.num_shards % num_stages if num_stages > 1 else 0
         self.stage = Stage(index=self.stage_index, num_stages=num_stages)
         self._device = _device_of(device, local_rank)

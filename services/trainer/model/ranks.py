@@ -31,6 +31,8 @@ class Ranks:
     """Processes over which one copy of the model, or of a stage of it, is sharded."""
     num_splits = 1
     """Processes that split each layer between them, and compute the same tokens."""
+    num_expert_shards = 1
+    """Processes that divide the experts of each layer between them, each with tokens of its own."""
     num_stages = 1
     """Stages of layers into which the model is cut."""
     stage_index = 0

@@ -107,6 +107,7 @@ def local_backend(config: TrainingConfig, ranks: Ranks | None = None) -> Backend
             processes=ranks.num_ranks,
             shards=ranks.num_shards,
             splits=ranks.num_splits,
+            expert_shards=ranks.num_expert_shards,
             stage=f"{ranks.stage_index + 1} of {ranks.num_stages}",
             holds=backend.num_held,
         )

@@ -24,7 +24,7 @@ from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_document import Broker, node_classes
 from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.console import ROOT, write_rows
-from tests.helpers.models.tiny_model import make_tiny_model
+from tests.helpers.models.tiny_model import make_tiny_mixture, make_tiny_model
 from tests.helpers.plans.drawn_clusters import STEPS, clusters, run_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.flaky(reruns=0), pytest.mark.timeout(3600)]
@@ -43,7 +43,7 @@ def regions(problem):
 def kind_of(plan) -> str:
     if plan.mesh is None:
         return "one copy"
-    return "pipeline" if plan.mesh.pipeline > 1 else "islands"
+    return "experts" if plan.mesh.expert > 1 else "pipeline" if plan.mesh.pipeline > 1 else "islands"
 
 
 def places(log: str) -> dict[int, dict[str, str]]:
@@ -133,9 +133,13 @@ def carry_out(problem, plan, model_dir, folder):
     return followed, places(log)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pipeline", marks=pytest.mark.grid), "islands"])
+AGAIN = [pytest.param(kind, marks=pytest.mark.grid) for kind in ("pipeline", "experts")]
+
+
+@pytest.mark.parametrize("kind", ["islands", *AGAIN])
 def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
-    model_dir = make_tiny_model(tmp_path / "model", num_layers=4)
+    make = make_tiny_mixture if kind == "experts" else make_tiny_model
+    model_dir = make(tmp_path / "model", num_layers=4)
     carried_out = Counter()
 
     @settings(
@@ -193,6 +197,7 @@ def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
                 place, shards = stood[rank], size // plan.mesh.pipeline
                 stage = (rank - first) // shards
                 assert int(place["shards"]) == shards
+                assert int(place["expert_shards"]) == plan.mesh.expert
                 assert place["stage"] == f"{stage + 1} of {plan.mesh.pipeline}"
                 held[stage] += int(place["holds"])
             layers = plan.mesh.layers_per_stage or (4,)

@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from penstock.model.digests import manifest_digest, safetensors_digests
 from services.generator.engine.engine import WeightUpdate
@@ -46,6 +52,32 @@ def make_tiny_model(directory: Path, *, seed: int = 0, num_layers: int = 2, is_t
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
     model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_tiny_mixture(directory: Path, *, num_layers: int = 2, num_experts: int = 4) -> Path:
+    """Writes a Qwen3-MoE model with the same tokenizer, most of whose parameters are its experts'."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        moe_intermediate_size=128,
+        num_experts=num_experts,
+        num_experts_per_tok=1,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=MAX_CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        pad_token_id=VOCABULARY.index(PAD),
+        bos_token_id=VOCABULARY.index(BOS),
+        eos_token_id=EOS_ID,
+        dtype="float32",
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory
 
