@@ -1566,6 +1566,7 @@ class ScoringLease(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_RUNS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Names the lease."""
     generator_id: _builtins.str
@@ -1576,6 +1577,11 @@ class ScoringLease(_message.Message):
     """For a scorer: the temperature at which the completion was sampled, > 0; log-probs are of logits divided by it."""
     traceparent: _builtins.str
     """As in Prompt."""
+    loss_mask_runs: _builtins.bytes
+    """For a reward worker: which of item.token_ids the model sampled, and which an environment gave it. Lengths of runs,
+    int32[num_runs], in turn of sampled and of given tokens; the first is of sampled ones and may be 0, no other is. They
+    add up to the number of tokens, so that there is at most one more. Empty: the model sampled all of them.
+    """
     @_builtins.property
     def item(self) -> _reward_pb2.ScoreItem:
         """Everything a reward model sees."""
@@ -1599,10 +1605,11 @@ class ScoringLease(_message.Message):
         prompt_token_ids: _builtins.bytes = ...,
         temperature: _builtins.float = ...,
         traceparent: _builtins.str = ...,
+        loss_mask_runs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_duration", b"lease_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "generator_id", b"generator_id", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "prompt_token_ids", b"prompt_token_ids", "temperature", b"temperature", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "generator_id", b"generator_id", "item", b"item", "lease_duration", b"lease_duration", "lease_id", b"lease_id", "loss_mask_runs", b"loss_mask_runs", "prompt_token_ids", b"prompt_token_ids", "temperature", b"temperature", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

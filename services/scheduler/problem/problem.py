@@ -20,7 +20,7 @@ from penstock.config import MAX_CONFIG_BYTES, ConfigError, StrictModel, read_doc
 from penstock.model.model_shape import read_numbers
 from services.scheduler.problem.cost_constants import CostConstants
 from services.scheduler.problem.model import Model
-from services.scheduler.problem.quantities import Name, NotNegative, Positive
+from services.scheduler.problem.quantities import Count, Name, NotNegative, Positive
 from services.scheduler.problem.workload import Workload
 
 MAX_NODES = 10_000
