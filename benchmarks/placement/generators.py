@@ -20,11 +20,11 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.clock import SystemClock
 from penstock.network.connection import Connection
+from penstock.process.busy_time import BusyTracker
 from penstock.security import NO_SECURITY
 from penstock.v1 import broker_pb2, weights_pb2
 from quickstart.tiny_model import build_tokenizer
 from services.generator.config import GeneratorConfig, OpenAIConfig
-from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.rollout_parts import RolloutParts
 from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.unleased import UnleasedSamples

@@ -23,13 +23,13 @@ from penstock.environments import Action, Environment, Message, Outcome, Task
 from penstock.environments.serving import EnvironmentServicer, environment_service
 from penstock.network import rpc
 from penstock.network.connection import Connection
+from penstock.process.busy_time import BusyTracker
 from penstock.process.tasks import end
 from penstock.security import NO_SECURITY
 from penstock.v1 import broker_pb2, broker_pb2_grpc, types_pb2, weights_pb2
 from penstock.wire.codec import int32_bytes
 from services.broker.server import make_run_registry, make_server
 from services.broker.storage.memory_store import MemoryStore
-from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.lease_handler import GeneratorLeaseHandler
 from services.generator.decoding.rollout_parts import RolloutParts
 from services.generator.decoding.sample_runner import Rollouts

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import uvloop
 
+from penstock.clock import SystemClock
 from penstock.config import ConfigError
 from penstock.environments.environment import EnvironmentFactory
 from penstock.environments.loading import load_environment
@@ -15,18 +18,22 @@ from penstock.environments.session import Session
 from penstock.environments.wire import describe_environment, read_task
 from penstock.errors import InternalError, InvalidFieldError, QueueFullError, UnknownSessionError
 from penstock.network.rpc import Server, Service, run_until_stopped, service_of
+from penstock.process.busy_time import BusyTracker
 from penstock.process.log_setup import configure_logging
 from penstock.process.logger import get_logger
 from penstock.rewards.serving import third_party_security
 from penstock.rewards.threads import DaemonThreads
-from penstock.tracing.measuring import measuring
-from penstock.v1 import environment_pb2, environment_pb2_grpc
+from penstock.tracing.measuring import Measured, measuring_detail
+from penstock.tracing.recording import Span, Value, is_on, record
+from penstock.v1 import environment_pb2, environment_pb2_grpc, types_pb2
 
 DEFAULT_LISTEN = "127.0.0.1:7320"
 DEFAULT_MAX_SESSIONS = 1024
 DEFAULT_MAX_IDLE_S = 1800.0
 MAX_THREADS = 256
 """Plain methods that run at once; calls beyond them wait inside their deadline."""
+_RECORD_EVERY_S = 5.0
+"""Between spans of what the server did as a whole."""
 
 _log = get_logger()
 
@@ -55,6 +62,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._called_s: dict[str, float] = {}
         """When each session was last called, by the event loop's clock; oldest first."""
         self._closing: set[asyncio.Task[None]] = set()
+        self._busy = BusyTracker(SystemClock())
 
     @property
     def num_sessions(self) -> int:
@@ -76,7 +84,8 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             self._sessions[name] = session
         self._note_call(name)
         try:
-            return await session.reset(task)
+            with self._working("rl.environment.reset", name, {}):
+                return await session.reset(task)
         except (InvalidFieldError, InternalError):
             self._drop(name)
             raise
@@ -89,8 +98,11 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             raise UnknownSessionError(f"session_id: {request.session_id[:100]!r} is not open here")
         self._note_call(request.session_id)
         try:
-            with measuring("rl.environment.step", {"rl.session": request.session_id, "rl.turn": request.turn}):
-                return await session.step(request)
+            with self._working("rl.environment.step", request.session_id, {"rl.turn": request.turn}) as measured:
+                response = await session.step(request)
+                if response.status not in (types_pb2.SCORE_STATUS_UNSPECIFIED, types_pb2.SCORE_STATUS_OK):
+                    measured.error = response.message
+                return response
         finally:
             self._note_call(request.session_id)
 
@@ -106,6 +118,28 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         """Describe the environment."""
         del request, context
         return self._description
+
+    @contextmanager
+    def _working(self, name: str, session: str, attributes: Mapping[str, Value]) -> Iterator[Measured]:
+        self._busy.begin()
+        try:
+            with measuring_detail(name, {"rl.session": session, **attributes}) as measured:
+                yield measured
+        finally:
+            self._busy.end()
+
+    async def record_work(self) -> None:
+        """Record the periods in which it was at work, until cancelled; those of the last seconds at the end."""
+        try:
+            while is_on():
+                await asyncio.sleep(_RECORD_EVERY_S)
+                self._record_work()
+        finally:
+            self._record_work()
+
+    def _record_work(self) -> None:
+        for start_s, end_s in self._busy.take_spans():
+            record(Span(name="rl.environment.work", start_s=start_s, end_s=end_s))
 
     async def close_idle(self) -> None:
         """Close idle sessions, until cancelled."""
@@ -178,7 +212,7 @@ async def serve_async(
         _log.info("environment is served", address=address, use_as=f"grpc://{address}")
 
     try:
-        await run_until_stopped(server, loops=[servicer.close_idle], on_started=announce)
+        await run_until_stopped(server, loops=[servicer.close_idle, servicer.record_work], on_started=announce)
     finally:
         await servicer.close()
 

@@ -63,6 +63,8 @@ class RewardItem:
     """The run it belongs to."""
     must_be_fresh: bool = False
     """Whether the score must not come from a cache: it is to show what the reward says now."""
+    traceparent: str = ""
+    """W3C trace context of the sample, where the run is traced; its flag says whether the sample is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ def read_item(message: reward_pb2.ScoreItem) -> RewardItem:
         is_truncated=message.finish_reason == types_pb2.FINISH_REASON_LENGTH,
         run_id=message.run_id,
         must_be_fresh=message.must_be_fresh,
+        traceparent=message.traceparent,
     )
 
 
@@ -69,6 +70,7 @@ def write_item(item: RewardItem) -> reward_pb2.ScoreItem:
         finish_reason=types_pb2.FINISH_REASON_LENGTH if item.is_truncated else types_pb2.FINISH_REASON_STOP,
         run_id=item.run_id,
         must_be_fresh=item.must_be_fresh,
+        traceparent=item.traceparent,
     )
 
 

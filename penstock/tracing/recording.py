@@ -62,6 +62,7 @@ class _Process:
 
     settings: TraceSettings = field(default_factory=TraceSettings)
     recorder: Recorder | None = None
+    run_id: str = ""
 
 
 _process = _Process()
@@ -81,6 +82,7 @@ def configure(service: str, *, instance: str, run_id: str = "", settings: TraceS
     """
     close()
     _process.settings = settings_from() if settings is None else settings
+    _process.run_id = run_id
     if _process.settings.is_on:
         # A tenth of a second that a process without tracing does not spend.
         from penstock.tracing.recorder import Recorder
@@ -105,6 +107,11 @@ def is_on() -> bool:
 def ratio() -> float:
     """Share of groups that are sampled; 0 while nothing is recorded."""
     return 0.0 if _process.recorder is None else _process.settings.ratio
+
+
+def own_run() -> str:
+    """The run that spans belong to which name none; empty if the process works for many."""
+    return _process.run_id
 
 
 def record(span: Span) -> None:

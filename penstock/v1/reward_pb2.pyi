@@ -36,6 +36,7 @@ class ScoreItem(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     MUST_BE_FRESH_FIELD_NUMBER: _builtins.int
     COMPLETION_TURNS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     prompt_text: _builtins.str
     """The prompt as text; empty when it was chat messages."""
     completion_text: _builtins.str
@@ -56,6 +57,10 @@ class ScoreItem(_message.Message):
     """The run it belongs to."""
     must_be_fresh: _builtins.bool
     """Whether the score must not come from a cache: a canary, whose score is to show what the model says now."""
+    traceparent: _builtins.str
+    """W3C trace context of the sample, where the run is traced; its flag says whether the sample is. Spans that a model
+    records under it stand beside those of the other services.
+    """
     @_builtins.property
     def key(self) -> _types_pb2.SampleKey:
         """Which sample; echoing it is not needed, answers are in order."""
@@ -85,10 +90,11 @@ class ScoreItem(_message.Message):
         run_id: _builtins.str = ...,
         must_be_fresh: _builtins.bool = ...,
         completion_turns: _abc.Iterable[_types_pb2.ChatMessage] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "completion_text", b"completion_text", "completion_turns", b"completion_turns", "finish_reason", b"finish_reason", "key", b"key", "messages", b"messages", "metadata_json", b"metadata_json", "must_be_fresh", b"must_be_fresh", "prompt_text", b"prompt_text", "run_id", b"run_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "completion_text", b"completion_text", "completion_turns", b"completion_turns", "finish_reason", b"finish_reason", "key", b"key", "messages", b"messages", "metadata_json", b"metadata_json", "must_be_fresh", b"must_be_fresh", "prompt_text", b"prompt_text", "run_id", b"run_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,7 @@ class SampleRecord(_message.Message):
     NUM_MOVES_FIELD_NUMBER: _builtins.int
     MOVE_S_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
+    REFERENCE_S_FIELD_NUMBER: _builtins.int
     state: _broker_pb2.SampleState.ValueType
     """Its state."""
     num_leases: _builtins.int
@@ -103,6 +104,8 @@ class SampleRecord(_message.Message):
     """When it was last moved."""
     stored_bytes: _builtins.int
     """Bytes of its tokens in the store; 0 in records older than this field."""
+    reference_s: _builtins.float
+    """When log-probs of the reference were accepted; 0 where none are asked for."""
     @_builtins.property
     def score(self) -> _types_pb2.Score:
         """The score; set from SCORED on, and before that while log-probs of the reference are missing."""
@@ -135,10 +138,11 @@ class SampleRecord(_message.Message):
         num_moves: _builtins.int = ...,
         move_s: _builtins.float = ...,
         stored_bytes: _builtins.int = ...,
+        reference_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "max_version", b"max_version", "min_version", b"min_version", "predicted_tokens", b"predicted_tokens", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "last_chunk_s", b"last_chunk_s", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "move_s", b"move_s", "num_leases", b"num_leases", "num_moves", b"num_moves", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "stored_bytes", b"stored_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_version", b"_max_version", "_min_version", b"_min_version", "_predicted_tokens", b"_predicted_tokens", "attempt", b"attempt", "finish_reason", b"finish_reason", "finish_s", b"finish_s", "first_lease_s", b"first_lease_s", "generator_id", b"generator_id", "last_chunk_s", b"last_chunk_s", "lease_expire_s", b"lease_expire_s", "lease_id", b"lease_id", "lease_s", b"lease_s", "lease_version", b"lease_version", "max_version", b"max_version", "min_version", b"min_version", "move_s", b"move_s", "num_leases", b"num_leases", "num_moves", b"num_moves", "num_scoring_leases", b"num_scoring_leases", "num_tokens", b"num_tokens", "predicted_tokens", b"predicted_tokens", "reference_s", b"reference_s", "score", b"score", "score_s", b"score_s", "scoring_expire_s", b"scoring_expire_s", "scoring_lease_id", b"scoring_lease_id", "state", b"state", "stored_bytes", b"stored_bytes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_version: _TypeAlias = _typing.Literal["max_version"]  # noqa: Y015
     _WhichOneofArgType__max_version: _TypeAlias = _typing.Literal["_max_version", b"_max_version"]  # noqa: Y015

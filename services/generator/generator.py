@@ -28,13 +28,13 @@ from penstock.model.model_folder import TextDecoder
 from penstock.model.routers import read_routers
 from penstock.network.connection import Connection
 from penstock.network.outage import Outage
+from penstock.process.busy_time import BusyTracker
 from penstock.process.grace_periods import ENGINE_STOP_S
 from penstock.process.tasks import end
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2, types_pb2
 from services.generator.config import GeneratorConfig
-from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import drained
 from services.generator.decoding.lease_handler import GeneratorLeaseHandler
 from services.generator.decoding.rollout_parts import RolloutParts

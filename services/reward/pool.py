@@ -30,13 +30,13 @@ from penstock.rewards.outcomes import describe
 from penstock.rewards.wire import failed_score
 from penstock.tracing.measuring import measuring
 from penstock.tracing.recording import Value
+from penstock.tracing.sampled import BatchLinks
 from penstock.v1 import broker_pb2, types_pb2
 from services.reward.attempts import Attempts
 from services.reward.breaker import Breaker
 from services.reward.canaries.known import read_canaries
 from services.reward.canaries.watch import CanaryWatch
 from services.reward.config import RewardModelConfig
-from services.reward.links import sampled
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
 from services.reward.texts import SentTexts
 
@@ -134,8 +134,13 @@ class ScoringPool:
         """Answer each lease as soon as it has its result."""
         attributes: dict[str, Value] = {"rl.reward.model": self._model.name, "rl.reward.samples": len(leases)}
         with measuring("rl.reward.score", attributes, run_id=leases[0].item.run_id if leases else "") as measured:
-            measured.links += sampled(leases)
-            await self._score_measured(leases, answer)
+            links = BatchLinks(leases, measured.links)
+
+            def noted(results: Sequence[broker_pb2.ScoreResult]) -> None:
+                links.note_failed(result for result in results if not _is_scored(result.score))
+                answer(results)
+
+            await self._score_measured(leases, noted)
 
     async def _score_measured(self, leases: Sequence[broker_pb2.ScoringLease], answer: _Answer) -> None:
         started_s = self._monotonic_s()
@@ -295,7 +300,7 @@ class ScoringPool:
         score.latency.FromNanoseconds(int(latency_s * 1e9))
         status = types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_").lower()
         SCORES.labels(self._model.name, status).inc()
-        if score.status not in (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_ABSTAINED):
+        if not _is_scored(score):
             ids = {"group_id": key.group_id, "sample_index": key.sample_index}
             _log.info("sample not scored", status=status, message=score.message, **ids)
             self._note_unscored(status, score.message)
@@ -306,6 +311,10 @@ class ScoringPool:
         if now_s >= self._log_unscored_at_s:
             self._log_unscored_at_s = now_s + _LOG_EVERY_S
             _log.warning("samples could not be scored", model=self._model.name, latest=message, **self._unscored)
+
+
+def _is_scored(score: types_pb2.Score) -> bool:
+    return score.status in (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_ABSTAINED)
 
 
 def _result(lease: broker_pb2.ScoringLease, score: types_pb2.Score) -> broker_pb2.ScoreResult:

@@ -15,6 +15,7 @@ from penstock.clock import Clock
 from penstock.errors import QueueFullError, ServiceUnavailableError, UnknownRunError, require
 from penstock.names import check_run_id
 from penstock.process.tasks import race
+from penstock.tracing.measuring import measuring
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc
 from services.scheduler.cost_model.reference import RM1
@@ -22,7 +23,7 @@ from services.scheduler.lengths.forecaster import LengthForecaster
 from services.scheduler.planning import plan_metrics
 from services.scheduler.planning.first_fit import SOLVER, first_fit
 from services.scheduler.planning.machine_registry import MAX_NODES, Inventory
-from services.scheduler.planning.plan_message import document_of, keep_center
+from services.scheduler.planning.plan_message import described, document_of, keep_center
 from services.scheduler.planning.plan_wire import PlanTask, checked_task, plan_task
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came
@@ -89,7 +90,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if request.problem_json:
             task = checked_task(request, cost_model=self._cost_model)
             running = running_plan(request.running_plan) if request.HasField("running_plan") else None
-            plan = await self._solved(task, request, running)
+            with measuring("rl.plan.solve", {"rl.plan.problem": task.problem.id}, run_id=request.run_id) as measured:
+                plan = await self._solved(task, request, running)
+                measured.attributes |= described(plan)
             self._replanner.follow(task, plan, running=running, now_s=self._clock.monotonic_s())
         else:
             self._replanner.forget(request.run_id)

@@ -18,6 +18,7 @@ from tests.e2e.runs import assert_balanced, running, small_run
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
 from tests.helpers.models.tiny_model import make_tiny_model
 from tests.helpers.serving import serving
+from tests.helpers.traces import spans_in
 from tests.helpers.trainers.training import run_alone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
@@ -58,12 +59,34 @@ def assert_the_page_shows_the_gap_that_the_trainer_reports(folder: RunFolder, me
         assert np.mean(np.exp(gaps) - gaps - 1) == pytest.approx(line["loss/mismatch_kl"], rel=5e-3, abs=1e-7)
 
 
+def assert_one_trace_holds_each_group(folder: Path) -> None:
+    """From submission to the step that trained it, over the scorer; the critic's work is a part of the step."""
+    spans = spans_in(folder)
+    steps = {each.span["spanId"]: each for each in spans if each.name == "rl.train.step"}
+    groups = [each for each in spans if each.name == "rl.group" and "rl.policy.version" in each.attributes]
+    assert len(groups) == NUM_STEPS * 8
+    for group in groups:
+        members = [each for each in spans if each.span["traceId"] == group.span["traceId"]]
+        samples = [each for each in members if each.name == "rl.sample"]
+        assert len(samples) == 4
+        for sample in samples:
+            own = sample.span["spanId"]
+            parts = {each.name for each in members if each.span.get("parentSpanId") == own}
+            assert {"rl.sample.generate", "rl.sample.score", "rl.sample.reference"} <= parts
+            assert any(own in each.links for each in spans if each.name == "rl.reference.score")
+            assert own in steps[group.links[0]].links
+    for what in ("evaluate", "accumulate", "step"):
+        of_critic = [each for each in spans if each.name == f"rl.critic.{what}"]
+        assert {each.service for each in of_critic} == {"critic"}
+        assert {each.span["parentSpanId"] for each in of_critic} == steps.keys()
+
+
 async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_are_those_of_all_in_one(task, tmp_path):
     document = small_run(
         task, tmp_path, run__num_steps=NUM_STEPS, run__num_eval_prompts=0, reward__model="brevity:brevity",
         algorithm__name="ppo", algorithm__kl_coefficient=0.05, algorithm__reference="service",
         algorithm__critic="service", algorithm__num_minibatches=2, run__checkpoint_every_steps=NUM_STEPS,
-        algorithm__max_staleness=0, optimizer__learning_rate=1e-3, policy__token_shards=3,
+        algorithm__max_staleness=0, optimizer__learning_rate=1e-3, policy__token_shards=3, tracing__ratio=1.0,
     )  # fmt: skip
     document |= {"scorers": 2, "record": True}
     with running(document, tmp_path) as run:
@@ -78,6 +101,8 @@ async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_
     assert not {"reference_failed", "too_many_leases"} & run.summary()["audit"]["dropped"].keys()
 
     assert_the_page_shows_the_gap_that_the_trainer_reports(run.folder, apart)
+    assert_one_trace_holds_each_group(run.folder.path)
+
     recorded = {each.group.prompt.group_id: each.group for each in read_groups(run.folder.path / "trajectories.jsonl")}
     broker = ScriptedTrainingBroker()
     broker.make_group = lambda prompt, *, policy_version: recorded[prompt.group_id]

@@ -34,7 +34,7 @@ KINDS = {
     LEASE: "leased",
     UPDATE: "updating",
     "rl.reward.score": "scoring",
-    "rl.environment.step": "environment",
+    "rl.environment.work": "environment",
     "rl.train.wait": "waiting",
     "rl.train.compute": "computing",
     PUBLISH: "publishing",

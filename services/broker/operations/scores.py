@@ -151,7 +151,7 @@ def accept_results(
         elif sample.state == _SCORING:
             with state.edit(group.group_id):
                 if next_task(sample) == REFERENCE:
-                    _store_reference(state, group, index, result)
+                    _store_reference(state, group, index, result, now_s)
                 else:
                     _store(state, group, index, result, now_s)
                 drops.close_group(state, group)
@@ -196,7 +196,9 @@ def store_score(state: RunState, group: GroupRecord, index: int, score: types_pb
     sample.score.CopyFrom(score)
 
 
-def _store_reference(state: RunState, group: GroupRecord, index: int, result: broker_pb2.ScoreResult) -> None:
+def _store_reference(
+    state: RunState, group: GroupRecord, index: int, result: broker_pb2.ScoreResult, now_s: float
+) -> None:
     sample, logprobs = group.samples[index], result.reference_logprobs
     if not result.HasField("reference_logprobs"):
         is_failed = result.score.status in DROP_REASONS
@@ -209,7 +211,7 @@ def _store_reference(state: RunState, group: GroupRecord, index: int, result: br
     state.append((group.group_id, index), element)
     state.index.grow(group.group_id, len(element))
     sample.stored_bytes += len(element)
-    sample.state = _SCORED
+    sample.state, sample.reference_s = _SCORED, now_s
 
 
 def check_result(result: broker_pb2.ScoreResult) -> None:

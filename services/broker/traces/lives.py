@@ -11,14 +11,10 @@ from collections.abc import Iterable
 import structlog
 
 from penstock import tracing
-from penstock.tracing.counters import LOST
+from penstock.tracing.tail import SlowOnes, TailBudget
 from services.broker.records.ended import Ended
 from services.broker.records_pb2 import SampleRecord
-from services.broker.traces.slow_samples import SlowSamples
 from services.broker.traces.spans import Life, group_spans, kept_indices, sample_spans
-
-TAIL_SAMPLES_PER_S, MAX_TAIL_SAMPLES = 5.0, 200.0
-"""Samples of a run that a process traces because they failed or were slow, beside the sampled ones."""
 
 _log = structlog.get_logger()
 
@@ -28,14 +24,12 @@ class Lives:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._slow = SlowSamples()
-        self._budget = MAX_TAIL_SAMPLES
-        self._budget_s = 0.0
+        self._slow = SlowOnes()
+        self._budget = TailBudget()
 
     def record(self, ended: Iterable[Ended], *, history: int, now_s: float) -> None:
         """Record what ended with a commit, by the run's clock, of a run with that history."""
-        self._budget = min(MAX_TAIL_SAMPLES, self._budget + (now_s - self._budget_s) * TAIL_SAMPLES_PER_S)
-        self._budget_s = now_s
+        self._budget.earn(now_s)
         for each in ended:
             self._record(each, history=history, now_s=now_s)
 
@@ -52,13 +46,13 @@ class Lives:
                 attempt=ended.sample.attempt,
                 reason=ended.reason,
             )
-            if is_sampled or self._affords(1):
+            if is_sampled or self._budget.affords(1):
                 for span in sample_spans(life, ended.sample, ended.index, is_failed=True):
                     tracing.record(span)
             return
         slow = [index for index, sample in enumerate(group.samples) if self._is_slow(sample)]
         kept = kept_indices(group) if group.traceparent or ended.is_failure else slow
-        if is_sampled or (kept and self._affords(len(kept))):
+        if is_sampled or (kept and self._budget.affords(len(kept))):
             for span in group_spans(life, kept, is_failed=ended.is_failure):
                 tracing.record(span)
 
@@ -66,10 +60,3 @@ class Lives:
         """Whether a sample took unusually long from its first lease to its score."""
         first_s, last_s = sample.first_lease_s, sample.score_s or sample.finish_s
         return bool(first_s) and last_s > first_s and self._slow.note(last_s - first_s)
-
-    def _affords(self, num_samples: int) -> bool:
-        if self._budget < num_samples:
-            LOST.labels("budget").inc(num_samples)
-            return False
-        self._budget -= num_samples
-        return True

@@ -5,7 +5,8 @@
         rl.sample.queue               submitted ... first lease; not of a restarted sample, whose record has no begin
         rl.sample.generate            here only if the generators wrote none: the last lease ... the last chunk
         rl.sample.score               the last chunk ... the score accepted
-        rl.sample.wait_for_training   the score accepted ... trained
+        rl.sample.reference           the score accepted ... a scorer's log-probs accepted, where there is a scorer
+        rl.sample.wait_for_training   the score, or those log-probs, accepted ... trained
 
 Times are those of the run's clock, the store's.
 """
@@ -85,8 +86,10 @@ def sample_spans(life: Life, sample: SampleRecord, index: int, *, is_failed: boo
     parts: tuple[tuple[str, float, float, Attributes], ...] = (
         ("queue", group.submit_s if is_first else 0.0, sample.first_lease_s, {}),
         ("generate", 0.0 if is_generated_apart else sample.lease_s, sample.finish_s, _of(sample.generator_id)),
-        ("score", sample.finish_s, sample.score_s, _of(sample.worker_id)),
-        ("wait_for_training", sample.score_s, 0.0 if life.reason else life.end_s, {}),
+        # The record names its last worker, which for one with log-probs was the scorer.
+        ("score", sample.finish_s, sample.score_s, {} if sample.reference_s else _of(sample.worker_id)),
+        ("reference", sample.score_s, sample.reference_s, _of(sample.worker_id)),
+        ("wait_for_training", sample.reference_s or sample.score_s, 0.0 if life.reason else life.end_s, {}),
     )
     key = f"{group.group_id}/{index}"
     for name, start_s, end_s, attributes in parts:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from services.generator.decoding.busy_time import BusyTracker
+from penstock.process.busy_time import BusyTracker
 from services.generator.metrics import GeneratorMetrics
 
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from penstock.clients.leases import MAX_WARNING_CHARACTERS
+from penstock.process.busy_time import BusyTracker
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.timestamps import timestamp
-from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.token_rate import TokenRate
 from services.generator.decoding.traces import record_periods

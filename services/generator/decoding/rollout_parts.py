@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.model.model_folder import TextDecoder
-from services.generator.decoding.busy_time import BusyTracker
+from penstock.process.busy_time import BusyTracker
 from services.generator.engine.attested_weights import AttestedWeights
 from services.generator.engine.engine import Engine
 from services.generator.environments.sessions import EnvironmentSessions

@@ -40,7 +40,7 @@ from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
 from services.generator.decoding.lease_request import to_request
 from services.generator.decoding.rollout_parts import RolloutParts
 from services.generator.decoding.slots import Slots
-from services.generator.decoding.traces import LeaseTrace
+from services.generator.decoding.traces import LeaseTrace, lease_span
 from services.generator.engine.engine import (
     EngineError,
     EngineStoppedError,
@@ -330,7 +330,7 @@ class Rollouts:
 
     async def _run(self, work: _Work) -> None:
         try:
-            with within(None if work.trace is None else work.trace.context):
+            with within(lease_span(work.lease, work.trace)):
                 await self._decode(work)
         except asyncio.CancelledError:
             # The canceller has already dropped the lease or given it back.

@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable
 
 from penstock import tracing
-from penstock.tracing.recording import Event, new_context
+from penstock.process.busy_time import Span as Period
+from penstock.tracing.recording import Event, new_context, own_run
+from penstock.tracing.sampled import sample_span
 from penstock.v1 import broker_pb2
-from services.generator.decoding.busy_time import Span as Period
 
 _CHUNK_S, _CHUNK_SHARE = 0.25, 1 / 32
 """A chunk is what came within so many seconds, or within this share of the lease's age if that is more."""
@@ -19,6 +20,13 @@ def record_periods(periods: Iterable[Period]) -> None:
     if tracing.is_on():
         for start_s, end_s in periods:
             tracing.record(tracing.Span(name="rl.generator.decode", start_s=start_s, end_s=end_s))
+
+
+def lease_span(lease: broker_pb2.Lease, trace: LeaseTrace | None) -> tracing.TraceContext | None:
+    """The span within which a lease is worked on: its own, or the sample's if that is not sampled."""
+    if trace is not None or not tracing.is_on():
+        return None if trace is None else trace.context
+    return sample_span("", lease.key, run_id=own_run())
 
 
 class LeaseTrace:

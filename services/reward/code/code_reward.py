@@ -18,6 +18,7 @@ from penstock.rewards import (
     UnscorableError,
 )
 from penstock.security import NO_SECURITY, Security
+from penstock.tracing.measuring import measuring_detail
 from services.reward.code.cell import Job, Verdict
 from services.reward.code.cells import Cells, LocalCells
 from services.reward.code.config import CodeConfig
@@ -90,7 +91,11 @@ class CodeReward(BatchReward):
             stops_early=self._config.credit == "all",
         )
         try:
-            return self._result(await self._cells.run(job, deadline_s=deadline_s))
+            num_tests = {"rl.program.tests": suite.num_tests}
+            with measuring_detail("rl.program.run", num_tests, sample=item.traceparent, run_id=item.run_id) as measured:
+                verdict = await self._cells.run(job, deadline_s=deadline_s)
+                measured.error = verdict.error
+            return self._result(verdict)
         except ModelAwayError:
             raise
         except TimeoutError:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from penstock.rewards import BatchReward, ModelAwayError, RewardItem, RewardLoadError, RewardResult, ScoreStatus
 from penstock.security import NO_SECURITY, Security
+from penstock.tracing.measuring import measuring_detail
+from penstock.tracing.recording import Value
 from services.reward.judge.answer_cache import Answer, AnswerCache
 from services.reward.judge.config import JudgeConfig
 from services.reward.judge.endpoint import Endpoint, JudgeRefusesError
@@ -95,8 +97,8 @@ class JudgeReward(BatchReward):
                 f"{num_characters} characters; reward.judge.max_characters is {self._config.max_characters}"
             )
         prompt = self._prompts.write(prompt=item.prompt, completion=item.completion, reference=item.answer, turns=turns)
-        is_fresh, numbers = item.must_be_fresh, range(self._config.votes)
-        votes = await _all(self._vote(prompt, number, deadline_s, timeout_s, is_fresh) for number in numbers)
+        numbers = range(self._config.votes)
+        votes = await _all(self._vote(item, prompt, number, deadline_s, timeout_s) for number in numbers)
         result = joined([vote for vote, _ in votes], self._config)
         if result.value is None:
             return result
@@ -112,17 +114,17 @@ class JudgeReward(BatchReward):
             "votes": json.dumps(values),
         }
 
-    async def _vote(
-        self, prompt: Prompt, number: int, deadline_s: float, timeout_s: float, must_be_fresh: bool
-    ) -> _Vote:
+    async def _vote(self, item: RewardItem, prompt: Prompt, number: int, deadline_s: float, timeout_s: float) -> _Vote:
         key = AnswerCache.key(self._config.url, self._body_beside_messages(number), self.version, prompt.canonical())
         kept = self._cache.get(key)
-        if kept is not None and not must_be_fresh:
+        if kept is not None and not item.must_be_fresh:
             REQUESTS.labels(self._config.model, "cached").inc()
             return read_verdict(kept.content, self._config), kept
         try:
-            answer = await self._endpoint.answer(self._body(prompt, number), deadline_s=deadline_s)
-            verdict = read_verdict(answer.content, self._config)
+            about: dict[str, Value] = {"rl.judge.model": self._config.model, "rl.judge.vote": number}
+            with measuring_detail("rl.judge.ask", about, sample=item.traceparent, run_id=item.run_id):
+                answer = await self._endpoint.answer(self._body(prompt, number), deadline_s=deadline_s)
+                verdict = read_verdict(answer.content, self._config)
         except (UnusableAnswerError, TimeoutError) as error:
             VOTES.labels(self._config.model, "unusable").inc()
             return error if isinstance(error, UnusableAnswerError) else _too_late(timeout_s), None

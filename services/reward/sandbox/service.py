@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from penstock.errors import DeadlineError, InvalidFieldError, NotOfferedError
+from penstock.tracing.measuring import measuring_detail
 from penstock.v1 import sandbox_pb2, sandbox_pb2_grpc
 from services.reward.code.cell import Verdict
 from services.reward.code.cells import Cells
@@ -40,7 +41,9 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         readable = [str(path) for path in config.readable]
         job = await asyncio.to_thread(read_job, request, most=config.limits, command=config.command, readable=readable)
         try:
-            verdict = await self._cells.run(job, deadline_s=_deadline_s(context))
+            with measuring_detail("rl.sandbox.run", {"rl.program.tests": job.suite.num_tests}) as measured:
+                verdict = await self._cells.run(job, deadline_s=_deadline_s(context))
+                measured.error = verdict.error
         except TimeoutError as error:
             raise DeadlineError("no verdict in time; more programs.num_cells, or a longer timeout_s") from error
         except SandboxError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from penstock.tracing.recording import Value
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.problem.mesh import Mesh
 from services.scheduler.problem.plan_document import (
@@ -172,3 +173,12 @@ def trainers_of(message: pb.Plan) -> tuple[tuple[TrainShare, ...], Mesh | None]:
         offload=first.offloads,
     )
     return pool, mesh
+
+
+def described(plan: pb.Plan) -> dict[str, Value]:
+    """What a span says of the plan that it ended with."""
+    return {
+        "rl.plan.solver": plan.solver,
+        "rl.plan.tokens_per_second": plan.expected_tokens_per_second,
+        "rl.plan.explanation": plan.explanation,
+    }

@@ -14,10 +14,11 @@ import structlog
 from pydantic import ValidationError
 
 from penstock.errors import InvalidFieldError, PenstockError
+from penstock.tracing.measuring import measuring
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.plan_message import document_of, keep_center
+from services.scheduler.planning.plan_message import described, document_of, keep_center
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
@@ -138,7 +139,10 @@ class Replanner:
             if live.problem is None or live.problem == run.looked_at:
                 continue
             look = _Look(views, make_budget())
-            plan = await self._look(run, live, live.problem, now_s=now_s, look=look)
+            with measuring("rl.plan.revise", {}, run_id=run.task.run_id) as measured:
+                plan = await self._look(run, live, live.problem, now_s=now_s, look=look)
+                measured.attributes["rl.plan.is_revised"] = plan is not None
+                measured.attributes |= {} if plan is None else described(plan)
             if plan is not None:
                 revised.append(plan)
         return revised

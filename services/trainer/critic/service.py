@@ -13,6 +13,7 @@ from penstock.clock import SystemClock
 from penstock.config import ConfigError
 from penstock.errors import InvalidFieldError, RunConflictError, ServiceUnavailableError
 from penstock.names import check_run_id
+from penstock.tracing.measuring import measuring
 from penstock.v1 import critic_pb2, critic_pb2_grpc
 from penstock.wire.codec import float32_bytes
 from services.trainer.checkpoints.checkpoint import CheckpointFormatError
@@ -51,20 +52,20 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
             )
         if request.place.policy_version < 0 or request.place.epoch < 0 or not request.instance_id:
             raise InvalidFieldError("place: a version and an epoch of at least 0, and an instance_id", field="place")
-        return await self._run(self._critic.open, request)
+        return await self._run("open", self._critic.open, request)
 
     async def EvaluatePack(
         self, request: critic_pb2.EvaluatePackRequest, context: _Context
     ) -> critic_pb2.EvaluatePackResponse:
         """Values of a pack."""
-        values = await self._run(self._critic.evaluate, request)
+        values = await self._run("evaluate", self._critic.evaluate, request)
         return critic_pb2.EvaluatePackResponse(values=float32_bytes(values))
 
     async def AccumulateGradient(
         self, request: critic_pb2.AccumulateGradientRequest, context: _Context
     ) -> critic_pb2.AccumulateGradientResponse:
         """Add a pack to the gradient."""
-        return await self._run(self._critic.accumulate, request)
+        return await self._run("accumulate", self._critic.accumulate, request)
 
     async def StepCritic(
         self, request: critic_pb2.StepCriticRequest, context: _Context
@@ -76,7 +77,7 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
             loop.call_soon_threadsafe(recorded.set)
 
         async def step() -> None:
-            await self._run(lambda asked: self._critic.step(asked, on_recorded=note_recorded), request)
+            await self._run("step", lambda asked: self._critic.step(asked, on_recorded=note_recorded), request)
 
         # Goes on to its end even if the caller is gone.
         task = asyncio.create_task(step())
@@ -107,8 +108,8 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.warning("a step was not taken", error=str(error))
 
-    async def _run(self, function: Callable[[Any], _Result], request: Any) -> _Result:
-        """The call in the critic's thread.
+    async def _run(self, what: str, function: Callable[[Any], _Result], request: Any) -> _Result:
+        """The call in the critic's thread, `what` in its span, which is a part of the step that asked for it.
 
         A disk or storage that refuses may be mended, and the trainer waits; a model or checkpoint that does not fit
         ends its run.
@@ -116,7 +117,9 @@ class CriticService(critic_pb2_grpc.CriticServiceServicer):
         if self._is_ending:
             raise ServiceUnavailableError("the critic is ending; its next process goes on from here")
         try:
-            return await self._compute.run(function, request)
+            place = {"rl.policy.version": request.place.policy_version, "rl.minibatch": request.place.minibatch}
+            with measuring(f"rl.critic.{what}", place, run_id=self._run_id):
+                return await self._compute.run(function, request)
         except (OSError, ConfigError) as error:
             _log.error("the critic cannot go on", error=str(error))
             raise ServiceUnavailableError(f"the critic cannot go on: {error}") from error

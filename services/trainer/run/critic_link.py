@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ import structlog
 from penstock.clients.critic import CriticClient
 from penstock.clock import Clock, SystemClock
 from penstock.security import Security
+from penstock.tracing import TraceContext, is_on, step_context, within
 from penstock.v1 import critic_pb2, trainer_pb2
 from services.trainer.batches.critic_packs import encoded_pack
 from services.trainer.batches.packing import Pack
@@ -43,6 +45,7 @@ class CriticLink:
         check: Raises InterruptedComputeError once the run is to stop.
         keep_checkpoints: Checkpoints that the trainer keeps.
         on_wait: Called in the loop with a line while an answer takes long, and with an empty one when it is there.
+        step_span: Names the span of the step under way, of which the critic's are a part.
         clock: Where time comes from.
     """
 
@@ -54,6 +57,7 @@ class CriticLink:
         check: Callable[[], None],
         keep_checkpoints: int,
         on_wait: Callable[[str], None] = lambda text: None,
+        step_span: Callable[[], TraceContext | None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
         self._client = client
@@ -62,6 +66,7 @@ class CriticLink:
         self._written = deque([client.oldest_policy_version], maxlen=keep_checkpoints)
         self._clock = clock or SystemClock()
         self._on_wait = on_wait
+        self._step_span = step_span
         self._waited_s = 0.0
 
     def values(self, packs: Sequence[Pack]) -> list[npt.NDArray[np.float32]]:
@@ -109,7 +114,8 @@ class CriticLink:
         self._client.oldest_policy_version = min(self._written)
 
     def _call(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with within(self._step_span()):
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _wait(self, future: Future[_Result]) -> _Result:
         begun_s, is_noticed = self._clock.monotonic_s(), False
@@ -183,8 +189,15 @@ async def joined_critic(
             check=check,
             keep_checkpoints=config.run.keep_checkpoints,
             on_wait=note_wait,
+            step_span=partial(_step_span, context),
             clock=context.clock,
         )
+
+
+def _step_span(context: RunContext) -> TraceContext | None:
+    """Of the step that makes the next version; None where nothing is recorded."""
+    progress = context.progress
+    return step_context(context.run_id, progress.policy_version + 1, progress.history) if is_on() else None
 
 
 def _opening(context: RunContext) -> critic_pb2.OpenCriticRequest:

@@ -20,6 +20,9 @@ import numpy.typing as npt
 import structlog
 
 from penstock.errors import InvalidFieldError
+from penstock.tracing.measuring import measuring
+from penstock.tracing.recording import Value
+from penstock.tracing.sampled import BatchLinks
 from penstock.v1 import broker_pb2
 from services.trainer.batches.packing import Pack, Trajectory, join, pack_trajectories
 from services.trainer.scorer.leased_samples import failed_result, result_of, trajectory_of
@@ -98,8 +101,19 @@ class LogprobPool:
             members = {member: readable[member][0] for member in pack.members}
             # A pass for samples that all went to another scorer would be wasted.
             if any(self._source.is_held(lease.lease_id) for lease in members.values()):
-                self._send(await self._computed(pack, members, trajectories))
+                await self._answer_pack(pack, members, trajectories)
         HELD_SAMPLES.set(self._source.num_held)
+
+    async def _answer_pack(self, pack: Pack, leases: Mapping[int, _Lease], trajectories: Sequence[Trajectory]) -> None:
+        size: dict[str, Value] = {"rl.reference.samples": len(leases), "rl.tokens": pack.num_tokens}
+        run_id = next(iter(leases.values())).item.run_id
+        with measuring("rl.reference.score", size, run_id=run_id) as measured:
+            links = BatchLinks(leases.values(), measured.links)
+            results = await self._computed(pack, leases, trajectories)
+            failed = list(filter(_is_failed, results))
+            links.note_failed(failed)
+            measured.error = failed[0].score.message if failed else ""
+        self._send(results)
 
     async def _computed(
         self, pack: Pack, leases: Mapping[int, _Lease], trajectories: Sequence[Trajectory]
@@ -134,9 +148,22 @@ class LogprobPool:
         return [result_of(leases[member], logprobs) for member, logprobs in found]
 
     def _send(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
-        failed = [result for result in results if not result.HasField("reference_logprobs")]
+        failed = [result for result in results if _is_failed(result)]
         SAMPLES.labels("ok").inc(len(results) - len(failed))
         SAMPLES.labels("failed").inc(len(failed))
         if failed:
             _log.warning("samples without log-probs", num_samples=len(failed), latest=failed[-1].score.message)
+        for result in failed:
+            key = result.key
+            _log.info(
+                "sample without log-probs",
+                group_id=key.group_id,
+                sample_index=key.sample_index,
+                attempt=key.attempt,
+                message=result.score.message,
+            )
         self._source.answer(results)
+
+
+def _is_failed(result: broker_pb2.ScoreResult) -> bool:
+    return not result.HasField("reference_logprobs")

@@ -14,11 +14,11 @@ from penstock.clients.broker import BrokerClient
 from penstock.clients.inventory import this_machine
 from penstock.clock import ManualClock, SystemClock
 from penstock.network.rpc import call, service_of
+from penstock.process.busy_time import BusyTracker
 from penstock.v1 import scheduler_pb2 as pb
 from penstock.v1 import scheduler_pb2_grpc, trainer_pb2, types_pb2
 from penstock.wire.timestamps import timestamp
 from services.broker.storage.memory_store import MemoryStore
-from services.generator.decoding.busy_time import BusyTracker
 from services.scheduler.config import LengthsConfig
 from services.scheduler.replanning.replanner import GRACE_INTERVALS
 from services.scheduler.server import make_forecaster

@@ -11,13 +11,14 @@ from console.config.run_folder import RunFolder
 from console.page.run_data import RunData
 from penstock import tracing
 from penstock.network.rpc import call
+from penstock.tracing.tail import MAX_TAIL
 from penstock.v1 import broker_pb2, types_pb2
 from services.broker.operations import drops
 from services.broker.records.ended import Ended
 from services.broker.records.store import Store
 from services.broker.records_pb2 import GroupRecord, SampleRecord
 from services.broker.storage.memory_store import MemoryStore
-from services.broker.traces.lives import MAX_TAIL_SAMPLES, Lives
+from services.broker.traces.lives import Lives
 from tests.helpers.brokers.broker import RUN, Generator, Trainer, Worker, prompt, result, serving
 from tests.helpers.traces import Read, spans_in, tracing_to
 
@@ -123,6 +124,34 @@ async def test_what_is_not_sampled_leaves_no_trace_unless_it_failed(tmp_path: Pa
     assert [span[2] for span in lane["spans"]] == ["queued", "leased", "scoring", "waiting"]
 
 
+async def test_a_scorer_is_a_station_of_its_own(tmp_path: Path) -> None:
+    with tracing_to(tmp_path, ratio=1.0):
+        async with serving(MemoryStore()) as broker:
+            await broker.open(policy=broker_pb2.RunPolicy(needs_reference_logprobs=True))
+            await broker.submit(prompt("g", group_size=1))
+            generator, worker = Generator.connect(broker.channel), Worker.connect(broker.channel)
+            generator.beat(credits=1)
+            leases = await generator.leases(1)
+            await generator.finish(leases)
+            await worker.score(1)
+            scorer = Worker.connect(broker.channel, "scorer-1", task=broker_pb2.SCORING_TASK_REFERENCE_LOGPROBS)
+            [lease] = await scorer.leases(1)
+            assert lease.traceparent == tracing.group_context(RUN, "g").traceparent
+            nothing = bytes(len(lease.item.token_ids))
+            await scorer.report(
+                broker_pb2.ScoreResult(lease_id=lease.lease_id, key=lease.item.key, reference_logprobs=nothing)
+            )
+            trainer = Trainer.connect(broker.channel)
+            await trainer.groups(1)
+            await trainer.ack(["g"], 1)
+    found = tree(spans_in(tmp_path), "g")
+    parts = ("score", "reference", "wait_for_training")
+    [score], [reference], [waited] = (found[f"rl.sample.{part}"] for part in parts)
+    assert (score.attributes, reference.attributes) == ({}, {"rl.worker.id": "scorer-1"})
+    assert score.span["endTimeUnixNano"] == reference.span["startTimeUnixNano"]
+    assert reference.span["endTimeUnixNano"] == waited.span["startTimeUnixNano"]
+
+
 async def test_a_bad_traceparent_of_a_peer_changes_nothing(tmp_path: Path) -> None:
     with tracing_to(tmp_path, ratio=1.0):
         async with serving(MemoryStore()) as broker:
@@ -153,4 +182,4 @@ def test_slow_samples_are_traced_and_a_broken_grader_fills_no_disk(tmp_path: Pat
     spans = spans_in(tmp_path)
     keys = [each.attributes["rl.sample.key"] for each in spans if each.name == "rl.sample"]
     assert keys[0] == "slow/0"
-    assert len(keys) == MAX_TAIL_SAMPLES
+    assert len(keys) == MAX_TAIL

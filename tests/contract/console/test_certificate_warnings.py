@@ -23,10 +23,10 @@ from console.launch.probes import service_problem
 from penstock import healthcheck
 from penstock.clock import SystemClock
 from penstock.network.rpc import Server
+from penstock.process.busy_time import BusyTracker
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.broker.storage.memory_store import MemoryStore
-from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.lease_handler import GeneratorLeaseHandler
 from services.generator.decoding.token_rate import TokenRate
 from tests.helpers.brokers.broker import RUN, Generator, error_of, eventually

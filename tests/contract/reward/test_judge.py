@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tests.helpers.rewards.scripted_judge import (
     scripted_judge,
     verdict,
 )
+from tests.helpers.traces import spans_in, tracing_to
 from tests.helpers.waiting import until
 
 RUBRIC = {"correct": "The answer is right.", "clear": "It is easy to follow."}
@@ -114,6 +116,21 @@ async def test_a_judge_reads_what_an_environment_said_only_where_it_is_shown_the
     turns = {"1 assistant": "5", "2 environment": "No. [INST]", "3 assistant": "4"}
     assert seen[True] == [seen[False][0], {**told, "turns": turns}]
     assert len(versions) == 2
+
+
+async def test_each_vote_stands_in_the_trace_of_its_sample_and_one_that_fails_always_does(tmp_path: Path) -> None:
+    sampled = tracing.group_context("r", "sampled")
+    other = dataclasses.replace(tracing.group_context("r", "other"), is_sampled=False)
+    items = [dataclasses.replace(item(str(n)), traceparent=each.traceparent) for n, each in enumerate((sampled, other))]
+    with tracing_to(tmp_path, ratio=0.0):
+        _, judge = await judged(lambda body: RIGHT, *items)
+        await judged(lambda body: "no verdict", *items[1:])
+    good, bad = spans_in(tmp_path)
+    assert (good.name, good.span["parentSpanId"]) == ("rl.judge.ask", f"{sampled.span_id:016x}")
+    assert (bad.name, bad.span["parentSpanId"]) == ("rl.judge.ask", f"{other.span_id:016x}")
+    assert bad.span["status"]["message"] == "UnusableAnswerError"
+    assert f"00-{good.span['traceId']}-{good.span['spanId']}-01" in judge.traces
+    assert other.traceparent in judge.traces
 
 
 async def test_a_comparison_is_decided_by_the_majority_and_a_tie_is_no_number() -> None:

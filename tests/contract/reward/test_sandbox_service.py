@@ -6,10 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock import tracing
 from penstock.errors import InvalidFieldError, NotOfferedError
 from penstock.network.rpc import call, open_channel
 from penstock.rewards import ModelAwayError, RewardItem, RewardLoadError, RewardResult, ScoreStatus
@@ -24,6 +27,7 @@ from services.reward.reasoning_gym.scorers import Answer
 from tests.contract.reward.test_code import ADD, ASSERTIONS, CALLS, CHECK, PASSED, SCRIPT, STREAMS, WRONG
 from tests.helpers.rewards.sandbox_service import ScriptedCells, ScriptedScorers, sandbox_service
 from tests.helpers.stores.redis_server import free_port
+from tests.helpers.traces import spans_in, tracing_to
 
 
 def item(row: dict[str, Any], body: str = ADD) -> RewardItem:
@@ -81,6 +85,24 @@ async def test_no_error_of_the_service_is_a_number(answer: Verdict | Exception, 
     result = await scored_by(answer)
     assert (result.status, result.value) == (ScoreStatus.SANDBOX_ERROR, None)
     assert words in result.message
+
+
+async def test_what_a_program_did_stands_in_the_trace_of_its_sample(tmp_path: Path) -> None:
+    sampled = tracing.group_context("r", "sampled")
+    other = replace(tracing.group_context("r", "other"), is_sampled=False)
+    cells = ScriptedCells(Verdict(num_tests=2, num_passed=2))
+    with tracing_to(tmp_path, ratio=0.0):
+        async with sandbox_service(ProgramsConfig(), cells) as target, reward_at(target) as reward:
+            # One after the other: the service's cells say what each of them did.
+            for context, error in ((sampled, ""), (other, ""), (other, "no memory left")):
+                cells.answer = Verdict(num_tests=2, num_passed=2, error=error)
+                await reward.score([replace(item(CALLS), traceparent=context.traceparent)])
+    inner, outer, failed_inner, failed_outer = spans_in(tmp_path)
+    assert (outer.name, outer.span["parentSpanId"]) == ("rl.program.run", f"{sampled.span_id:016x}")
+    assert (inner.name, inner.span["parentSpanId"]) == ("rl.sandbox.run", outer.span["spanId"])
+    for span in (failed_inner, failed_outer):
+        assert span.span["traceId"] == f"{other.trace_id:032x}"
+        assert span.span["status"]["message"] == "no memory left"
 
 
 async def test_a_service_that_is_late_times_out_and_ends_the_program() -> None:

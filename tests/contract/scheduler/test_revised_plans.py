@@ -5,6 +5,7 @@ import json
 import pytest
 
 from penstock.errors import InvalidFieldError
+from penstock.tracing.recorder import MAX_TEXT_CHARACTERS
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler import service as scheduler_service
 from services.scheduler.cost_model.calibrated import CALIBRATED, make_model
@@ -19,6 +20,7 @@ from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.replanner import GRACE_INTERVALS, MIN_LENGTHS
 from tests.helpers.plans.planned_fleet import COOL_DOWN_S, INTERVAL_S, KINDS, planned_fleet
 from tests.helpers.plans.problems import document, problem
+from tests.helpers.traces import spans_in, tracing_to
 
 # A search takes a second; on a machine with much else to do it takes many.
 pytestmark = pytest.mark.timeout(240)
@@ -50,15 +52,19 @@ async def test_nothing_changes_while_nothing_changed(fleet):
     assert plan.revision == 1
 
 
-async def test_a_machine_that_joins_is_used_once_the_plan_has_rested(fleet):
-    await fleet.join("h20-new", "H20")
-    early = await fleet.pass_time(COOL_DOWN_S / 2)
-    later = await fleet.pass_time(COOL_DOWN_S)
+async def test_a_machine_that_joins_is_used_once_the_plan_has_rested(fleet, tmp_path):
+    with tracing_to(tmp_path, ratio=0.0):
+        await fleet.join("h20-new", "H20")
+        early = await fleet.pass_time(COOL_DOWN_S / 2)
+        later = await fleet.pass_time(COOL_DOWN_S)
 
     assert (early.revision, later.revision) == (1, 2)
     assert "h20-new" in machines(later)
     assert later.expected_tokens_per_second > 1.05 * early.expected_tokens_per_second
     assert "faster; the change moves the trainer, which stops everything for" in later.explanation
+    revised = [span.attributes for span in spans_in(tmp_path) if "rl.plan.explanation" in span.attributes]
+    assert [each["rl.plan.explanation"] for each in revised] == [later.explanation[:MAX_TEXT_CHARACTERS]]
+    assert {span.name for span in spans_in(tmp_path)} == {"rl.plan.revise"}
 
 
 async def test_a_revision_costs_what_machines_measured_that_a_generator_takes_to_start(fleet):

@@ -229,11 +229,12 @@ class Worker:
         worker_id: str = "worker-1",
         *,
         run_id: str = RUN,
+        task: broker_pb2.ScoringTask.ValueType = broker_pb2.SCORING_TASK_REWARD,
         lasts_s: float | None = 60.0,
     ) -> Worker:
         """Open the stream."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
-        hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id)
+        hello = broker_pb2.RewardHello(run_id=run_id, worker_id=worker_id, task=task)
         return cls(Duplex(stub.StreamScoring, broker_pb2.StreamScoringRequest(hello=hello), lasts_s=lasts_s))
 
     async def leases(self, count: int) -> list[broker_pb2.ScoringLease]:

@@ -17,12 +17,12 @@ from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken
 
 from penstock.clock import Clock, SystemClock
+from penstock.process.busy_time import BusyTracker
 from penstock.security import NO_SECURITY, Security
 from penstock.v1.weights_pb2 import WeightsManifest
 from quickstart.tiny_model import build_model, build_tokenizer, save_model
 from services.broker.storage.memory_store import MemoryStore
 from services.generator.config import GeneratorConfig, OpenAIConfig
-from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.rollout_parts import RolloutParts
 from services.generator.decoding.sample_runner import Rollouts
 from services.generator.decoding.unleased import UnleasedSamples

@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 from penstock.clients.sample_stream import SampleStream
 from penstock.clock import ManualClock
 from penstock.errors import DeadlineError
+from penstock.process.busy_time import BusyTracker
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.v1.weights_pb2 import WeightsManifest
 from penstock.wire.codec import int32_array, int32_bytes
 from services.generator.decoding import sample_runner
-from services.generator.decoding.busy_time import BusyTracker
 from services.generator.decoding.drain import drained
 from services.generator.decoding.rollout_parts import RolloutParts
 from services.generator.decoding.sample_runner import Rollouts

@@ -7,14 +7,18 @@ import math
 
 import pytest
 
+from penstock import tracing
 from penstock.clients.critic import CriticClient
 from penstock.errors import RunConflictError, ServiceUnavailableError, UnknownRunError
 from penstock.network.rpc import service_of
 from penstock.v1 import critic_pb2
 from penstock.wire.codec import float32_array
+from services.trainer.batches.critic_packs import decoded_pack
 from services.trainer.critic.service import CriticService
 from services.trainer.model.backend import UnsupportedModelError
+from services.trainer.run.critic_link import CriticLink
 from tests.helpers.serving import channel_to
+from tests.helpers.traces import spans_in, tracing_to
 from tests.helpers.trainers.critics import POISON, critic_packs, make_critic, opening
 
 PLACE = critic_pb2.CriticPlace(epoch=1)
@@ -93,6 +97,25 @@ async def test_a_disk_may_be_mended_and_a_model_does_not_change(critic, monkeypa
     monkeypatch.setattr(critic._kept, "model_at", fail)
     with pytest.raises(kind, match=str(error)):
         await CriticService("r", critic).OpenCritic(opening(), None)
+
+
+async def test_what_it_computes_is_a_part_of_the_step_that_its_trainer_takes(critic, tmp_path):
+    step, loop = tracing.step_context("r", 1, 0), asyncio.get_running_loop()
+    size = {"vocab_size": 32, "max_sequence_length": 16}
+    packs = [decoded_pack(pack, **size, is_trained_on=True) for pack in critic_packs(2)]
+    with tracing_to(tmp_path, ratio=1.0):
+        async with (
+            channel_to(service_of(CriticService("r", critic))) as channel,
+            CriticClient(channel, opening(), patience_s=5) as client,
+        ):
+            await client.open()
+            link = CriticLink(client, loop=loop, check=lambda: None, keep_checkpoints=1, step_span=lambda: step)
+            await asyncio.to_thread(lambda: link.wait_for(link.begin_gradient(packs)))
+            await asyncio.to_thread(link.step, rate_factor=1.0, is_last=True)
+    opened, *parts = spans_in(tmp_path)
+    assert (opened.name, opened.span.get("parentSpanId")) == ("rl.critic.open", None)
+    assert [each.name for each in parts] == ["rl.critic.accumulate", "rl.critic.accumulate", "rl.critic.step"]
+    assert {each.span["parentSpanId"] for each in parts} == {f"{step.span_id:016x}"}
 
 
 async def test_a_trainer_of_several_processes_gives_up_a_gradient_at_its_first_bad_pack(critic):

@@ -8,10 +8,12 @@ import threading
 import numpy as np
 import pytest
 
+from penstock import tracing
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from penstock.wire.codec import float32_array, int32_bytes
 from services.trainer.scorer.frozen_model import FrozenModel
 from services.trainer.scorer.pool import HungPassError, LogprobPool
+from tests.helpers.traces import spans_in, tracing_to
 from tests.unit.trainer.builders import VOCAB_SIZE, save_tiny_qwen2
 
 POISON = 13
@@ -115,6 +117,21 @@ async def test_what_cannot_be_computed_costs_its_neighbours_nothing():
     assert "out of memory" in failed["poison"]
     assert "at most 16" in failed["long"]
     assert f"below {VOCAB_SIZE}" in failed["unknown"]
+
+
+async def test_each_pass_is_a_span_with_links_to_what_is_sampled_and_what_fails(tmp_path):
+    root = tracing.group_context("r", "good")
+    leases = [lease_of("good", [5]), lease_of("fine", [6]), lease_of("poison", [POISON])]
+    leases[0].traceparent = root.traceparent
+    for lease in leases:
+        lease.item.run_id = "r"
+    with tracing_to(tmp_path, ratio=1.0):
+        await Source(leases).answered(Model())
+    [span] = spans_in(tmp_path)
+    linked = [tracing.sample_context(tracing.group_context("r", name), 0, 0) for name in ("good", "poison")]
+    assert (span.name, span.links) == ("rl.reference.score", [f"{each.span_id:016x}" for each in linked])
+    assert (span.attributes["rl.reference.samples"], span.attributes["rl.tokens"]) == ("3", "9")
+    assert "out of memory" in span.span["status"]["message"]
 
 
 async def test_a_pack_of_which_nothing_counts_any_more_is_not_computed():

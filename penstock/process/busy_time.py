@@ -1,4 +1,4 @@
-"""Tracks when this generator was decoding, as merged spans of at least one sample, for heartbeats."""
+"""Tracks when a process was at work, as merged spans of at least one piece of it: a generator for its heartbeats."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.clock import ManualClock
-from services.generator.decoding.busy_time import MAX_SPANS, BusyTracker
+from penstock.process.busy_time import MAX_SPANS, BusyTracker
 
 
 def test_overlapping_samples_make_one_span():
