@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 
 import numpy as np
 import openai
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.runs import RUN_ID, running
 from tests.helpers.generators.openai_endpoint import chat_tokenizer, save_chat_model
 from tests.helpers.stores.redis_server import free_port
+from tests.helpers.traces import spans_in
 
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 3, 2, 4
 
@@ -30,6 +32,7 @@ def document(folder, model, port):
         "policy": {"stale": "continue"},
         "optimizer": {"learning_rate": 1e-4},
         "generator": {"engine": "transformers", "openai_listen": f"127.0.0.1:{port}"},
+        "tracing": {"ratio": 1.0},
         "record": True,
     }
 
@@ -60,6 +63,18 @@ async def agents(port, is_over):
                 await asyncio.sleep(0.2)
 
 
+def assert_sessions_are_traced(folder):
+    """Each step has links to the samples that it was taken on, and each of those two turns, as its generator says."""
+    spans = spans_in(folder)
+    samples = {each.span["spanId"]: each for each in spans if each.name == "rl.sample"}
+    turns = Counter(each.span["parentSpanId"] for each in spans if each.name == "rl.sample.turn")
+    steps = [each for each in spans if each.name == "rl.train.step"]
+    assert [len(each.links) for each in steps] == [GROUPS_PER_STEP * GROUP_SIZE] * NUM_STEPS
+    for link in (link for step in steps for link in step.links):
+        assert samples[link].service == "generator"
+        assert turns[link] == 2
+
+
 def recomputed_logprobs(model_path, row):
     """Of a completion, by the plain model."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -74,6 +89,7 @@ def test_an_agents_sessions_are_trained_on_token_by_token(tmp_path):
     with running(document(tmp_path, model, port), tmp_path) as run:
         asyncio.run(agents(port, lambda: run.process.poll() is not None or run.num_steps >= NUM_STEPS))
         assert run.end() == 0, run.text
+        assert_sessions_are_traced(run.folder.path)
         audit = run.summary()["audit"]
         metrics = run.metrics()
     assert audit["balanced"]

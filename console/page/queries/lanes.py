@@ -22,6 +22,7 @@ _NO_TRACES = "without traces: the trainer's times by step; when in a step it wai
 _STAGES = {
     "rl.sample.queue": "queued",
     LEASE: "leased",
+    "rl.sample.turn": "decoding",
     "rl.sample.score": "scoring",
     "rl.sample.wait_for_training": "waiting",
 }

@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock.clock import Clock
 from penstock.errors import PenstockError
+from penstock.tracing import current
 from services.generator.config import OpenAIConfig
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
@@ -178,11 +179,12 @@ class Agents:
 
         Raises ApiError, and what `UnleasedSamples.decode` and `take_answer` raise.
         """
+        begun_s = self.clock.monotonic_s()
         session = await self._enter(prepared)
         try:
             answer = await self._sample(prepared, index, emit)
             if session is not None:
-                self._record(session, prepared, answer)
+                self._record(session, prepared, answer, begun_s)
                 await self._keep(session)
             return answer
         finally:
@@ -375,14 +377,18 @@ class Agents:
             run_history=lambda: self._unleased.run_history or 0,
         )
 
-    def _record(self, session: Session, prepared: Prepared, answer: Answer) -> None:
+    def _record(self, session: Session, prepared: Prepared, answer: Answer, begun_s: float) -> None:
         history, said = self._said(prepared, answer)
+        caller = current()
         turn = Turn(
             parent=prepared.parent,
             given_token_ids=np.asarray(prepared.given_token_ids, np.int32),
             sampled=answer.sampled.without_routes_before(len(prepared.given_token_ids)),
             history=history,
             unsaid=answer.unsaid,
+            begun_s=begun_s,
+            ended_s=self.clock.monotonic_s(),
+            caller="" if caller is None else caller.traceparent,
         )
         self._metrics.turns.labels(_kind(session, prepared.parent)).inc()
         session.add(turn, [*prepared.transcript, ("assistant", said)])

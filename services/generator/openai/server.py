@@ -27,6 +27,7 @@ from services.generator.openai.placement import Placement
 from services.generator.openai.session_reward import SessionRewards
 from services.generator.openai.sessions.group_sender import RETRY_S, GroupPutter
 from services.generator.openai.sessions.metrics import OpenAIMetrics
+from services.generator.openai.sessions.session_traces import SessionTraces
 
 HTTP_SHUTDOWN_S = 2.0
 PUT_AT_STOP_S = 3.0
@@ -76,6 +77,7 @@ class OpenAIEndpoint:
             temperature=config.openai.temperature,
             security=security,
             metrics=metrics,
+            traces=SessionTraces(config.run_id, self._clock),
         )
         self._copies = SessionCopies(
             config.openai.address or self._listen,

@@ -9,11 +9,13 @@ import numpy as np
 import openai
 import pytest
 
+from penstock import tracing
 from penstock.v1.weights_pb2 import WeightsManifest
 from penstock.wire.codec import decode_versions, float32_array, int32_array
 from penstock.wire.routes import RoutingShape
-from tests.helpers.brokers.broker import Trainer
+from tests.helpers.brokers.broker import RUN, Trainer
 from tests.helpers.generators.openai_endpoint import END, endpoint_bench, save_chat_model
+from tests.helpers.traces import spans_in, tracing_to
 from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -51,16 +53,16 @@ def view(group, index=0):
     )
 
 
-async def two_turns(bench, session, reward, *, group=None):
+async def two_turns(bench, session, reward, *, group=None, **more):
     """A tool-using agent as anybody writes it."""
     client = bench.client(session, group)
     messages = [user("2+3?")]
-    choice = await ask(client, messages, tools=TOOLS)
+    choice = await ask(client, messages, tools=TOOLS, **more)
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
-    last = await ask(client, messages, tools=TOOLS)
+    last = await ask(client, messages, tools=TOOLS, **more)
     await bench.reward(session, reward)
     return last
 
@@ -88,6 +90,47 @@ async def test_two_turns_with_a_tool_become_one_trajectory_whose_tool_output_is_
     assert tokenizer.decode(prompt).endswith("<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n")
     # The second turn's prompt was the first one's tokens, exactly, and the tool's.
     assert list(bench.engine.requests[1].prompt_token_ids) == [*prompt, *turns[0], *tool]
+
+
+async def test_a_group_is_one_trace_with_a_span_for_each_turn_and_links_to_its_agent(model, tmp_path):
+    agent = tracing.group_context("an agent", "its span")
+    headers = {"extra_headers": {"traceparent": agent.traceparent}}
+    async with endpoint_bench(model, use_a_tool) as bench:
+        with tracing_to(tmp_path, ratio=1.0):
+            await two_turns(bench, "s1", 1.0, **headers)
+            await two_turns(bench, "s2", 0.0, extra_headers={"traceparent": "00-not one"})
+            (group,) = await bench.groups(1)
+        few = tmp_path / "few"
+        few.mkdir()
+        with tracing_to(few, ratio=0.0):
+            await two_turns(bench, "s3", 1.0, **headers)
+            await two_turns(bench, "s4", 0.0, **headers)
+            other = next(each for each in await bench.groups(2) if each != group)
+            client = bench.client("s5")
+            await ask(client, [user("2+3?")], tools=TOOLS)
+            await client.delete("/sessions/s5", cast_to=object)
+    root = tracing.group_context(RUN, group.prompt.group_id)
+    assert group.prompt.traceparent == root.traceparent
+    first, *samples = spans_in(tmp_path)
+    assert (first.name, first.span["spanId"]) == ("rl.group", f"{root.span_id:016x}")
+    assert {each.span["traceId"] for each in samples} == {f"{root.trace_id:032x}"}
+    for index, (session, links) in enumerate((("s1", [f"{agent.span_id:016x}"]), ("s2", []))):
+        own = f"{tracing.sample_context(root, index, 0).span_id:016x}"
+        sample, *turns = (each for each in samples if each.attributes["rl.session"] == session)
+        assert (sample.name, sample.span["spanId"]) == ("rl.sample", own)
+        assert sample.span["parentSpanId"] == first.span["spanId"]
+        assert [each.name for each in turns] == ["rl.sample.turn"] * 2
+        assert [each.attributes["rl.turn"] for each in turns] == ["0", "1"]
+        assert {each.span["parentSpanId"] for each in turns} == {own}
+        assert [each.links for each in turns] == [links] * 2
+        times = [int(each.span[f"{end}TimeUnixNano"]) for each in turns for end in ("start", "end")]
+        assert times == sorted(times)
+        assert int(sample.span["startTimeUnixNano"]) <= times[0] <= times[-1] <= int(sample.span["endTimeUnixNano"])
+    # Of what is not sampled, only what failed.
+    assert other.prompt.traceparent == ""
+    dropped, turn = spans_in(few)
+    assert (dropped.attributes["rl.session"], dropped.span["status"]["message"]) == ("s5", "abandoned")
+    assert turn.span["parentSpanId"] == dropped.span["spanId"]
 
 
 async def test_turns_and_what_is_given_between_them_come_with_routes(model):

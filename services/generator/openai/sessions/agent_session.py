@@ -67,6 +67,12 @@ class Turn:
     """The conversation, this answer included, as the client will repeat it."""
     unsaid: str
     """Text of sampled tokens that the answer omits: the end token, the stop string."""
+    begun_s: float = 0.0
+    """When its request began, by the session's clock; 0 if that is not known."""
+    ended_s: float = 0.0
+    """When it was answered, likewise."""
+    caller: str = ""
+    """Trace context that the request named (W3C); empty if none."""
 
     @property
     def request(self) -> tuple[int, bytes]:

@@ -15,9 +15,11 @@ from penstock.errors import InvalidFieldError, PenstockError
 from penstock.process.tasks import set_within
 from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
+from services.generator.openai.sessions.agent_session import Session
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import Transit
-from services.generator.openai.sessions.session_groups import MOVED, SessionGroup, SessionGroups
+from services.generator.openai.sessions.session_groups import MOVED, Finished, SessionGroup, SessionGroups
+from services.generator.openai.sessions.session_traces import SessionTraces
 from services.generator.openai.sessions.session_trajectories import GroupNames, to_group
 
 POLL_S = 0.5
@@ -46,6 +48,7 @@ class GroupPutter:
         temperature: Sampling temperature of sessions.
         security: Credentials of the process.
         metrics: Receives the counts.
+        traces: Receives the sessions that have ended.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class GroupPutter:
         temperature: float,
         security: Security,
         metrics: OpenAIMetrics,
+        traces: SessionTraces,
     ) -> None:
         self._client = BrokerClient(broker, security=security, patience_s=PATIENCE_S)
         self._run_id = run_id
         self._generator_id = generator_id
         self._temperature = temperature
         self._metrics = metrics
+        self._traces = traces
         self._limits: broker_pb2.RunLimits | None = None
         self.transit = Transit()
         """Groups in transit to the broker."""
@@ -94,6 +99,7 @@ class GroupPutter:
         clock: Clock,
     ) -> None:
         """Put groups as they become ready, until cancelled; without sessions that another generator has by now."""
+        groups.on_dropped = self._traces.record_dropped
         while True:
             try:
                 async with TrajectorySession(
@@ -132,11 +138,12 @@ class GroupPutter:
 
     def _names(self, group: SessionGroup, text_of: Callable[[Sequence[int]], str], *, epoch_s: float) -> GroupNames:
         return GroupNames(
-            group_id=f"agent-{group.name}-{group.task}",
+            group_id=group.group_id,
             generator_id=self._generator_id,
             temperature=self._temperature,
             text_of=text_of,
             epoch_s=epoch_s,
+            traceparent=self._traces.traceparent(group.group_id),
         )
 
     async def _leave_out(self, group: SessionGroup, moved: Moved) -> None:
@@ -147,30 +154,43 @@ class GroupPutter:
     async def _put(
         self, session: TrajectorySession, group: SessionGroup, names: GroupNames, *, run_history: int | None
     ) -> None:
-        metrics, num_sessions = self._metrics, len(group.finished)
-        group.finished = [done for done in group.finished if done.session.run_history in (None, run_history)]
-        metrics.end_sessions("rewound", num_sessions - len(group.finished))
+        rewound = [done for done in group.finished if done.session.run_history not in (None, run_history)]
+        self._lose(group, rewound, "rewound")
+        group.finished = [done for done in group.finished if done not in rewound]
         if not group.finished:
             return
-        made = to_group(group, limits=await self.limits(), names=names, on_dropped=metrics.drop_branches)
+        made = to_group(group, limits=await self.limits(), names=names, on_dropped=self._metrics.drop_branches)
         if made is not None:
             try:
-                await self._send(session, made, len(group.finished))
+                await self._send(session, group, *made)
             except PenstockError as error:
                 # A retry would not help: the run is closed, or does not accept the group.
-                metrics.end_sessions(error.reason.lower(), len(group.finished))
+                self._lose(group, group.finished, error.reason.lower())
                 if not isinstance(error, InvalidFieldError):
                     raise
 
-    async def _send(self, session: TrajectorySession, made: types_pb2.TrajectoryGroup, num_sessions: int) -> None:
-        receipt = await session.store([made])
+    async def _send(
+        self,
+        stream: TrajectorySession,
+        group: SessionGroup,
+        made: types_pb2.TrajectoryGroup,
+        sessions: Sequence[Session],
+    ) -> None:
+        receipt = await stream.store([made])
         if receipt.refused:
             error = receipt.refused[0]
             _log.warning("a group of agents was refused", group_id=made.prompt.group_id, message=error.message)
-            self._metrics.end_sessions(error.reason.lower(), num_sessions)
+            self._lose(group, group.finished, error.reason.lower())
         else:
-            self._metrics.end_sessions("put", num_sessions)
+            self._metrics.end_sessions("put", len(group.finished))
             self._metrics.trajectories.inc(receipt.num_samples)
+            self._traces.record_put(made, sessions)
+
+    def _lose(self, group: SessionGroup, members: Sequence[Finished], reason: str) -> None:
+        """Count sessions that are not trained on."""
+        self._metrics.end_sessions(reason, len(members))
+        for done in members:
+            self._traces.record_dropped(done.session, group.group_id, reason)
 
 
 def _ids(group: SessionGroup) -> list[str]:

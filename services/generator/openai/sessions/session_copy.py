@@ -50,7 +50,7 @@ def encode_copy(copy: SessionCopy, *, now_s: float) -> bytes:
         "group": copy.group,
         "started_ago_s": now_s - session.started_s,
         "used_ago_s": now_s - session.last_used_s,
-        "turns": [_turn_document(turn, numbers) for turn in session.turns],
+        "turns": [_turn_document(turn, numbers, now_s) for turn in session.turns],
         "undelivered": sorted(numbers[turn] for turn in session.undelivered if turn in numbers),
         "transcripts": {str(numbers[turn]): said for turn, said in session.transcripts.items()},
         "reward": None
@@ -84,7 +84,7 @@ def _read(document: dict[str, Any], now_s: float) -> SessionCopy:
     transcripts = {int(number): said for number, said in document["transcripts"].items()}
     undelivered = set(document["undelivered"])
     for number, stated in enumerate(document["turns"]):
-        turn = _read_turn(stated, session.turns)
+        turn = _read_turn(stated, session.turns, now_s)
         if number in undelivered:
             session.undelivered.add(turn)
         session.add(turn, [(str(role), str(text)) for role, text in transcripts.get(number, [])])
@@ -103,7 +103,7 @@ def _read(document: dict[str, Any], now_s: float) -> SessionCopy:
     )
 
 
-def _turn_document(turn: Turn, numbers: dict[Turn, int]) -> dict[str, Any]:
+def _turn_document(turn: Turn, numbers: dict[Turn, int], now_s: float) -> dict[str, Any]:
     sampled, routes = turn.sampled, turn.sampled.routes
     return {
         "parent": None if turn.parent is None else numbers[turn.parent],
@@ -114,10 +114,13 @@ def _turn_document(turn: Turn, numbers: dict[Turn, int]) -> dict[str, Any]:
         "routes": None if routes is None else [routes.dtype.str, list(routes.shape), _packed(routes, routes.dtype.str)],
         "history": _history_document(turn.history),
         "unsaid": turn.unsaid,
+        "begun_ago_s": now_s - turn.begun_s,
+        "ended_ago_s": now_s - turn.ended_s,
+        "caller": turn.caller,
     }
 
 
-def _read_turn(stated: dict[str, Any], before: list[Turn]) -> Turn:
+def _read_turn(stated: dict[str, Any], before: list[Turn], now_s: float) -> Turn:
     parent = stated["parent"]
     if parent is not None and not 0 <= parent < len(before):
         raise ValueError(f"a turn continues turn {parent}, which is not before it")
@@ -138,6 +141,9 @@ def _read_turn(stated: dict[str, Any], before: list[Turn]) -> Turn:
         ),
         history=_read_history(stated["history"]),
         unsaid=str(stated["unsaid"]),
+        begun_s=now_s - float(stated["begun_ago_s"]),
+        ended_s=now_s - float(stated["ended_ago_s"]),
+        caller=str(stated["caller"]),
     )
 
 

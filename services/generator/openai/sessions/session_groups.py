@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.generator.config import OpenAIConfig
@@ -30,6 +30,8 @@ MAX_REMEMBERED = 10_000
 RETRY_AFTER_S = 2.0
 MOVED = "moved"
 """Why a session is dropped that another generator has by now, and that may come back."""
+SHUTDOWN = "shutdown"
+"""Why one is dropped by a process that ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +65,11 @@ class SessionGroup:
         """Number of members."""
         return len(self.open_ids) + len(self.finished)
 
+    @property
+    def group_id(self) -> str:
+        """Its id in the run."""
+        return f"agent-{self.name}-{self.task}"
+
 
 class SessionGroups:
     """All sessions of one endpoint.
@@ -78,6 +85,8 @@ class SessionGroups:
         self._group_size = group_size
         self.dropped: Counter[str] = Counter()
         """Sessions dropped, by reason."""
+        self.on_dropped: Callable[[Session, str, str], None] = lambda session, group_id, reason: None
+        """Called with each of them, the id of its group and the reason."""
         self._open: dict[str, Session] = {}
         self._groups: dict[str, SessionGroup] = {}
         """The group of each open session, and the newest group of each task."""
@@ -211,13 +220,14 @@ class SessionGroups:
         group = self._groups.pop(session_id, None)
         if group is None:
             return False
-        del self._open[session_id]
+        session = self._open.pop(session_id)
         if reason != MOVED:
             self._remember(session_id, None)
         group.open_ids.discard(session_id)
         if not group.size and self._newest.get(group.task) is group:
             del self._newest[group.task]
         self.dropped[reason] += 1
+        self.on_dropped(session, group.group_id, reason)
         return True
 
     def expire(self, now_s: float) -> None:
@@ -235,7 +245,7 @@ class SessionGroups:
         """Accept no more requests: groups that are complete enough become ready to put, the rest is dropped."""
         self._is_closed = True
         for session_id in list(self._open):
-            self.drop(session_id, "shutdown")
+            self.drop(session_id, SHUTDOWN)
         for group in list(self._waiting):
             self._close(group)
 
@@ -287,6 +297,8 @@ class SessionGroups:
             self._ready.append(group)
         else:
             self.dropped["group_incomplete"] += len(group.finished)
+            for done in group.finished:
+                self.on_dropped(done.session, group.group_id, "group_incomplete")
 
     def _add_finished(self, group: SessionGroup, session: Session, reward: Reward) -> None:
         self._remember(session.session_id, reward.value)

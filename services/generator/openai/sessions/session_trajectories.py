@@ -16,7 +16,7 @@ import numpy as np
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, encode_versions, float32_bytes, int32_bytes
 from penstock.wire.timestamps import timestamp
-from services.generator.openai.sessions.agent_session import Branch
+from services.generator.openai.sessions.agent_session import Branch, Session
 from services.generator.openai.sessions.session_groups import Finished, SessionGroup
 
 MAX_TEXT_CHARACTERS = 256 * 1024
@@ -40,12 +40,17 @@ class GroupNames:
     """Decodes a completion."""
     epoch_s: float
     """The Unix time at zero of the sessions' clock."""
+    traceparent: str = ""
+    """Trace context of the group; empty if it is not sampled."""
 
 
 def to_group(
     group: SessionGroup, *, limits: broker_pb2.RunLimits, names: GroupNames, on_dropped: OnDropped
-) -> types_pb2.TrajectoryGroup | None:
-    """The group to put; None if nothing is left. `on_dropped` is called for branches left out."""
+) -> tuple[types_pb2.TrajectoryGroup, list[Session]] | None:
+    """The group to put, with the session of each trajectory; None if nothing is left.
+
+    `on_dropped` is called for branches left out.
+    """
     parts = [(done, branch) for done in group.finished for branch in done.session.branches()]
     on_dropped("not_taken", sum(len(done.session.not_taken()) for done in group.finished))
     parts = _that_share_a_beginning(parts, on_dropped)
@@ -64,7 +69,7 @@ def to_group(
         sample.text = sample.text[:max_characters]
         made.trajectories.append(sample)
     made.min_policy_version = min(trajectory.min_policy_version for trajectory in made.trajectories)
-    return made
+    return made, [done.session for done, _ in kept]
 
 
 def _that_share_a_beginning(
@@ -110,6 +115,7 @@ def _prompt(group: SessionGroup, token_ids: Int32, limits: broker_pb2.RunLimits,
         text=names.text_of(token_ids.tolist())[:MAX_TEXT_CHARACTERS],
         metadata_json=json.dumps({"task": group.task, "sessions": sessions[: limits.group_size]}),
         purpose=types_pb2.PURPOSE_TRAIN,
+        traceparent=names.traceparent,
     )
 
 

@@ -171,7 +171,7 @@ def group_of(*sessions, group_size=4, max_completion_tokens=64):
         text_of=lambda ids: " ".join(map(str, ids)),
         epoch_s=1e9,
     )
-    group = to_group(made.take(), limits=limits, names=names, on_dropped=lambda why, n: dropped.update({why: n}))
+    group, _ = to_group(made.take(), limits=limits, names=names, on_dropped=lambda why, n: dropped.update({why: n}))
     return group, {why: n for why, n in dropped.items() if n}
 
 
