@@ -42,7 +42,7 @@ from penstock.config import (
 from penstock.reasoning_gym.source import reward_of
 from penstock.security.addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses, split_targets
-from penstock.tracing.settings import DEFAULT_RATIO
+from penstock.tracing.settings import DEFAULT_RATIO, checked_endpoint
 from services.broker.storage.redis.address import parse_redis_url
 from services.generator.engines.base_config import BaseEngineConfig
 from services.generator.engines.registry import check_recorder, engine_keys, split_engine
@@ -201,8 +201,16 @@ class TracingSection(StrictModel):
     """Share of groups whose samples are traced one by one, chosen at their submission; slow and failed ones come on
     top."""
     otlp_endpoint: str | None = None
-    """Collector to which spans are also exported, http://HOST:PORT of OTLP over gRPC; null leaves that to
-    OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """Collector to which spans are also exported, http://HOST:PORT or https://HOST:PORT of OTLP over gRPC; null leaves
+    that to OTEL_EXPORTER_OTLP_ENDPOINT. What it is to be shown belongs into OTEL_EXPORTER_OTLP_HEADERS."""
+    otlp_certificate: str | None = None
+    """File with the authority of that collector's certificate, where the services run; null leaves that to
+    OTEL_EXPORTER_OTLP_CERTIFICATE, and without it to the system's authorities."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        return None if value is None else checked_endpoint(value)
 
 
 class RunConfig(RunSections, NetworkConfig):

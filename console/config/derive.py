@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from console.config.config import RunConfig
+from console.config.config import RunConfig, TracingSection
 from console.config.run_folder import RunFolder
 from penstock.config import Document, StrictModel, validate
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.storage.addresses import Address
 from penstock.tracing.settings import (
+    CERTIFICATE_VARIABLES,
     ENDPOINT_VARIABLES,
     FOLDER_VARIABLE,
     OFF_VARIABLE,
@@ -73,16 +74,20 @@ def local_endpoint(listen: str) -> Endpoint:
 
 def trace_environment(config: RunConfig, folder: RunFolder) -> dict[str, str]:
     """Variables that tell the services started here where their spans go."""
-    section = config.tracing
+    found = export_environment(config.tracing, config.run.id)
+    return found | ({FOLDER_VARIABLE: str(folder.path)} if config.tracing.enabled else {})
+
+
+def export_environment(section: TracingSection, run_id: str) -> dict[str, str]:
+    """The same for services elsewhere, which have no run folder to write to; no secrets are among them."""
     if not section.enabled:
         return {OFF_VARIABLE: "true"}
-    endpoint = {} if section.otlp_endpoint is None else {ENDPOINT_VARIABLES[-1]: section.otlp_endpoint}
-    return {
-        FOLDER_VARIABLE: str(folder.path),
-        RATIO_VARIABLE: str(section.ratio),
-        RUN_VARIABLE: config.run.id,
-        **endpoint,
+    collector = {
+        ENDPOINT_VARIABLES[-1]: section.otlp_endpoint,
+        CERTIFICATE_VARIABLES[-1]: section.otlp_certificate,
     }
+    stated = {name: value for name, value in collector.items() if value is not None}
+    return {RATIO_VARIABLE: str(section.ratio), RUN_VARIABLE: run_id, **stated}
 
 
 def broker_config(config: RunConfig, addresses: Addresses, redis_url: str) -> BrokerConfig:

@@ -158,6 +158,8 @@ class Deployment:
     """Those that train first; the first one is the head."""
     has_certificates: bool
     """Whether services speak TLS, with a certificate for each machine."""
+    tracing: Mapping[str, str]
+    """Variables of every service that say where its spans go; no secrets."""
     configurations: Mapping[str, Document | str]
     """Files of all sites, by path: SITE/NAME."""
     weight_bytes: float

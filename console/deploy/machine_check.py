@@ -1,7 +1,8 @@
 """Checks a machine of a deployment before anything starts on it: `penstock doctor machine-NAME.yaml`.
 
 Certificates of this run and this machine, the files that its services read, folders that they can write to, and the
-GPUs of the inventory. Starts nothing, and asks no other machine but the object storage that the run names.
+GPUs of the inventory. Starts nothing, and asks no other machine but the object storage that the run names, and the
+collector of its traces.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from penstock.security.credentials import JUDGES
 from penstock.security.roles import ANY, Caller, caller_of_pem, role_name
 from penstock.storage.addresses import Address, StoredPath
 from penstock.storage.storage import Storage
+from penstock.tracing.settings import collector_problem, endpoint_of
 
 _LEAST_MEMORY_SHARE = 0.9
 """Drivers report somewhat less memory than the type's name promises."""
@@ -60,6 +62,9 @@ def machine_command(path: Path) -> int:
     problems = check_machine(path)
     for problem in problems:
         print(f"penstock: {problem}", file=sys.stderr)
+    if (endpoint := endpoint_of()) and (problem := collector_problem()):
+        # A run goes on without it, so it may start without it.
+        print(f"penstock: warning: collector of traces {endpoint}: {problem}", file=sys.stderr)
     return 1 if problems else 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from console.config.config import TracingSection
+from console.config.derive import export_environment
 from console.deploy.configurations import Configurations
 from console.deploy.description import (
     PORTS,
@@ -19,7 +21,7 @@ from console.deploy.environments import NAME as ENVIRONMENT
 from console.deploy.environments import stated_environment
 from console.deploy.nodes import Machine
 from console.deploy.trainers import TrainingMachine
-from penstock.config import ConfigError
+from penstock.config import ConfigError, validate
 from penstock.security.plain_text import INSECURE_VARIABLE
 from services.scheduler.problem.plan_document import host_classes, node_classes
 
@@ -46,6 +48,9 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
         layout=made.layout,
         hosts=hosts,
         has_certificates=made.has_certificates,
+        tracing=export_environment(
+            validate(TracingSection, made.config.get("tracing", {}), source="tracing"), made.config["run"]["id"]
+        ),
         configurations=made.files(),
         weight_bytes=_weight_bytes(made),
         public={},

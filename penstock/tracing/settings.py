@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from penstock.config import ConfigError
 
@@ -16,6 +17,10 @@ RATIO_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 OFF_VARIABLE = "OTEL_SDK_DISABLED"
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+CERTIFICATE_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE")
+"""File with the authority of the collector's certificate."""
+HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
+"""What a collector is shown, name=value with commas; a secret."""
 RUN_VARIABLE = "PENSTOCK_TRACE_RUN"
 """The run of a process that is started for one, and is not told by its configuration."""
 RUN_ATTRIBUTE = "rl.run.id"
@@ -44,12 +49,46 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> TraceSettings:
     """The settings in the environment. Raises ConfigError."""
     if environment.get(OFF_VARIABLE, "").lower() == "true":
         return TraceSettings()
-    exports = any(environment.get(name) for name in ENDPOINT_VARIABLES)
+    exports = bool(endpoint_of(environment))
     protocol = next(filter(None, map(environment.get, PROTOCOL_VARIABLES)), "grpc")
     if exports and protocol != "grpc":
         raise ConfigError(f"{PROTOCOL_VARIABLES[1]}: {protocol!r}: spans are exported by grpc only; unset it")
+    for name in CERTIFICATE_VARIABLES if exports else ():
+        if (path := environment.get(name)) and not Path(path).is_file():
+            raise ConfigError(f"{name}: {path}: is no file; name the one with the authority of the collector")
     folder = environment.get(FOLDER_VARIABLE)
     return TraceSettings(folder=Path(folder) if folder else None, exports=exports, ratio=_ratio(environment))
+
+
+def endpoint_of(environment: Mapping[str, str] = os.environ) -> str:
+    """The collector to which spans are exported; empty if there is none."""
+    return next(filter(None, map(environment.get, ENDPOINT_VARIABLES)), "")
+
+
+def collector_problem() -> str:
+    """Why the collector of the environment takes no spans, in words; empty if it does. Takes some seconds at most."""
+    try:
+        settings_from()
+    except ConfigError as error:
+        return str(error)
+    # Half a second of imports.
+    from penstock.tracing.collector import probe
+
+    return probe()
+
+
+def checked_endpoint(url: str) -> str:
+    """An endpoint that a configuration names. Raises ValueError: it is none, or has a secret in it."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        is_address = False
+    if not is_address or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ValueError(f"{url.rpartition('@')[2]!r}: write http://HOST:PORT, or https://HOST:PORT, of OTLP over gRPC")
+    if "@" in parts.netloc:
+        raise ValueError(f"a configuration is no place for a secret: set {HEADERS_VARIABLE} instead")
+    return url
 
 
 def run_of(environment: Mapping[str, str] = os.environ) -> str:

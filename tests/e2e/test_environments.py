@@ -11,6 +11,7 @@ from penstock.model.model_folder import FileTokenizer
 from services.generator.environments.transcript import read_transcript
 from tests.e2e.runs import assert_balanced, running, small_run
 from tests.helpers.console import ROOT
+from tests.helpers.traces import spans_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
 NUM_STEPS = 6
@@ -36,6 +37,7 @@ def test_no_session_dies_with_a_generator_or_the_environment(task, tmp_path, row
         sampling__max_new_tokens=200,
         generator__count=2,
         policy__token_shards=2,
+        tracing__ratio=0.5,
     )
     document |= {"environment": "guess:Guess", "record": True}
     with running(document, tmp_path) as run:
@@ -48,6 +50,7 @@ def test_no_session_dies_with_a_generator_or_the_environment(task, tmp_path, row
         summary = run.summary()
         lines = [json.loads(line) for line in (run.folder.path / "trajectories.jsonl").read_text().splitlines()]
     assert_balanced(summary, num_samples=NUM_STEPS * 8 * 4)
+    assert_turns_are_traced(run.folder.path)
     # No sample was lost with a process, though leases were.
     assert summary["audit"]["dropped"] == {}
     assert any(line["num_leases"] > 1 for line in lines)
@@ -55,6 +58,20 @@ def test_no_session_dies_with_a_generator_or_the_environment(task, tmp_path, row
     guess, tokenizer = load_guess(), FileTokenizer(task.model_dir)
     for line in lines:
         assert_follows_from_its_turns(line, guess(), tokenizer)
+
+
+def assert_turns_are_traced(folder):
+    """Each turn of a sampled sample stands below one of its leases; those of others leave nothing."""
+    spans = spans_in(folder)
+    leases = {each.span["spanId"]: each for each in spans if each.name == "rl.sample.generate"}
+    turns = [each for each in spans if each.name == "rl.environment.step"]
+    below = [each for each in turns if each.span["parentSpanId"] in leases]
+    for turn in below:
+        group_id, index = leases[turn.span["parentSpanId"]].attributes["rl.sample.key"].split("/")
+        assert f"/{group_id}/{index}/" in turn.attributes["rl.session"]
+    trained = {each.span["traceId"] for each in spans if each.name == "rl.group" and each.links}
+    assert trained <= {each.span["traceId"] for each in below}
+    assert any(each.name == "rl.environment.work" for each in spans)
 
 
 def load_guess():

@@ -14,7 +14,8 @@ import pytest
 from penstock.network.rpc import wait_until_serving
 from tests.e2e.runs import assert_balanced, assert_within_bound, running, small_run
 from tests.helpers.console import ROOT, environment
-from tests.helpers.traces import spans_in
+from tests.helpers.otlp import collecting
+from tests.helpers.traces import spans_in, written_spans
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -35,9 +36,9 @@ def serving(command, *, cwd, env):
         process.wait(timeout=20)
 
 
-async def assert_scores_a_run(task, folder, address, *, num_steps=3, bound=1, parts=()):
+async def assert_scores_a_run(task, folder, address, *, num_steps=3, bound=1, parts=(), **more):
     assert await wait_until_serving(address, timeout_s=60)
-    settings = {"run__num_steps": num_steps, "algorithm__max_staleness": bound, "tracing__ratio": 0.5}
+    settings = {"run__num_steps": num_steps, "algorithm__max_staleness": bound, "tracing__ratio": 0.5} | more
     document = small_run(task, folder, reward__model=f"grpc://{address}", **settings)
     if parts:
         document |= {"reward": [{"model": f"grpc://{address}", "name": "judge"}, *parts], "record": True}
@@ -93,8 +94,9 @@ async def test_a_python_reward_model_scores_a_run_on_policy(task, tmp_path):
     address = free_address()
     command = [sys.executable, "brevity.py", address]
     brevity = {"model": "length", "name": "half", "weight": -0.5, "length": {"target_tokens": 32}}
-    with serving(command, cwd=ROOT / "examples" / "reward_python", env=environment()):
-        run = await assert_scores_a_run(task, tmp_path, address, num_steps=6, bound=0, parts=[brevity])
+    with serving(command, cwd=ROOT / "examples" / "reward_python", env=environment()), collecting() as collector:
+        endpoint = {"tracing__otlp_endpoint": f"http://{collector.target}"}
+        run = await assert_scores_a_run(task, tmp_path, address, num_steps=6, bound=0, parts=[brevity], **endpoint)
     assert_within_bound(run, 0)
     for step in run.metrics():
         assert step["reward/mean"] == pytest.approx(step["component/judge"] - 0.5 * step["component/half"])
@@ -107,6 +109,7 @@ async def test_a_python_reward_model_scores_a_run_on_policy(task, tmp_path):
         assert row["score"]["value"] == pytest.approx(parts["judge"] - 0.5 * parts["half"])
         assert row["score"]["model"] == "judge+half"
     assert_traced(run.folder.path, num_steps=6)
+    assert collector.spans() == written_spans(run.folder.path)
 
 
 @pytest.mark.node

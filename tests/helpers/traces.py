@@ -54,3 +54,38 @@ def spans_in(folder: Path) -> list[Read]:
                 spans = [span for scope in resource["scopeSpans"] for span in scope["spans"]]
                 found += [Read(names["service.name"], span) for span in spans]
     return found
+
+
+def written_spans(folder: Path) -> dict[str, dict[str, Any]]:
+    """The spans of a folder by their ids, as `tests.helpers.otlp.described` has them."""
+    found = {}
+    for path in trace_files(folder):
+        # Not by `splitlines`, which knows more ends of a line than JSON escapes.
+        for line in filter(None, path.read_text().split("\n")):
+            for resource in json.loads(line)["resourceSpans"]:
+                for span in (span for scope in resource["scopeSpans"] for span in scope["spans"]):
+                    status = span.get("status", {})
+                    found[span["spanId"]] = {
+                        "resource": _values(resource["resource"]["attributes"]),
+                        "trace": span["traceId"],
+                        "parent": span.get("parentSpanId", ""),
+                        "name": span["name"],
+                        "times": (int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])),
+                        "attributes": _values(span.get("attributes", ())),
+                        "events": [
+                            (each["name"], int(each["timeUnixNano"]), _values(each["attributes"]))
+                            for each in span.get("events", ())
+                        ],
+                        "links": [(each["traceId"], each["spanId"]) for each in span.get("links", ())],
+                        "error": status["message"] if status.get("code") == 2 else None,
+                    }
+    return found
+
+
+def _values(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Attributes of OTLP's JSON, which has integers as text."""
+    found = {}
+    for pair in pairs:
+        [(kind, value)] = pair["value"].items()
+        found[pair["key"]] = int(value) if kind == "intValue" else value
+    return found

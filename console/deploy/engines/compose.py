@@ -38,12 +38,15 @@ PENSTOCK_SECRETS={place}
 _ENVIRONMENT_FOLDER = """# The same of its environment server, from `certificates/environment`:
 PENSTOCK_ENVIRONMENT_SECRETS={place}-environment
 """
-_ENVIRONMENT_SECRETS = "# What the environment's own code needs, such as keys of services that it calls.\n"
-_SECRETS = """# Secrets of this site's services; what is empty or missing is off (docs/operating.md, Secrets).
+_COLLECTOR = """# What the collector of traces is shown:
+# OTEL_EXPORTER_OTLP_HEADERS=authorization=Bearer%20...
+"""
+_ENVIRONMENT_SECRETS = f"# What the environment's own code needs, such as keys of services that it calls.\n{_COLLECTOR}"
+_SECRETS = f"""# Secrets of this site's services; what is empty or missing is off (docs/operating.md, Secrets).
 # PENSTOCK_TOKEN_FILE=/run/secrets/token
 # PENSTOCK_JUDGE_TOKEN_FILE=/run/secrets/judge
 # PENSTOCK_JUDGE_API_KEY_FILE=/run/secrets/judge_key
-"""
+{_COLLECTOR}"""
 # Failures within `start_period` do not count: models are loading.
 _PACE = {"interval": "15s", "timeout": "30s", "retries": 10, "start_period": "20m"}
 _LIMITS: Container = {
@@ -143,13 +146,13 @@ def _files(deployment: Deployment, service: Service | None = None) -> Container:
             f".:{deployment.layout.config}:ro",
             f"${{PENSTOCK_RUNS:?set it in .env to a folder for runs}}:{deployment.layout.runs}",
         ]
-    variables = {} if service is None else dict(service.variables)
+    variables = dict(deployment.tracing) | ({} if service is None else dict(service.variables))
     if deployment.has_certificates:
         holder = "PENSTOCK_ENVIRONMENT_SECRETS" if is_foreign else "PENSTOCK_SECRETS"
         volumes.append(f"${{{holder}:?set it in .env to the folder of its certificate}}:/run/secrets:ro")
         variables |= deployment.variables("/run/secrets")
     secrets = "environment.env" if is_foreign else "secrets.env"
-    return {**({"environment": variables} if variables else {}), "env_file": secrets, "volumes": volumes}
+    return {"environment": variables, "env_file": secrets, "volumes": volumes}
 
 
 def _gpus(service: Service) -> Container:

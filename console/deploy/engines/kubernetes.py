@@ -52,7 +52,8 @@ kubectl apply -k SITE
 kubectl -n {namespace} logs POD -c check                # why a pod does not start
 ```
 
-Tokens and other secrets: a Secret `secrets` in that namespace, whose keys are the variables of docs/operating.md.
+Tokens and other secrets: a Secret `secrets` in that namespace, whose keys are the variables of docs/operating.md, and
+OTEL_EXPORTER_OTLP_HEADERS if the collector of traces asks for a key.
 Deleting a pod drains it: SIGTERM is every service's request to give back its work or to write its last checkpoint,
 within the pod's grace period. A node with the head on it is drained after `kubectl -n {namespace} delete pdb head`.
 Volumes are ReadWriteOnce, each machine's own.{far}
@@ -293,12 +294,11 @@ def _container(deployment: Deployment, host: Host, service: Service) -> Object:
     mounts = [("configuration", "/config"), ("data", "/data"), ("runs", str(deployment.layout.runs))]
     if service.is_foreign:
         mounts = [("data", "/data")]
-    variables = dict(service.variables)
+    variables = dict(deployment.tracing) | dict(service.variables)
     if deployment.has_certificates:
         variables |= deployment.variables("/run/secrets/penstock")
         mounts.append(("environment" if service.is_foreign else "certificate", "/run/secrets/penstock"))
-    if variables:
-        found["env"] = [{"name": name, "value": value} for name, value in variables.items()]
+    found["env"] = [{"name": name, "value": value} for name, value in variables.items()]
     if service.gpus:
         mounts.append(("memory", "/dev/shm"))
     read_only = ("configuration", "data", "certificate", "environment")

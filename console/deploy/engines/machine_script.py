@@ -60,7 +60,8 @@ def machine_script(deployment: Deployment, hosts: Sequence[Host], *, name_variab
     cases = "".join(_case(host, "." if is_at_site else host.site) for host in hosts)
     other = '*) echo "penstock: $name: is in no plan here" >&2; exit 2 ;;'
     start = _MACHINE.replace("@NAME@", name_variable)
-    return f"{start}{certificates}case $1/$name in\n{cases}{other}\nesac\n{_START}"
+    tracing = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in deployment.tracing.items())
+    return f"{start}{tracing}{certificates}case $1/$name in\n{cases}{other}\nesac\n{_START}"
 
 
 def _exports(variables: Mapping[str, str]) -> str:

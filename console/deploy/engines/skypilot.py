@@ -36,7 +36,8 @@ on its machines; in `SITE/site.yaml` where they are (`infra: aws/eu-central-1`) 
 ```
 
 The job group of {home} ends with the run; cancel the others then: `sky jobs cancel`. Tokens and other secrets:
-`--secret PENSTOCK_TOKEN=...` with each launch (docs/operating.md). SkyPilot starts a task again that fails, {restarts}
+`--secret PENSTOCK_TOKEN=...` with each launch (docs/operating.md), `--secret OTEL_EXPORTER_OTLP_HEADERS=...` if the
+collector of traces asks for a key. SkyPilot starts a task again that fails, {restarts}
 times at most, or whose machine is taken away. The run's folder and its Redis are on the head's disk: on a head that was
 replaced the run begins again, so keep the head off spot machines.
 """

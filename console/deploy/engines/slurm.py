@@ -37,6 +37,7 @@ _SETTINGS = """# Read by every machine of the job, with bash.
 # export PATH="/shared/penstock/.venv/bin:$PATH"
 {secrets}# Secrets (docs/operating.md); what is missing is off. Nobody else is to read this file: chmod 600.
 # export PENSTOCK_TOKEN_FILE=
+# export OTEL_EXPORTER_OTLP_HEADERS=
 """
 _CERTIFICATES = """# The folder `certificates`: its MACHINE/{ca,cert,key}.pem are the certificate of each machine.
 export PENSTOCK_SECRETS=

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import grpc
-import pytest
 import structlog
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from penstock import tracing
 from penstock.environments import Action, Environment, Message, Outcome, Task
@@ -19,9 +15,6 @@ from penstock.environments.serving import EnvironmentServicer, environment_servi
 from penstock.network.connection import Connection
 from penstock.process.log_setup import configure_logging
 from penstock.process.tasks import end
-from penstock.tracing.counters import LOST
-from penstock.tracing.recording import Span
-from penstock.tracing.settings import TraceSettings
 from penstock.v1 import environment_pb2, environment_pb2_grpc
 from services.generator.environments.client import EnvironmentClient
 from services.generator.environments.config import EnvironmentLimits
@@ -77,51 +70,3 @@ async def test_what_an_environment_does_belongs_to_the_sample_that_asks_in_spans
     found = [json.loads(line).get("trace_id") for line in lines]
     assert found == [first["traceId"], failed["traceId"], None, failed["traceId"]]
     assert all('"run_id": "r"' in line for line in lines)
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it gets."""
-
-    def __init__(self):
-        self.spans = []
-
-    def Export(self, request, context):
-        self.spans += [span for each in request.resource_spans for part in each.scope_spans for span in part.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
-@pytest.fixture
-def exporting(monkeypatch):
-    """Records for a collector at that port."""
-
-    def begin(port):
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-        tracing.configure("test", instance="test-0", settings=TraceSettings(exports=True))
-
-    yield begin
-    tracing.close()
-
-
-def test_a_collector_gets_what_is_recorded(exporting):
-    collector, server = Collector(), grpc.server(ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    exporting(port)
-    context = tracing.group_context("r", "g")
-    tracing.record(Span(name="rl.group", run_id="r", start_s=1.0, end_s=2.0, context=context))
-    tracing.close()
-    server.stop(0).wait()
-    [span] = collector.spans
-    assert (span.name, span.trace_id) == ("rl.group", context.trace_id.to_bytes(16))
-
-
-def test_a_collector_that_is_away_is_counted_and_delays_the_end_by_seconds_only(exporting):
-    before = LOST.labels("collector")._value.get()
-    exporting(1)
-    for _ in range(3):
-        tracing.record(Span(name="rl.group", run_id="r", start_s=1.0, end_s=2.0))
-    begun_s = time.monotonic()
-    tracing.close()
-    assert time.monotonic() - begun_s < 15
-    assert LOST.labels("collector")._value.get() == before + 3

@@ -91,4 +91,4 @@ def test_an_environment_elsewhere_is_named_and_not_served():
     assert parse_run_config(files["r0/run.yaml"], source="run.yaml").environment.target == "grpc://games:7320"
     insecure = deployed({**PLAIN_RUN, "environment": "games:Guess", "insecure": True})
     service = insecure["r0/docker-compose.yml"]["services"]["environment"]
-    assert service["environment"] == {"PENSTOCK_INSECURE": "true"}
+    assert service["environment"]["PENSTOCK_INSECURE"] == "true"
