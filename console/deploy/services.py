@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from console.config.config import TracingSection
+from console.config.config import LogSection, TracingSection
 from console.config.derive import export_environment
 from console.deploy.configurations import Configurations
 from console.deploy.description import (
@@ -21,6 +21,7 @@ from console.deploy.environments import NAME as ENVIRONMENT
 from console.deploy.environments import stated_environment
 from console.deploy.nodes import Machine
 from console.deploy.trainers import TrainingMachine
+from console.launch.service_group import log_options
 from penstock.config import ConfigError, validate
 from penstock.security.plain_text import INSECURE_VARIABLE
 from services.scheduler.problem.plan_document import host_classes, node_classes
@@ -127,7 +128,7 @@ def _center(made: Configurations, machine: str) -> list[Service]:
                 name=name,
                 kind=kind,
                 image=f"penstock-{kind}",
-                arguments=("serve", kind, "--config", str(config / f"{name}.yaml")),
+                arguments=("serve", kind, "--config", str(config / f"{name}.yaml"), *_logs(made)),
                 port=port,
                 memory_gib=memory_gib(kind),
                 after=after,
@@ -149,11 +150,18 @@ def _environment(made: Configurations) -> Service:
             str(stated_environment(made.config)["target"]),
             "--listen",
             f"{made.listen_host}:{port}",
+            *_logs(made),
         ),
         port=port,
         memory_gib=memory_gib(ENVIRONMENT),
         variables={INSECURE_VARIABLE: "true"} if made.is_insecure else {},
     )
+
+
+def _logs(made: Configurations) -> tuple[str, ...]:
+    """Options that say how a service writes its log, where the run's file does; `penstock run` and `node` read that."""
+    section = validate(LogSection, made.config.get("log", {}), source="log")
+    return () if section == LogSection() else log_options(section)
 
 
 def _host(made: Configurations, machine: str) -> Service:
@@ -175,7 +183,7 @@ def _trainer(made: Configurations, trainer: TrainingMachine, *, is_head: bool) -
         name="trainer" if is_head else f"trainer-{trainer.name}",
         kind="trainer",
         image=_image(made, "trainer"),
-        arguments=("serve", "trainer", "--config", str(made.layout.config / "trainer.yaml")),
+        arguments=("serve", "trainer", "--config", str(made.layout.config / "trainer.yaml"), *_logs(made)),
         torchrun=trainer.torchrun,
         port=PORTS["trainer"] if is_head else None,
         gpus=0 if made.is_emulated else trainer.gpus,

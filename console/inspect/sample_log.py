@@ -1,14 +1,15 @@
 """Implements `penstock logs --sample`: one sample's way through the services, from a run folder's spans and logs.
 
-Spans of the group's trace that concern the sample, spans of others that link to it (the batch that scored it, the step
-that trained on it), and the lines of every log that name it or belong to one of those traces; in order of time.
+Spans of the group's trace that concern the sample, spans of others that link to it (the batch that scored it, the
+scorer's pack, the step that trained on it) with the critic's part of that step, and the lines of every log that name it
+or belong to one of those traces; in order of time.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -65,6 +66,7 @@ def sample_log_command(run_dir: Path, key_text: str) -> int:
     folder = open_folder(run_dir)
     key = SampleKey.read(key_text, run_id=_run_id(folder))
     spans = list(_spans(folder.path, key))
+    spans += _parts(folder.path, [span for _, span in spans if span["name"] == "rl.train.step"])
     traces = {key.trace_id} | {span["traceId"] for _, span in spans}
     entries = sorted([*_span_entries(spans), *_lines(folder, key, traces)])
     for entry in entries:
@@ -80,11 +82,7 @@ def sample_log_command(run_dir: Path, key_text: str) -> int:
 
 def _spans(folder: Path, key: SampleKey) -> Iterator[tuple[str, Json]]:
     """The sample's spans and those that link to it, each with the service that wrote it."""
-    found: list[tuple[str, Json]] = []
-    for path in trace_files(folder):
-        # One that is deleted meanwhile was the oldest.
-        with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as lines:
-            found += [each for line in lines if key.trace_id in line for each in _read(line)]
+    found = list(_naming(folder, {key.trace_id}))
     own = set(key.span_ids)
     # Parents may stand after their children, by any number of levels.
     while more := {span["spanId"] for _, span in found if span.get("parentSpanId") in own} - own:
@@ -93,6 +91,25 @@ def _spans(folder: Path, key: SampleKey) -> Iterator[tuple[str, Json]]:
         is_own = span["traceId"] == key.trace_id and span["spanId"] in own | {key.root_span_id}
         if is_own or any(link.get("spanId") in key.span_ids for link in span.get("links", ())):
             yield where, span
+
+
+def _parts(folder: Path, steps: Sequence[Json]) -> Iterator[tuple[str, Json]]:
+    """What the critic did for these steps; the trainer's own waits and passes are those of all samples."""
+    if steps:
+        names = {step["spanId"] for step in steps}
+        for where, span in _naming(folder, {step["traceId"] for step in steps}):
+            if span.get("parentSpanId") in names and span["name"].startswith("rl.critic."):
+                yield where, span
+
+
+def _naming(folder: Path, trace_ids: Collection[str]) -> Iterator[tuple[str, Json]]:
+    """The spans of all lines that name one of these traces."""
+    for path in trace_files(folder):
+        # One that is deleted meanwhile was the oldest.
+        with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            for line in lines:
+                if any(each in line for each in trace_ids):
+                    yield from _read(line)
 
 
 def _read(line: str) -> Iterator[tuple[str, Json]]:

@@ -32,7 +32,7 @@ from console.launch.cpu_pinning import Cores
 from console.launch.embedded_redis import redis_spec, redis_url
 from console.launch.ports import free_addresses
 from console.launch.probes import service_problem
-from console.launch.service_group import ServiceProcesses
+from console.launch.service_group import ServiceProcesses, log_options
 from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceSpec, console_argv, service_environment
 from console.node.config import HostConfig, read_machine
 from penstock.config import StrictModel
@@ -161,7 +161,9 @@ class Launcher:
             ServiceSpec(
                 name="environment",
                 kind="environment",
-                argv=console_argv("env", "serve", section.target, "--listen", endpoint.listen or ""),
+                argv=console_argv(
+                    "env", "serve", section.target, "--listen", endpoint.listen or "", *log_options(self._config.log)
+                ),
                 address=endpoint.target,
                 env=service_environment(inherited | plain, num_threads=1),
                 log_path=self._folder.log_of("environment"),

@@ -90,7 +90,6 @@ class ServiceProcesses:
         """
         path = self._folder.services / f"{name}.yaml"
         write_config(settings, path)
-        log_options = ("--log-level", self._log.level, "--log-format", self._log.format)
 
         async def is_ready() -> bool:
             if not target:
@@ -103,7 +102,7 @@ class ServiceProcesses:
             ServiceSpec(
                 name=name,
                 kind=kind,
-                argv=console_argv("serve", kind, "--config", str(path), "--name", name, *log_options),
+                argv=console_argv("serve", kind, "--config", str(path), "--name", name, *log_options(self._log)),
                 address=target,
                 env=service_environment({**os.environ, **(environment or {})}, num_threads=num_threads),
                 log_path=self._folder.log_of(name),
@@ -193,3 +192,8 @@ class ServiceProcesses:
         except OSError as error:
             self.take_refusal(error)
         self._on_change(record)
+
+
+def log_options(log: LogSection) -> tuple[str, ...]:
+    """Options by which a service is told how to write its log."""
+    return ("--log-level", log.level, "--log-format", log.format)

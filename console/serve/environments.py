@@ -9,22 +9,24 @@ from collections.abc import Sequence
 import uvloop
 
 from console.serve.addresses import as_address
+from console.serve.serve import begin_logs
 from penstock import tracing
 from penstock.config import ConfigError
 from penstock.environments import EnvironmentLoadError, load_environment
 from penstock.environments.check import check_server
 from penstock.environments.serving import serve_async
 from penstock.network.rpc import PortUnavailableError
-from penstock.process.log_setup import configure_logging
 from penstock.rewards.verdicts import CheckStatus
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.tracing.settings import run_of
 
 
-def serve_environment(target: str, *, listen: str, max_sessions: int, max_idle_s: float) -> None:
+def serve_environment(
+    target: str, *, listen: str, max_sessions: int, max_idle_s: float, level: str, log_format: str
+) -> None:
     """Serve a class until SIGTERM or SIGINT. Raises ConfigError."""
-    configure_logging("environment", run_id=run_of())
+    begin_logs("environment", run_id=run_of(), level=level, log_format=log_format)
     tracing.configure("environment", instance="environment", run_id=run_of())
     as_address(listen)
     try:

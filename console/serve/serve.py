@@ -62,12 +62,7 @@ def serve_command(
     service = _choice(kind, tuple(ServiceKind), "service")
     config = load_service_config(service, path, overrides, listen=listen)
     run_id = getattr(config, "run_id", "") or run_of()
-    configure_logging(
-        name or service,
-        run_id=run_id,
-        level=_choice(level, get_args(LogLevel), "--log-level"),
-        log_format=_choice(log_format, get_args(LogFormat), "--log-format"),
-    )
+    begin_logs(name or service, run_id=run_id, level=level, log_format=log_format)
     # torch and vLLM write to any stream; a line cut by a crash is better than a lost one.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     watch_launcher()
@@ -78,6 +73,16 @@ def serve_command(
         uvloop.run(serve(config))
     except PortUnavailableError as error:
         raise ConfigError(f"listen: {error}") from error
+
+
+def begin_logs(service: str, *, run_id: str, level: str, log_format: str) -> None:
+    """Set this process's logs up as its options say. Raises ConfigError."""
+    configure_logging(
+        service,
+        run_id=run_id,
+        level=_choice(level, get_args(LogLevel), "--log-level"),
+        log_format=_choice(log_format, get_args(LogFormat), "--log-format"),
+    )
 
 
 def load_service_config(

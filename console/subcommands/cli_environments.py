@@ -21,6 +21,8 @@ def serve(
     max_idle_s: Annotated[
         float, typer.Option("--max-idle-s", min=1, help="Close a session without a call for so many seconds.")
     ] = 1800.0,
+    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",
 ) -> None:
     """Serve a Python class as an environment; a run uses it as environment=grpc://HOST:PORT.
 
@@ -29,7 +31,14 @@ def serve(
     """
     from console.serve.environments import serve_environment
 
-    serve_environment(target, listen=listen, max_sessions=max_sessions, max_idle_s=max_idle_s)
+    serve_environment(
+        target,
+        listen=listen,
+        max_sessions=max_sessions,
+        max_idle_s=max_idle_s,
+        level=log_level,
+        log_format=log_format,
+    )
 
 
 @command(app)

@@ -135,6 +135,16 @@ def running(document: dict[str, Any], folder: Path) -> Iterator[Run]:
         yield run
 
 
+def assert_logs_are_json(logs: Path, service: str) -> None:
+    """Every line of a service's log is an object that says when, how grave, who, and of which run."""
+    lines = [json.loads(line) for path in logs.glob(f"{service}.log*") for line in path.read_text().splitlines()]
+    assert lines
+    for line in lines:
+        assert {"timestamp", "level", "event"} <= line.keys(), line
+        assert (line["service"], line["run_id"]) == (service, RUN_ID), line
+        assert ("group_id" in line) or ("sample_index" not in line), line
+
+
 def assert_balanced(summary: dict[str, Any], *, num_samples: int) -> None:
     """Every sample submitted was trained or dropped by name, and as many were trained as the steps hold."""
     audit = summary["audit"]

@@ -9,7 +9,7 @@ import pytest
 from penstock.environments import Action, Task
 from penstock.model.model_folder import FileTokenizer
 from services.generator.environments.transcript import read_transcript
-from tests.e2e.runs import assert_balanced, running, small_run
+from tests.e2e.runs import assert_balanced, assert_logs_are_json, running, small_run
 from tests.helpers.console import ROOT
 from tests.helpers.traces import spans_in
 
@@ -38,6 +38,7 @@ def test_no_session_dies_with_a_generator_or_the_environment(task, tmp_path, row
         generator__count=2,
         policy__token_shards=2,
         tracing__ratio=0.5,
+        log__format="json",
     )
     document |= {"environment": "guess:Guess", "record": True}
     with running(document, tmp_path) as run:
@@ -51,6 +52,7 @@ def test_no_session_dies_with_a_generator_or_the_environment(task, tmp_path, row
         lines = [json.loads(line) for line in (run.folder.path / "trajectories.jsonl").read_text().splitlines()]
     assert_balanced(summary, num_samples=NUM_STEPS * 8 * 4)
     assert_turns_are_traced(run.folder.path)
+    assert_logs_are_json(run.folder.logs, "environment")
     # No sample was lost with a process, though leases were.
     assert summary["audit"]["dropped"] == {}
     assert any(line["num_leases"] > 1 for line in lines)

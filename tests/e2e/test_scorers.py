@@ -14,7 +14,7 @@ from console.config.run_folder import RunFolder
 from console.page.run_data import RunData
 from console.recording.reader import read_groups
 from quickstart.prepare import Prepared
-from tests.e2e.runs import assert_balanced, running, small_run
+from tests.e2e.runs import assert_balanced, assert_logs_are_json, running, small_run
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
 from tests.helpers.models.tiny_model import make_tiny_model
 from tests.helpers.serving import serving
@@ -87,6 +87,7 @@ async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_
         algorithm__name="ppo", algorithm__kl_coefficient=0.05, algorithm__reference="service",
         algorithm__critic="service", algorithm__num_minibatches=2, run__checkpoint_every_steps=NUM_STEPS,
         algorithm__max_staleness=0, optimizer__learning_rate=1e-3, policy__token_shards=3, tracing__ratio=1.0,
+        log__format="json",
     )  # fmt: skip
     document |= {"scorers": 2, "record": True}
     with running(document, tmp_path) as run:
@@ -102,6 +103,8 @@ async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_
 
     assert_the_page_shows_the_gap_that_the_trainer_reports(run.folder, apart)
     assert_one_trace_holds_each_group(run.folder.path)
+    for name in ("broker", "scheduler", "generator-0", "reward-0", "scorer-0", "scorer-1", "critic", "trainer"):
+        assert_logs_are_json(run.folder.logs, name)
 
     recorded = {each.group.prompt.group_id: each.group for each in read_groups(run.folder.path / "trajectories.jsonl")}
     broker = ScriptedTrainingBroker()

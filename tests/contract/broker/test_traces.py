@@ -13,6 +13,7 @@ from penstock import tracing
 from penstock.network.rpc import call
 from penstock.tracing.tail import MAX_TAIL
 from penstock.v1 import broker_pb2, types_pb2
+from services.broker.ingest.score_check import DROP_REASONS
 from services.broker.operations import drops
 from services.broker.records.ended import Ended
 from services.broker.records.store import Store
@@ -122,6 +123,29 @@ async def test_what_is_not_sampled_leaves_no_trace_unless_it_failed(tmp_path: Pa
         "lanes"
     ]
     assert [span[2] for span in lane["spans"]] == ["queued", "leased", "scoring", "waiting"]
+
+
+async def test_every_status_that_is_a_failure_leaves_a_trace(tmp_path: Path) -> None:
+    reasons = list(DROP_REASONS.values())
+    size = len(reasons) + 2
+    with tracing_to(tmp_path, ratio=0.0):
+        async with serving(MemoryStore()) as broker:
+            policy = broker_pb2.RunPolicy(partial_groups=broker_pb2.PARTIAL_GROUP_POLICY_SHRINK)
+            await broker.open(policy=policy, group_size=size)
+            await broker.submit(prompt("g", group_size=size))
+            generator, worker = Generator.connect(broker.channel), Worker.connect(broker.channel)
+            generator.beat(credits=size)
+            await generator.finish(await generator.leases(size))
+            leases = sorted(await worker.leases(size), key=lambda each: each.item.key.sample_index)
+            statuses = [*DROP_REASONS, *[types_pb2.SCORE_STATUS_OK] * 2]
+            values = [*[None] * len(reasons), 0.0, 1.0]
+            await worker.report(*(map(result, leases, values, statuses)))
+            assert (await broker.audit()).in_flight == 2
+    samples = [each for each in spans_in(tmp_path) if each.name == "rl.sample"]
+    found = {each.attributes["rl.sample.key"]: each.span["status"]["message"] for each in samples}
+    # To abstain is no failure.
+    assert found == {f"g/{index}": why for index, why in enumerate(reasons) if why != "reward_abstained"}
+    assert len(found) >= 6
 
 
 async def test_a_scorer_is_a_station_of_its_own(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from console.inspect.sample_log import sample_log_command
@@ -31,11 +33,20 @@ def test_a_sample_is_followed_through_every_service_in_order(folder, capsys):
     events = [Event(name="chunk", at_s=AT_S + 2.5, attributes={"rl.policy.version": 9})]
     with tracing_to(folder, ratio=1.0):
         # Children first: a generator writes its lease before the broker writes the sample.
-        tracing.record(span("rl.sample.generate", 2, parent=sample, events=events))
+        lease = tracing.group_context("r1", "a lease")
+        lease = replace(lease, trace_id=group.trace_id)
+        tracing.record(span("rl.sample.generate", 2, context=lease, parent=sample, events=events))
         tracing.record(span("rl.sample.generate", 2, parent=other))
         batch = tracing.group_context("r1", "a batch")
         tracing.record(span("rl.reward.score", 4, context=batch, links=[other, sample]))
-        tracing.record(span("rl.train.step", 6, context=tracing.step_context("r1", 1, 0), links=[sample]))
+        tracing.record(span("rl.reference.score", 5, links=[sample]))
+        tracing.record(span("rl.environment.step", 2.2, parent=lease, attributes={"rl.turn": 0}))
+        step, next_step = (tracing.step_context("r1", version, 0) for version in (1, 2))
+        for each in (step, next_step):
+            tracing.record(span("rl.critic.step", 6.1, parent=each))
+            tracing.record(span("rl.train.compute", 6.1, parent=each))
+        tracing.record(span("rl.train.step", 6, context=step, links=[sample]))
+        tracing.record(span("rl.train.step", 6, context=next_step, links=[other]))
         tracing.record(span("rl.group", 0, context=group))
         tracing.record(span("rl.sample", 0, context=sample, parent=group, attributes={"rl.sample.key": "0-7/3"}))
         tracing.record(span("rl.sample", 0, context=other, parent=group, error="reward_failed"))
@@ -61,14 +72,17 @@ def test_a_sample_is_followed_through_every_service_in_order(folder, capsys):
         "test-0 rl.sample 1.000",
         "test-0 rl.sample.generate 1.000",
         "generator-0 2026-09-21T14:13:22.100Z [info",
+        "test-0 rl.environment.step 1.000",
         "test-0 rl.sample.generate: chunk",
         "test-0 rl.reward.score 1.000",
         'reward {"timestamp": "2026-09-21T14:13:24.500Z",',
         'reward {"timestamp": "2026-09-21T14:13:24.700Z",',
+        "test-0 rl.reference.score 1.000",
         "test-0 rl.train.step 1.000",
+        "test-0 rl.critic.step 1.000",
         "trainer 2026-09-21T14:13:26.100Z [warning]",
     ]
-    assert lines[4].endswith("policy.version=9")
+    assert lines[5].endswith("policy.version=9")
     assert "\x1b" not in "".join(lines)
 
 

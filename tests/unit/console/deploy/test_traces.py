@@ -1,4 +1,4 @@
-"""Every service of a deployment is told where its spans go, and no file has what the collector is shown."""
+"""Every service of a deployment is told where spans go and how logs look; no file has what the collector is shown."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ ONE = plan([("l4-0", 2, 4)], [("a100-0", 4)])
 
 def files_for(engine, **tracing):
     run = PLAIN_RUN | {"run": {"id": "r7"}, "tracing": TRACING | tracing, "environment": "guess:Guess"}
+    run |= {"log": {"format": "json"}}
     more = {"head_address": "head.example"} if engine == "kubernetes" else {}
     return deployed(spread_model(), of=ONE, run=run, engine=engine, **more)
 
@@ -41,6 +42,8 @@ def test_containers_have_it_in_their_environment_and_a_place_for_the_secret():
     for name, service in services.items():
         if name != "redis":
             assert service["environment"].items() >= TOLD.items(), name
+        if "serve" in service["command"][:2]:
+            assert service["command"][-4:] == ["--log-level", "info", "--log-format", "json"], name
     for path, content in files.items():
         if path.endswith(("secrets.env", "environment.env")):
             assert "\n# OTEL_EXPORTER_OTLP_HEADERS=" in content, path
