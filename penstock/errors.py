@@ -177,6 +177,12 @@ class TurnConflictError(PenstockError):
     code, reason = code_pb2.FAILED_PRECONDITION, "TURN_CONFLICT"
 
 
+class SessionMovedError(PenstockError):
+    """Another generator has the agent's session by now, or it has ended."""
+
+    code, reason = code_pb2.FAILED_PRECONDITION, "SESSION_MOVED"
+
+
 class ServiceUnavailableError(PenstockError):
     """The server drains, or a part it needs is away."""
 

@@ -19,6 +19,7 @@ from penstock.v1 import (
     reward_pb2,
     sandbox_pb2,
     scheduler_pb2,
+    sessions_pb2,
     shards_pb2,
     trainer_pb2,
     weights_pb2,
@@ -28,6 +29,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "security.md"
 BEGIN, END = "<!-- calls and roles: begin -->", "<!-- calls and roles: end -->"
 MODULES = (
     broker_pb2,
+    sessions_pb2,
     shards_pb2,
     trainer_pb2,
     critic_pb2,

@@ -35,8 +35,11 @@ def serve_environment(
         raise ConfigError(str(error)) from error
 
 
-def check_environment(target: str, *, row: str, say: Sequence[str]) -> int:
-    """Print the verdict on a running environment; returns the exit status. Raises ConfigError."""
+def check_environment(target: str, *, row: str, say: Sequence[str], run_id: str | None) -> int:
+    """Print the verdict on a running environment; returns the exit status. Raises ConfigError.
+
+    Without `run_id` it calls in the name of the run that the certificate shown is bound to, if any.
+    """
     try:
         columns = json.loads(row)
     except ValueError as error:
@@ -44,7 +47,8 @@ def check_environment(target: str, *, row: str, say: Sequence[str]) -> int:
     if not isinstance(columns, dict):
         raise ConfigError("--row: must be one JSON object")
     address, security = as_address(target), Security.from_environment(JUDGES)
-    results = asyncio.run(check_server(address, row=columns, say=say, security=security))
+    named = run_id or security.run_id or "check"
+    results = asyncio.run(check_server(address, row=columns, say=say, run_id=named, security=security))
     for result in results:
         print(f"{result.status.value:7} {result.name}{f': {result.detail}' if result.detail else ''}")
     has_failed = any(result.status is CheckStatus.FAILED for result in results)

@@ -50,6 +50,10 @@ def check(
     say: Annotated[
         list[str] | None, typer.Option("--say", metavar="TEXT", help="What the model says, turn by turn; repeatable.")
     ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="ID", help="Call in the name of this run.  [default: the certificate's]"),
+    ] = None,
 ) -> int:
     """Check that an environment keeps the contract; exit status 1 if it does not.
 
@@ -58,7 +62,7 @@ def check(
     """
     from console.serve.environments import check_environment
 
-    return check_environment(target, row=row, say=say or [])
+    return check_environment(target, row=row, say=say or [], run_id=run)
 
 
 @command(app, hidden=True)

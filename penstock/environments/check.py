@@ -41,6 +41,7 @@ async def check_server(
     row: Mapping[str, Any],
     say: Sequence[str] = (),
     timeout_s: float = 30.0,
+    run_id: str = "check",
     security: Security = NO_SECURITY,
 ) -> list[CheckResult]:
     """Call the server at `target` (host:port) in every way that the contract covers.
@@ -50,13 +51,14 @@ async def check_server(
         row: A data row that it can play: `prompt` (text or messages), `answer`, other columns.
         say: What the model says, turn by turn; after that "1".
         timeout_s: Of each call, seconds.
+        run_id: The run in whose name it calls; a certificate of one run opens no other.
         security: Credentials to show.
 
     Returns:
         One result per check, in order; the server conforms if none is FAILED. One result if it cannot be reached.
     """
     async with open_channel(target, security) as channel:
-        server = _Checked(channel, target, timeout_s, row, say)
+        server = _Checked(channel, target, timeout_s, row, say, run_id)
         first = await run_check("answers", server.opens)
         if first.status is CheckStatus.FAILED:
             return [first]
@@ -80,12 +82,18 @@ async def check_server(
 
 class _Checked:
     def __init__(
-        self, channel: grpc.aio.Channel, target: str, timeout_s: float, row: Mapping[str, Any], say: Sequence[str]
+        self,
+        channel: grpc.aio.Channel,
+        target: str,
+        timeout_s: float,
+        row: Mapping[str, Any],
+        say: Sequence[str],
+        run_id: str,
     ) -> None:
         self._target = target
         self._timeout_s = timeout_s
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
-        self._row, self._say = row, say
+        self._row, self._say, self._run_id = row, say, run_id
         self._name = f"check-{uuid.uuid4().hex[:12]}"
         self._opening = environment_pb2.ResetResponse()
         self._opens = False
@@ -225,7 +233,7 @@ class _Checked:
             answer=str(self._row.get("answer", "")),
             metadata_json=json.dumps(columns) if columns else "",
             purpose=types_pb2.PURPOSE_TRAIN,
-            run_id="check",
+            run_id=self._run_id,
         )
         return await self._call(self._stub.Reset, request)
 

@@ -29,7 +29,7 @@ from penstock.security.plain_text import (
     plain_listener_problem,
     plain_listener_warning,
 )
-from penstock.security.roles import caller_of_pem
+from penstock.security.roles import ANY, caller_of_pem
 from penstock.security.tls import RenewedChannel
 
 CLUSTER = "PENSTOCK"
@@ -117,6 +117,13 @@ class Security:
         if caller is None or caller.is_operator or not caller.name or field in config.model_fields_set:
             return config
         return config.model_copy(update={field: caller.name})
+
+    @property
+    def run_id(self) -> str | None:
+        """The one run that this process's certificate opens; None without one, or if it opens several or any."""
+        caller = None if self.cert_file is None else caller_of_pem(self.cert_file.read_bytes())
+        runs = set() if caller is None else {grant.run_id for grant in caller.grants}
+        return runs.pop() if len(runs) == 1 and ANY not in runs else None
 
     @property
     def has_credentials(self) -> bool:

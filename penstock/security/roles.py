@@ -26,6 +26,8 @@ _URI = re.compile(rf"{URI_SCHEME}://([A-Za-z0-9._*-]+)/([a-z]+)/([A-Za-z0-9._*-]
 _ROLES = {name.removeprefix(_PREFIX).lower(): value for name, value in Role.items() if value}
 _NAMED_FIELDS = ("generator_id", "worker_id", "producer_id", "receiver_id", "node_id")
 """Fields in which a request names its sender."""
+_PREDECESSOR = "replaces_generator_id"
+"""Names a process that ended, whose rights the sender claims; may be empty."""
 _FRAME, _HELLO = "frame", "hello"
 
 
@@ -130,6 +132,8 @@ class Caller:
         for field in _NAMED_FIELDS:
             if field in fields:
                 self._check_name(field, getattr(message, field))
+        if _PREDECESSOR in fields and getattr(message, _PREDECESSOR):
+            self._check_name(_PREDECESSOR, getattr(message, _PREDECESSOR))
 
     def _check_name(self, field: str, value: str) -> None:
         if self.name and value != self.name and not value.startswith(f"{self.name}-"):

@@ -702,6 +702,7 @@ class GeneratorHello(_message.Message):
     ACCEPTS_LEASE_BATCHES_FIELD_NUMBER: _builtins.int
     ROUTING_FIELD_NUMBER: _builtins.int
     HAS_ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    REPLACES_GENERATOR_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     generator_id: _builtins.str
@@ -722,6 +723,10 @@ class GeneratorHello(_message.Message):
     """Whether it takes several leases in one message (LeaseBatch)."""
     has_environment: _builtins.bool
     """Whether its samples talk with an environment; refused unless the run has one (RunPolicy.has_environment)."""
+    replaces_generator_id: _builtins.str
+    """The generator_id of the process whose place it takes and which has ended, as the caller knows for certain: its leases
+    and agents' sessions are free at once. Empty if it knows of none.
+    """
     @_builtins.property
     def profile(self) -> Global___GeneratorProfile:
         """How fast it is, where it knows."""
@@ -745,10 +750,11 @@ class GeneratorHello(_message.Message):
         accepts_lease_batches: _builtins.bool = ...,
         routing: _types_pb2.RoutingShape | None = ...,
         has_environment: _builtins.bool = ...,
+        replaces_generator_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_lease_batches", b"accepts_lease_batches", "endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "has_environment", b"has_environment", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "routing", b"routing", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_lease_batches", b"accepts_lease_batches", "endpoint", b"endpoint", "engine", b"engine", "generator_id", b"generator_id", "has_environment", b"has_environment", "listens_in_plain_text", b"listens_in_plain_text", "max_context_tokens", b"max_context_tokens", "may_move", b"may_move", "profile", b"profile", "replaces_generator_id", b"replaces_generator_id", "routing", b"routing", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2212,6 +2218,7 @@ class Audit(_message.Message):
     TRAINED_BY_STALENESS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     SUBMITTED_BY_VERSION_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
     submitted: _builtins.int
     """Samples accepted by SubmitPrompts."""
     trained: _builtins.int
@@ -2247,6 +2254,10 @@ class Audit(_message.Message):
     def submitted_by_version(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmittedRow]:
         """Submitted samples by version, to balance the rows against."""
 
+    @_builtins.property
+    def sessions(self) -> Global___SessionAudit:
+        """Agents' sessions; unset if there were none. balanced then says that they are, too."""
+
     def __init__(
         self,
         *,
@@ -2261,14 +2272,73 @@ class Audit(_message.Message):
         trained_by_staleness: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         rows: _abc.Iterable[Global___AuditRow] | None = ...,
         submitted_by_version: _abc.Iterable[Global___SubmittedRow] | None = ...,
+        sessions: Global___SessionAudit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sessions", b"sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "dropped", b"dropped", "in_flight", b"in_flight", "in_flight_by_state", b"in_flight_by_state", "max_staleness_seen", b"max_staleness_seen", "policy_version", b"policy_version", "rows", b"rows", "submitted", b"submitted", "submitted_by_version", b"submitted_by_version", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["balanced", b"balanced", "dropped", b"dropped", "in_flight", b"in_flight", "in_flight_by_state", b"in_flight_by_state", "max_staleness_seen", b"max_staleness_seen", "policy_version", b"policy_version", "rows", b"rows", "sessions", b"sessions", "submitted", b"submitted", "submitted_by_version", b"submitted_by_version", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Audit: _TypeAlias = Audit  # noqa: Y015
+
+@_typing.final
+class SessionAudit(_message.Message):
+    """Agents' sessions, from their first stored turn on (sessions.proto). They are not samples: one that is put becomes as many as it
+    has branches.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    OPENED_FIELD_NUMBER: _builtins.int
+    PUT_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    opened: _builtins.int
+    """Sessions of which a turn was stored."""
+    put: _builtins.int
+    """Ended, and in a group that was put."""
+    open: _builtins.int
+    """Neither: they go on, or wait for their siblings. Counted one by one."""
+    @_builtins.property
+    def dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Given up, by reason."""
+
+    def __init__(
+        self,
+        *,
+        opened: _builtins.int = ...,
+        put: _builtins.int = ...,
+        dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        open: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "open", b"open", "opened", b"opened", "put", b"put"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionAudit: _TypeAlias = SessionAudit  # noqa: Y015
 
 @_typing.final
 class AuditRow(_message.Message):

@@ -81,6 +81,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """[NOT_FOUND] The environment has no such session open. Open it anew and repeat its turns."""
     ERROR_REASON_TURN_CONFLICT: _ErrorReason.ValueType  # 24
     """[FAILED_PRECONDITION] Neither the session's next turn nor, word for word, one that it took."""
+    ERROR_REASON_SESSION_MOVED: _ErrorReason.ValueType  # 25
+    """[FAILED_PRECONDITION] Another generator has the agent's session by now, or it has ended. Drop it."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call, or one item of it, was refused. The status code that goes with each is in brackets."""
@@ -137,6 +139,8 @@ ERROR_REASON_UNKNOWN_SESSION: ErrorReason.ValueType  # 23
 """[NOT_FOUND] The environment has no such session open. Open it anew and repeat its turns."""
 ERROR_REASON_TURN_CONFLICT: ErrorReason.ValueType  # 24
 """[FAILED_PRECONDITION] Neither the session's next turn nor, word for word, one that it took."""
+ERROR_REASON_SESSION_MOVED: ErrorReason.ValueType  # 25
+"""[FAILED_PRECONDITION] Another generator has the agent's session by now, or it has ended. Drop it."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 @_typing.final

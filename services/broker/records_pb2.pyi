@@ -12,6 +12,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from penstock.v1 import broker_pb2 as _broker_pb2
+from penstock.v1 import sessions_pb2 as _sessions_pb2
 from penstock.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -250,6 +251,50 @@ class RenewalRecord(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewalRecord: _TypeAlias = RenewalRecord  # noqa: Y015
+
+@_typing.final
+class SessionRecord(_message.Message):
+    """An agent's session. Its turns, serialized AgentTurns, are chunks under the record's name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    GENERATOR_ID_FIELD_NUMBER: _builtins.int
+    NUM_TURNS_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    PUT_S_FIELD_NUMBER: _builtins.int
+    EXPIRE_S_FIELD_NUMBER: _builtins.int
+    generator_id: _builtins.str
+    """The generator that has it; empty if nobody does."""
+    num_turns: _builtins.int
+    """Turns stored."""
+    stored_bytes: _builtins.int
+    """Bytes that it takes."""
+    put_s: _builtins.float
+    """When it was last stored."""
+    expire_s: _builtins.float
+    """When it is given up, unless it is stored again."""
+    @_builtins.property
+    def session(self) -> _sessions_pb2.AgentSession:
+        """It, as it was last stored."""
+
+    def __init__(
+        self,
+        *,
+        session: _sessions_pb2.AgentSession | None = ...,
+        generator_id: _builtins.str = ...,
+        num_turns: _builtins.int = ...,
+        stored_bytes: _builtins.int = ...,
+        put_s: _builtins.float = ...,
+        expire_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_s", b"expire_s", "generator_id", b"generator_id", "num_turns", b"num_turns", "put_s", b"put_s", "session", b"session", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionRecord: _TypeAlias = SessionRecord  # noqa: Y015
 
 @_typing.final
 class RewindRecord(_message.Message):
@@ -764,6 +809,26 @@ class RunRecord(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SessionsDroppedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_ID_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
@@ -786,6 +851,9 @@ class RunRecord(_message.Message):
     CLOSE_S_FIELD_NUMBER: _builtins.int
     PAYLOAD_GONE_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    SESSIONS_OPENED_FIELD_NUMBER: _builtins.int
+    SESSIONS_PUT_FIELD_NUMBER: _builtins.int
+    SESSIONS_DROPPED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     policy_version: _builtins.int
@@ -820,6 +888,10 @@ class RunRecord(_message.Message):
     """
     format: _builtins.int
     """Format version of these records; 0 in runs older than this field."""
+    sessions_opened: _builtins.int
+    """Agents' sessions that had a turn."""
+    sessions_put: _builtins.int
+    """Those of them whose groups were put."""
     @_builtins.property
     def limits(self) -> _broker_pb2.RunLimits:
         """Its limits, every default filled in."""
@@ -848,6 +920,10 @@ class RunRecord(_message.Message):
     def owner(self) -> _broker_pb2.RunOwner:
         """The instance of the run id, and the trainer that last took it over."""
 
+    @_builtins.property
+    def sessions_dropped(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Those given up, by reason."""
+
     def __init__(
         self,
         *,
@@ -873,10 +949,13 @@ class RunRecord(_message.Message):
         close_s: _builtins.float = ...,
         payload_gone: _builtins.str = ...,
         format: _builtins.int = ...,
+        sessions_opened: _builtins.int = ...,
+        sessions_put: _builtins.int = ...,
+        sessions_dropped: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "forgotten_version", b"forgotten_version", "limits", b"limits", "owner", b"owner", "policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "close_s", b"close_s", "dropped", b"dropped", "forgotten_version", b"forgotten_version", "format", b"format", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "owner", b"owner", "owner_s", b"owner_s", "payload_gone", b"payload_gone", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_books_version", b"_books_version", "_forgotten_version", b"_forgotten_version", "books_version", b"books_version", "close_s", b"close_s", "dropped", b"dropped", "forgotten_version", b"forgotten_version", "format", b"format", "history", b"history", "is_closed", b"is_closed", "last_sequence", b"last_sequence", "limits", b"limits", "open_s", b"open_s", "owner", b"owner", "owner_s", b"owner_s", "payload_gone", b"payload_gone", "policy", b"policy", "policy_version", b"policy_version", "rewinds", b"rewinds", "run_id", b"run_id", "sessions_dropped", b"sessions_dropped", "sessions_opened", b"sessions_opened", "sessions_put", b"sessions_put", "streams", b"streams", "submitted", b"submitted", "trained", b"trained", "trained_by_staleness", b"trained_by_staleness", "version_s", b"version_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__books_version: _TypeAlias = _typing.Literal["books_version"]  # noqa: Y015
     _WhichOneofArgType__books_version: _TypeAlias = _typing.Literal["_books_version", b"_books_version"]  # noqa: Y015

@@ -25,6 +25,7 @@ from services.broker.runtime.metrics import BrokerMetrics
 from services.broker.runtime.retention import Retention
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.service import BrokerService
+from services.broker.session_service import SessionService
 from services.broker.storage.stores import StoreSettings, store_kind
 
 _log = structlog.get_logger()
@@ -83,7 +84,7 @@ def make_server(
     public_hosts: Sequence[str] = (),
 ) -> rpc.Server:
     """A gRPC server of that core, also for `brokers` if it is joined to others; see `rpc.Server` for `public_hosts`."""
-    services = [rpc.service_of(BrokerService(run_registry, brokers))]
+    services = [rpc.service_of(BrokerService(run_registry, brokers)), rpc.service_of(SessionService(run_registry))]
     if brokers is not None:
         services.append(brokers.service)
     # Healthy once the caretaker has seen the store.

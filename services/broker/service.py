@@ -24,7 +24,7 @@ from services.broker.ingest.validation import (
     check_reason,
     check_timestamp,
 )
-from services.broker.operations import delivery, drops, ownership, submission
+from services.broker.operations import agent_sessions, delivery, drops, ownership, submission
 from services.broker.rules.limits import duration
 from services.broker.runtime import removal
 from services.broker.runtime.run_list import list_runs
@@ -90,6 +90,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             _admit_trainer(state, request, replica.clock.now_s())
             if request.drop_reason:
                 drops.drop_all(state, request.drop_reason)
+                agent_sessions.drop_all(state, request.drop_reason)
             state.run.is_closed, state.run.close_s = True, state.run.close_s or closed_s
 
         await replica.transact(operation)
@@ -201,7 +202,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
         def operation(state: RunState) -> int:
             _admit_trainer(state, request, replica.clock.now_s())
-            drops.check_countable(state, request.reason)
+            drops.check_countable(state.run.dropped, request.reason)
             return drops.drop_groups(state, request.group_ids, request.reason)
 
         num_samples = await replica.transact(operation)

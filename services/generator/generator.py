@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -56,6 +55,7 @@ from services.generator.environments.client import EnvironmentClient
 from services.generator.environments.rendering import ChatTokenizer
 from services.generator.environments.sessions import EnvironmentSessions
 from services.generator.failure_log import Failure, FailureCounts
+from services.generator.incarnation import Incarnation
 from services.generator.metrics import GeneratorMetrics
 from services.generator.watchdog import DecodeWatch
 from services.generator.weights.wiring import build_puller
@@ -104,12 +104,13 @@ class Generator:
         tokenizer: ChatTokenizer | None = None,
         judges: Security = NO_SECURITY,
     ) -> None:
-        self.generator_id = f"{config.generator_id}-{uuid.uuid4().hex[:8]}"
         self._config = config
         self._engine = engine
         self._metrics = metrics
         # Kept across restarts, so the folder's name omits the process's own suffix.
         cache_dir = config.cache_dir / config.generator_id
+        self._incarnation = Incarnation(config.generator_id, cache_dir)
+        self.generator_id = self._incarnation.generator_id
         self._failures = FailureCounts(cache_dir, metrics.engine_failures)
         self._resources = AsyncExitStack()
         self._started = asyncio.Event()
@@ -175,6 +176,8 @@ class Generator:
         """Open the connections."""
         self._failures.begin()
         self._resources.callback(self._failures.end)
+        self._incarnation.begin()
+        self._resources.callback(self._incarnation.end)
         self._resources.push_async_callback(self._broker.close)
         if self._environment is not None:
             self._resources.push_async_callback(self._environment.close)
@@ -257,6 +260,7 @@ class Generator:
             listens_in_plain_text=bool(self._security.plain_listeners),
             routing=self._routing,
             has_environment=self._environment is not None,
+            replaces_generator_id=self._incarnation.predecessor,
         )
         self._session = LeaseSession(self._broker, hello=hello, handler=self._lease_handler, security=self._security)
         self._leasing = asyncio.create_task(self._session.run())

@@ -24,6 +24,8 @@ from services.broker.state.queue_entry import REFERENCE, REWARD, ScoringTask
 
 PEER_TIMEOUT_S = 60.0
 """A generator not seen for this long counts as gone."""
+RETURN_S = 3.0
+"""A generator that lives is back after this long when its stream breaks off, and REFRESH_EVERY_S later known to be."""
 WORKER_TIMEOUT_S = 10.0
 """The same for a reward worker, which is seen every few seconds while its stream is open."""
 KEPT_S = 3600.0
@@ -62,6 +64,8 @@ class Peers:
         self._longest_s = -math.inf
         self._gone: set[str] = set()
         """Generators whose stream to this process ended."""
+        self._lost_s: dict[str, float] = {}
+        """When the stream of a generator to this process broke off, by the monotonic clock."""
 
     def longest_context_tokens(self) -> int | None:
         """Capacity of the largest generator; None until others had time to connect."""
@@ -134,7 +138,7 @@ class Peers:
         view.beat_time.CopyFrom(timestamp(self._clock.now_s()))
         self._generators[name] = view
         self._longest = max(self._longest or 0, view.hello.max_context_tokens)
-        self._gone.discard(name)
+        self._note_back(name)
         self._unwritten[name] = None
 
     def _add_speed(self, view: broker_pb2.GeneratorView, num_held: int) -> None:
@@ -153,6 +157,19 @@ class Peers:
         if view is not None:
             view.num_free_leases = 0
             await self._write([generator_id])
+
+    def lose(self, generator_id: str) -> None:
+        """Record that a generator's stream broke off."""
+        self._lost_s[generator_id] = self._clock.monotonic_s()
+
+    def is_lost(self, generator_id: str, *, for_s: float = RETURN_S) -> bool:
+        """Whether a generator's stream to this process broke off so long ago, and it has not been back anywhere."""
+        lost_s = self._lost_s.get(generator_id)
+        return lost_s is not None and self._clock.monotonic_s() - lost_s >= for_s
+
+    def _note_back(self, generator_id: str) -> None:
+        self._gone.discard(generator_id)
+        self._lost_s.pop(generator_id, None)
 
     async def _write_changed(self) -> None:
         """Write the views that changed to the store, at most once a second."""
@@ -211,7 +228,7 @@ class Peers:
                 known = self._generators.get(view.hello.generator_id)
                 if known is None or _beat_s(view) > _beat_s(known):
                     self._generators[view.hello.generator_id] = view
-                    self._gone.discard(view.hello.generator_id)
+                    self._note_back(view.hello.generator_id)
             self._note_workers(stored)
             await self._forget()
             if self._generators and self._first_seen_s is None:
@@ -231,7 +248,7 @@ class Peers:
             else:
                 del self._generators[name]
                 self._spans.pop(name, None)
-                self._gone.discard(name)
+                self._note_back(name)
                 self._speeds.pop(name, None)
         if gone:
             await self._store.forget_peers(self._run_id, gone)

@@ -191,6 +191,11 @@ def check_hello(hello: broker_pb2.GeneratorHello) -> None:
     """A generator's first frame."""
     check_run_id(hello.run_id)
     check_id("hello.generator_id", hello.generator_id)
+    predecessor = hello.replaces_generator_id
+    if predecessor:
+        check_id("hello.replaces_generator_id", predecessor)
+        is_another = predecessor != hello.generator_id
+        require(is_another, "hello.replaces_generator_id", predecessor, "another process's, which has ended; or empty")
     require(hello.max_context_tokens >= 2, "hello.max_context_tokens", hello.max_context_tokens, "at least 2")
     # For display only and never called, so it need not be the generator's own.
     is_address = not hello.endpoint or _ENDPOINT.fullmatch(hello.endpoint) is not None

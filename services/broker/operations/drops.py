@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from penstock.errors import InvalidFieldError
@@ -128,9 +128,8 @@ def _note_failure(state: RunState, group: GroupRecord, index: int, reason: str) 
     state.pending.ended.append(Ended(group=group, reason=reason, is_failure=True, index=index, sample=sample))
 
 
-def check_countable(state: RunState, reason: str) -> None:
-    """Raise InvalidFieldError if a caller's reason is one too many."""
-    dropped = state.run.dropped
+def check_countable(dropped: Mapping[str, int], reason: str) -> None:
+    """Raise InvalidFieldError if a caller's reason is one too many for these counts."""
     if reason not in dropped and len(dropped) >= MAX_REASONS:
         raise InvalidFieldError(
             f"reason: {reason!r} would be one more than the {MAX_REASONS} reasons the run counts; use one of those",

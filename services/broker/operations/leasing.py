@@ -7,7 +7,7 @@ the next one.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.v1 import broker_pb2, types_pb2
@@ -258,12 +258,25 @@ def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> i
 
     renewal.forget_gone(state, now_s)
     late = state.generation_ends.ended(state.generation_leases, end_s, now_s)
-    for group_id, indices in late.items():
+    return _end_leases(state, late)
+
+
+def end_all_of(state: RunState, generator_id: str) -> int:
+    """End the leases of a generator whose process has ended; returns how many."""
+    held: dict[str, list[int]] = {}
+    for group_id, index in state.generation_leases.get(generator_id, {}).values():
+        held.setdefault(group_id, []).append(index)
+    return _end_leases(state, held)
+
+
+def _end_leases(state: RunState, samples: Mapping[str, Sequence[int]]) -> int:
+    """End the leases of samples, by group; returns how many."""
+    for group_id, indices in samples.items():
         with state.edit(group_id) as group:
             for index in indices:
                 end_lease(state, group, index)
             drops.close_group(state, group)
-    return sum(len(indices) for indices in late.values())
+    return sum(len(indices) for indices in samples.values())
 
 
 def end_lease(state: RunState, group: GroupRecord, index: int) -> None:

@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator
 
 from penstock.errors import RunConflictError, ServiceUnavailableError
 from penstock.v1 import broker_pb2
-from services.broker.operations import drops
+from services.broker.operations import agent_sessions, drops
 from services.broker.records.store import ConflictError, Delta, Root, Store
 from services.broker.records_pb2 import RunRecord
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.shards.shard_removal import remove_shards
+from services.broker.state.run_state import RunState
 
 DELETED, EXPIRED = "deleted", "expired"
 CALL_S = 2.0
@@ -65,13 +66,21 @@ async def expire(replica: RunReplica, root: Root) -> None:
     Raises ConflictError if the run was changed meanwhile.
     """
     run = RunRecord.FromString(root.run)
-    if run.submitted != run.trained + sum(run.dropped.values()):
-        await replica.transact(lambda state: drops.drop_all(state, EXPIRED) if state.run.is_closed else 0)
+    has_samples = run.submitted != run.trained + sum(run.dropped.values())
+    if has_samples or run.sessions_opened != run.sessions_put + sum(run.sessions_dropped.values()):
+        await replica.transact(_drop_all)
         [fresh] = await replica.store.roots([replica.run_id])
         if fresh is None or not RunRecord.FromString(fresh.run).is_closed:
             return
         root = fresh
     await mark(replica.store, root, is_closed=True, payload_gone=EXPIRED)
+
+
+def _drop_all(state: RunState) -> None:
+    """Drop what a closed run still has in flight."""
+    if state.run.is_closed:
+        drops.drop_all(state, EXPIRED)
+        agent_sessions.drop_all(state, EXPIRED)
 
 
 async def purge(store: Store, run: RunRecord, root: Root) -> AsyncIterator[int]:

@@ -17,7 +17,7 @@ import structlog
 
 from penstock.clock import Clock
 from penstock.errors import PenstockError, ServiceUnavailableError, UnknownRunError
-from services.broker.operations import leasing, scores, token_ends
+from services.broker.operations import agent_sessions, leasing, scores, token_ends
 from services.broker.records.store import Store
 from services.broker.records.token_tails import TailReport
 from services.broker.rules.flush_pacing import FlushInterval
@@ -300,6 +300,7 @@ async def expire(replica: RunReplica, metrics: BrokerMetrics) -> None:
         if clock is None:
             return renewed, 0, 0
         heard_s, since_s = clock.heard_s, clock.unbroken_since_s
+        agent_sessions.expire(state, heard_s)
         return (
             renewed,
             leasing.expire(state, heard_s, unbroken_since_s=since_s),

@@ -34,7 +34,7 @@ def totals(state: RunState) -> broker_pb2.Audit:
 
 
 def _totals(state: RunState, counted: Counter[broker_pb2.SampleState.ValueType]) -> broker_pb2.Audit:
-    run = state.run
+    run, sessions = state.run, _sessions(state)
     in_flight = sum(counted.values())
     by_staleness = {versions: count for versions, count in run.trained_by_staleness.items() if count}
     return broker_pb2.Audit(
@@ -43,10 +43,22 @@ def _totals(state: RunState, counted: Counter[broker_pb2.SampleState.ValueType])
         dropped=dict(run.dropped),
         in_flight=in_flight,
         in_flight_by_state={state_name(value): count for value, count in counted.items()},
-        balanced=run.submitted == run.trained + sum(run.dropped.values()) + in_flight,
+        balanced=run.submitted == run.trained + sum(run.dropped.values()) + in_flight
+        and (sessions is None or sessions.opened == sessions.put + sum(sessions.dropped.values()) + sessions.open),
         max_staleness_seen=max(by_staleness, default=0),
         policy_version=run.policy_version,
         trained_by_staleness=by_staleness,
+        sessions=sessions,
+    )
+
+
+def _sessions(state: RunState) -> broker_pb2.SessionAudit | None:
+    """Agents' sessions; None if there were none."""
+    run = state.run
+    if not run.sessions_opened and not state.sessions:
+        return None
+    return broker_pb2.SessionAudit(
+        opened=run.sessions_opened, put=run.sessions_put, dropped=dict(run.sessions_dropped), open=len(state.sessions)
     )
 
 

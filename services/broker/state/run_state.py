@@ -22,26 +22,25 @@ from services.broker.dispatch.length_histogram import LengthCounts
 from services.broker.dispatch.situation import Order, QueuedGroup, Rank
 from services.broker.records.formats import check_format
 from services.broker.records.store import Delta, SampleId, Snapshot
-from services.broker.records_pb2 import GroupRecord, RenewalRecord, RunRecord, SampleRecord, StepTally
+from services.broker.records_pb2 import GroupRecord, RenewalRecord, RunRecord, SampleRecord, SessionRecord, StepTally
 from services.broker.rules.admission import AdmissionRule
 from services.broker.rules.limits import Limits
 from services.broker.rules.sample_policy import Policy
-from services.broker.state import queue_entry
+from services.broker.state import other_records, queue_entry
 from services.broker.state.batch_index import BatchIndex
 from services.broker.state.batches import cut_at, cuts_between, head_of, ids, num_groups, read_record
 from services.broker.state.group_records import GroupRecords
 from services.broker.state.lease_ends import LeaseEnds
 from services.broker.state.news import News
-from services.broker.state.other_records import OtherRecords, is_group, renewal_name, tally_name
 from services.broker.state.queue_entry import FinishedKey, Leases, QueueEntry, predicted_tokens, remove_leases
 
 _QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
 _FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
 _SEALING = broker_pb2.SAMPLE_STATE_SEALING
 
-FORMAT = 5
+FORMAT = 6
 """Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`. 3: see
-`CompactSample`. 4: see `RenewalRecord`. 5: see `reference_element`."""
+`CompactSample`. 4: see `RenewalRecord`. 5: see `reference_element`. 6: see `SessionRecord`."""
 SLICE_BYTES = 128 * 1024
 """Records applied at once while a run is loaded: about 10 ms if all are live."""
 
@@ -85,11 +84,13 @@ class RunState:
         self.sealing: set[SampleId] = set()
         """Samples whose token shard has not said yet how many tokens they have."""
         self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
-        self._others = OtherRecords()
+        self._others = other_records.OtherRecords()
         self.tallies = self._others.tallies
         """By step: the tally of its groups that no longer have a record."""
         self.renewals = self._others.renewals
         """By generator: the last renewal of its leases."""
+        self.sessions = self._others.sessions
+        """By id: agents' sessions."""
         self._entries: dict[str, QueueEntry] = {}
         self._stored = {}
         self._news = News(is_all=True)
@@ -230,22 +231,25 @@ class RunState:
     def set_tally(self, version: int, tally: StepTally | None) -> None:
         """Replace a step's tally, or remove it with None."""
         self._is_turned = True
-        name = tally_name(version)
+        name = other_records.tally_name(version)
         self._undo.setdefault(name, self._serialized(name))
-        if tally is None:
-            self.tallies.pop(version, None)
-        else:
-            self.tallies[version] = tally
+        other_records.put_or_remove(self.tallies, version, tally)
 
     def set_renewal(self, holder_id: str, renewal: RenewalRecord | None) -> None:
         """Replace the renewal of a generator's leases, or remove it with None; no stream waits for that."""
-        name = renewal_name(holder_id)
+        name = other_records.renewal_name(holder_id)
         self._undo.setdefault(name, self._serialized(name))
-        if renewal is None:
-            self.renewals.pop(holder_id, None)
-        else:
-            self.run.format = FORMAT
-            self.renewals[holder_id] = renewal
+        self.run.format = FORMAT
+        other_records.put_or_remove(self.renewals, holder_id, renewal)
+
+    def set_session(self, session_id: str, session: SessionRecord | None) -> None:
+        """Replace an agent's session, or remove it and its turns with None."""
+        name = other_records.session_name(session_id)
+        self._undo.setdefault(name, self._serialized(name))
+        self.run.format = FORMAT
+        other_records.put_or_remove(self.sessions, session_id, session)
+        if session is None:
+            self.clear((name, 0))
 
     def _noted(self, group_id: str) -> GroupRecord:
         """The group, before its record changes."""
@@ -316,7 +320,7 @@ class RunState:
 
     def _serialized(self, name: str) -> bytes | None:
         """The current record of this name; None if there is none."""
-        if not is_group(name):
+        if not other_records.is_group(name):
             return self._others.serialized(name)
         return self.groups.serialized(name) if name in self.groups else None
 
@@ -383,7 +387,7 @@ class RunState:
             self.policy = Policy.from_proto(self.run.policy, self.limits)
 
     def _replace(self, name: str, data: bytes | None) -> None:
-        if not is_group(name):
+        if not other_records.is_group(name):
             self._others.replace(name, data)
             return
         self._take_out(name)
@@ -392,7 +396,7 @@ class RunState:
 
     def _read_in(self, name: str, data: bytes) -> None:
         """Add a stored record where there is none of its name."""
-        if not is_group(name):
+        if not other_records.is_group(name):
             self._others.replace(name, data)
             return
         head = head_of(data)

@@ -27,7 +27,7 @@ from services.broker.ingest.validation import (
     check_hello,
     check_routing,
 )
-from services.broker.operations import leasing
+from services.broker.operations import agent_sessions, leasing
 from services.broker.operations.leasing import GeneratorFacts, Grant
 from services.broker.operations.renewal import Heard
 from services.broker.rules.limits import LEASE_SECRET_BYTES, duration
@@ -133,6 +133,9 @@ class LeaseStream:
             state.check_open()
             check_routing(self._hello, state.limits)
             check_environment(self._hello, state.policy)
+            if self._hello.replaces_generator_id:
+                leasing.end_all_of(state, self._hello.replaces_generator_id)
+                agent_sessions.release_all_of(state, self._hello.replaces_generator_id)
 
         await self._replica.transact(check)
         await self._replica.peers.meet_generator(self._hello)
@@ -206,9 +209,12 @@ class LeaseStream:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Gives up the seat at the end of the block."""
+        """Gives up the seat at the end of the block; a stream that breaks off is not left as one that ends."""
         try:
             yield
+        except BaseException:
+            self._replica.peers.lose(self._hello.generator_id)
+            raise
         finally:
             if self._seat is not None:
                 self._replica.lease_rounds.leave(self._seat)

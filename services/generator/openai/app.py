@@ -7,7 +7,6 @@
     GET    /v1/sessions/{id}                          its state
     DELETE /v1/sessions/{id}                          gives it up
     POST   /v1/session_keys                           a key for an agent
-    POST   /v1/copies, /v1/copies/{check,take}        for other generators: copies of sessions
     GET    /health                                    without a credential
 
 A client that disconnects aborts its sample. Tokens and agents' keys are sent as OpenAI's clients send an API key.
@@ -123,8 +122,6 @@ class OpenAIRoutes:
         add("DELETE", "/v1/sessions/{id}", self._drop, roles=of)
         add("POST", "/v1/session_keys", self._session_key, roles=of)
         add("GET", "/health", self._health, roles=ANYBODY)
-        for path, handler in self._agents.copies.handlers.items():
-            add("POST", path, handler, roles=[Role.ACCESS_ROLE_GENERATOR])
         return app
 
     @web.middleware
@@ -320,7 +317,7 @@ class OpenAIRoutes:
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         if self._agents.is_closed:
             return web.json_response({"status": "stopping"}, status=503)
-        return web.json_response({"status": "ok", "instance": self._agents.copies.instance})
+        return web.json_response({"status": "ok"})
 
     def _check_model(self, body: SamplingRequest) -> None:
         if body.model not in (None, self._model_name):

@@ -27,7 +27,6 @@ from services.generator.config import OpenAIConfig
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.engine.engine import GenerateRequest, SamplingSettings
 from services.generator.openai.answer_sampling import Answer, Piece, take_answer
-from services.generator.openai.copies import SessionCopies
 from services.generator.openai.formats.api_errors import ApiError, invalid, unavailable
 from services.generator.openai.formats.chat_template import ConversationTokenizer
 from services.generator.openai.formats.openai_requests import (
@@ -39,10 +38,11 @@ from services.generator.openai.formats.openai_requests import (
 )
 from services.generator.openai.sessions.agent_session import History, Session, Turn, token_ids_of
 from services.generator.openai.sessions.group_sender import GroupPutter
+from services.generator.openai.sessions.kept_sessions import KeptSessions
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import SessionAdmission
-from services.generator.openai.sessions.session_copy import Reward, SessionCopy
 from services.generator.openai.sessions.session_groups import MOVED, SessionGroups
+from services.generator.openai.sessions.stored_session import Reward, StoredSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Agents:
         unleased: Decodes samples without a lease.
         tokenizer: The model's tokenizer.
         putter: Provides the run's settings.
-        copies: Keeps copies of sessions elsewhere.
+        kept: Keeps sessions at the broker.
         config: Limits, and the run's sampling settings.
         metrics: Receives the counts.
         clock: Source of the time.
@@ -103,7 +103,7 @@ class Agents:
         *,
         tokenizer: ConversationTokenizer,
         putter: GroupPutter,
-        copies: SessionCopies,
+        kept: KeptSessions,
         config: OpenAIConfig,
         metrics: OpenAIMetrics,
         clock: Clock,
@@ -112,7 +112,7 @@ class Agents:
         self.clock = clock
         self._unleased = unleased
         self._putter = putter
-        self.copies = copies
+        self._kept = kept
         self._config = config
         self._metrics = metrics
         self._groups: SessionGroups | None = None
@@ -222,7 +222,7 @@ class Agents:
     async def drop(self, session_id: str, reason: str) -> bool:
         """Give a session up; returns whether it existed. Raises ApiError."""
         is_dropped = (await self.groups()).drop(session_id, reason)
-        await self.copies.moved([session_id], is_over=True)
+        self._putter.notify()
         return is_dropped
 
     async def find(self, session_id: str, task: str = "") -> Session | None:
@@ -236,24 +236,21 @@ class Agents:
     async def fetch(self, session_id: str, task: str = "") -> None:
         """Bring a session here, and those of its task unless that is empty, where their generator is gone."""
         if not (await self.groups()).knows(session_id, task):
-            await self.adopt(await self.copies.take(session_id, task))
+            await self.adopt(await self._kept.take(session_id, task))
 
-    async def adopt(self, copies: Sequence[SessionCopy]) -> None:
+    async def adopt(self, found: Sequence[StoredSession]) -> None:
         """Go on with sessions whose generator is gone."""
-        groups = await self.groups()
-        groups.restore(copies)
+        (await self.groups()).restore(found)
         self._putter.notify()
-        for copy in copies:
-            await self.copies.store(copy)
 
     async def _keep(self, session: Session, reward: Reward | None = None) -> None:
-        """Have a copy of the session. Raises ApiError: another generator has it by now."""
+        """Have the session stored as it is now. Raises ApiError: another generator has it by now."""
         groups = await self.groups()
-        copy = groups.copy_of(session, reward)
-        if copy is None:
+        stored = groups.stored(session, reward)
+        if stored is None:
             return
         try:
-            await self.copies.store(copy)
+            await self._kept.store(stored)
         except ApiError:
             groups.drop(session.session_id, MOVED)
             raise

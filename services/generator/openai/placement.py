@@ -108,8 +108,8 @@ class Placement:
             except GoneError as error:
                 self._down_until_s[peer] = self._monotonic_s() + DOWN_S
                 _log.warning("sessions go elsewhere", peer=peer, error=str(error))
-            except (web.HTTPNotFound, ApiError) as error:
-                if error.status != 404 or key is not None:
+            except (web.HTTPNotFound, web.HTTPConflict, ApiError) as error:
+                if error.status != 409 and (error.status != 404 or key is not None):
                     raise
             finally:
                 self._under_way[peer] -= 1
@@ -135,7 +135,11 @@ class Placement:
     async def _passed_on(
         self, request: web.Request, peer: str, body: bytes, *, takes_missing: bool
     ) -> web.StreamResponse:
-        """Its answer. Raises GoneError, and HTTPNotFound for a session that is not there unless it `takes_missing`."""
+        """Its answer.
+
+        Raises GoneError, HTTPConflict for a session that another one has, and HTTPNotFound for one that is not there
+        unless it `takes_missing`.
+        """
         if self._http is None:
             # Environments' proxies are not for peers.
             self._http = aiohttp.ClientSession(timeout=self._timeout, trust_env=False)
@@ -156,6 +160,8 @@ class Placement:
         async with answer:
             if answer.status == 503:
                 raise GoneError((await answer.text())[:200])
+            if answer.status == 409:
+                raise web.HTTPConflict
             if answer.status == 404 and not takes_missing:
                 raise web.HTTPNotFound
             return await _copied(request, answer)

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import structlog
 from aiohttp import web
 
+from penstock.clients.sessions import SessionClient
 from penstock.clock import Clock, SystemClock
 from penstock.errors import PenstockError
 from penstock.network.http_server import listen_http
@@ -19,13 +20,13 @@ from penstock.storage.addresses import last_name
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.unleased import UnleasedSamples
 from services.generator.openai.app import OpenAIRoutes
-from services.generator.openai.copies import SessionCopies
 from services.generator.openai.endpoint import Agents
 from services.generator.openai.formats.api_errors import ApiError
 from services.generator.openai.formats.chat_template import ConversationTokenizer
 from services.generator.openai.placement import Placement
 from services.generator.openai.session_reward import SessionRewards
-from services.generator.openai.sessions.group_sender import RETRY_S, GroupPutter
+from services.generator.openai.sessions.group_sender import PATIENCE_S, RETRY_S, GroupPutter
+from services.generator.openai.sessions.kept_sessions import KeptSessions
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_traces import SessionTraces
 
@@ -79,20 +80,25 @@ class OpenAIEndpoint:
             metrics=metrics,
             traces=SessionTraces(config.run_id, self._clock),
         )
-        self._copies = SessionCopies(
-            config.openai.address or self._listen,
-            config.openai.peers,
-            security=security,
+        limits = config.openai
+        self._kept = KeptSessions(
+            SessionClient(
+                config.broker,
+                run_id=config.run_id,
+                generator_id=unleased.generator_id,
+                security=security,
+                patience_s=PATIENCE_S,
+            ),
             metrics=metrics,
             clock=self._clock,
-            adopt_after_s=config.openai.group_timeout_s,
-            forget_after_s=config.openai.group_timeout_s + config.openai.session_idle_s,
+            adopt_after_s=limits.group_timeout_s,
+            forget_after_s=limits.request_timeout_s + limits.group_timeout_s + limits.session_idle_s,
         )
         self._agents = Agents(
             unleased,
             tokenizer=self._tokenizer,
             putter=self._putter,
-            copies=self._copies,
+            kept=self._kept,
             config=config.openai,
             metrics=metrics,
             clock=self._clock,
@@ -130,7 +136,7 @@ class OpenAIEndpoint:
             stack.push_async_callback(self._putter.close)
             stack.push_async_callback(self._rewards.close)
             stack.push_async_callback(self._placement.close)
-            stack.push_async_callback(self._copies.close)
+            stack.push_async_callback(self._kept.close)
             # A client that disconnects must not occupy an engine slot, nor leave a turn that it never saw.
             runner = web.AppRunner(
                 self._routes.application(), access_log=None, shutdown_timeout=HTTP_SHUTDOWN_S, handler_cancellation=True
@@ -158,16 +164,16 @@ class OpenAIEndpoint:
             groups,
             text_of=self._tokenizer.text_of,
             run_history=lambda: self._unleased.run_history,
-            moved=self._copies.moved,
+            kept=self._kept,
             clock=self._clock,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(putting)
-            tasks.create_task(self._copies.run(self._agents.adopt))
+            tasks.create_task(self._kept.run(self._agents.adopt))
 
     async def stop(self) -> None:
-        """Put complete groups; other sessions go on where their copies are. Takes seconds at most."""
-        self._copies.stop()
+        """Put complete groups; other sessions go on at other generators. Takes seconds at most."""
+        self._kept.stop()
         try:
             async with asyncio.timeout(PUT_AT_STOP_S):
                 groups = await self._agents.groups()

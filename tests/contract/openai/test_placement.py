@@ -3,13 +3,15 @@
 import asyncio
 import socket
 from collections import Counter
-from contextlib import AsyncExitStack, ExitStack, closing
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 
 import pytest
 from pydantic import ValidationError
 
+from services.broker.storage.memory_store import MemoryStore
 from services.generator.config import OpenAIConfig
-from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_model
+from tests.helpers.brokers.broker import Generator, serving
+from tests.helpers.generators.openai_endpoint import LIMITS, endpoint_bench, save_chat_model
 from tests.helpers.waiting import until
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -28,12 +30,34 @@ def free_ports(count):
         return [probe.getsockname()[1] for probe in probes]
 
 
+@asynccontextmanager
+async def heard(broker, generator_id):
+    """The broker hears a generator of that name, inside the block."""
+    generator = Generator.connect(broker.channel, generator_id)
+
+    async def beat():
+        while True:
+            generator.beat()
+            await asyncio.sleep(1.0)
+
+    beating = asyncio.create_task(beat())
+    try:
+        await generator.idle_reason()
+        yield
+    finally:
+        beating.cancel()
+        generator.stream.call.cancel()
+
+
 async def fleet(stack, model, count):
     peers = [f"127.0.0.1:{port}" for port in free_ports(count)]
-    settings = [{"listen": peer, "peers": peers, "limits": {"groups_per_step": 64}} for peer in peers]
+    broker = await stack.enter_async_context(serving(MemoryStore()))
+    await broker.open(**(LIMITS | {"groups_per_step": 64}))
     benches = []
-    for each in settings:
+    for number, peer in enumerate(peers):
+        each = {"listen": peer, "peers": peers, "shared_broker": broker, "generator_id": f"gen-{number}"}
         inner = AsyncExitStack()
+        await inner.enter_async_context(heard(broker, each["generator_id"]))
         benches.append((await inner.enter_async_context(endpoint_bench(model, lambda _p: "ok", **each)), inner))
         stack.push_async_callback(inner.aclose)
     return benches

@@ -51,9 +51,6 @@ OPENAI = {
     ("GET", "/v1/sessions/{id}"): {"environment"},
     ("DELETE", "/v1/sessions/{id}"): {"environment"},
     ("POST", "/v1/session_keys"): {"environment"},
-    ("POST", "/v1/copies"): {"generator"},
-    ("POST", "/v1/copies/check"): {"generator"},
-    ("POST", "/v1/copies/take"): {"generator"},
     ("GET", "/health"): {"anybody"},
 }
 Listener = Callable[[Security], AbstractAsyncContextManager[str]]

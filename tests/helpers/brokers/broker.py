@@ -155,6 +155,7 @@ class Generator:
         accepts_lease_batches: bool = False,
         routing: types_pb2.RoutingShape | None = None,
         lasts_s: float | None = 60.0,
+        replaces: str = "",
     ) -> Generator:
         """Open both streams."""
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
@@ -166,6 +167,7 @@ class Generator:
             profile=profile,
             accepts_lease_batches=accepts_lease_batches,
             routing=routing,
+            replaces_generator_id=replaces,
         )
         stream = Duplex(stub.StreamLeases, broker_pb2.StreamLeasesRequest(hello=hello), lasts_s=lasts_s)
         return cls(stub, stream, Duplex(stub.StreamTokens, lasts_s=lasts_s), generator_id, run_id=run_id)

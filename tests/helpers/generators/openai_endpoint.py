@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,9 +162,9 @@ class Bench:
         return _counts(self.metrics.sessions)
 
     @property
-    def copies(self) -> Counter[str]:
-        """Copies of sessions, by outcome."""
-        return _counts(self.metrics.copies)
+    def records(self) -> Counter[str]:
+        """Sessions at the broker, by outcome."""
+        return _counts(self.metrics.records)
 
     @property
     def dropped_branches(self) -> Counter[str]:
@@ -215,14 +215,17 @@ async def endpoint_bench(
     is_run_open: bool = True,
     max_concurrent_samples: int = 8,
     clock: Clock | None = None,
+    shared_broker: RunningBroker | None = None,
+    generator_id: str = "gen-0",
     **settings: Any,
 ) -> AsyncIterator[Bench]:
-    """A served broker with an open run, a served endpoint, and its loop."""
+    """A served broker with an open run, or one that is shared, a served endpoint, and its loop."""
     tokenizer = chat_tokenizer()
     engine = engine or PlannedEngine(tokenizer, plan)
     failures: list[Exception] = []
-    async with serving(MemoryStore(), security=broker_security) as broker:
-        if is_run_open:
+    shared = nullcontext(shared_broker) if shared_broker else serving(MemoryStore(), security=broker_security)
+    async with shared as broker:
+        if is_run_open and shared_broker is None:
             await broker.open(policy=policy, **(LIMITS | (limits or {})))
         held, generator_metrics = AttestedWeights(), GeneratorMetrics(CollectorRegistry())
         await held.attest(WeightsManifest(policy_version=0, history=0, digest="d"))
@@ -240,7 +243,7 @@ async def endpoint_bench(
             on_engine_failure=failures.append,
         )
         rollouts = Rollouts(parts, max_concurrent_samples=max_concurrent_samples)
-        unleased = UnleasedSamples(generator_id="gen-0", rollouts=rollouts, parts=parts)
+        unleased = UnleasedSamples(generator_id=generator_id, rollouts=rollouts, parts=parts)
         config = GeneratorConfig(
             run_id=RUN,
             broker=f"127.0.0.1:{broker.server.port}",

@@ -11,7 +11,7 @@ from services.broker.records.shard_ids import is_shard_id
 from services.broker.records.store import ConflictError, Mark
 from services.broker.records_pb2 import ShardGroup
 from services.broker.state.batches import head_of, read_record
-from services.broker.state.other_records import is_group
+from services.broker.state.other_records import is_group, is_session
 from services.broker.storage.redis.keys import RUNS, RunKeys
 from services.broker.storage.redis.load_run import scan
 from services.broker.storage.redis.redis_connection import RedisConnection, Script
@@ -76,6 +76,8 @@ class RedisPurge:
 def _keys(keys: RunKeys, name: str, record: bytes) -> list[str]:
     """The payload keys of a record; none if it cannot be read."""
     try:
+        if is_session(name):
+            return [keys.chunks((name, 0))]
         if not is_group(name):
             return []
         group = read_record(name, record, head_of(record))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+ELSEWHERE = "session_elsewhere"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -47,6 +48,11 @@ class ApiError(Exception):
 def invalid(param: str, message: str, *, code: str = "invalid_value") -> ApiError:
     """400: a field is at fault."""
     return ApiError(400, f"{param}: {message}", code=code, param=param)
+
+
+def elsewhere(message: str) -> ApiError:
+    """409: another generator has the session."""
+    return ApiError(409, message, code=ELSEWHERE, retry_after_s=1.0)
 
 
 def unavailable(message: str, *, retry_after_s: float = 1.0) -> ApiError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from contextlib import suppress
 
 import structlog
 
@@ -15,7 +15,9 @@ from penstock.errors import InvalidFieldError, PenstockError
 from penstock.process.tasks import set_within
 from penstock.security import Security
 from penstock.v1 import broker_pb2, types_pb2
+from services.generator.openai.formats.api_errors import ApiError
 from services.generator.openai.sessions.agent_session import Session
+from services.generator.openai.sessions.kept_sessions import KeptSessions
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import Transit
 from services.generator.openai.sessions.session_groups import MOVED, Finished, SessionGroup, SessionGroups
@@ -24,18 +26,13 @@ from services.generator.openai.sessions.session_trajectories import GroupNames, 
 
 POLL_S = 0.5
 """Interval of the search for idle sessions and expired groups."""
+PUT = "put"
+NOTHING_LEFT = "no_branch"
+"""Outcome of sessions of which no branch can be trained on; the branches are counted by reason."""
 PATIENCE_S = 5.0
 RETRY_S = 1.0
 
 _log = structlog.get_logger()
-
-
-class Moved(Protocol):
-    """Tells which sessions have gone elsewhere."""
-
-    async def __call__(self, session_ids: Iterable[str], *, is_over: bool = False) -> set[str]:
-        """Those that another generator has by now; the others need no copy any more if it `is_over`."""
-        ...
 
 
 class GroupPutter:
@@ -95,7 +92,7 @@ class GroupPutter:
         *,
         text_of: Callable[[Sequence[int]], str],
         run_history: Callable[[], int | None],
-        moved: Moved,
+        kept: KeptSessions,
         clock: Clock,
     ) -> None:
         """Put groups as they become ready, until cancelled; without sessions that another generator has by now."""
@@ -108,16 +105,15 @@ class GroupPutter:
                     while True:
                         self._news.clear()
                         groups.expire(clock.monotonic_s())
+                        await _report(groups, kept)
                         while (group := groups.take()) is not None:
                             self._idle.clear()
                             self.transit.num_taken += 1
                             try:
                                 names = self._names(group, text_of, epoch_s=clock.now_s() - clock.monotonic_s())
-                                await self._leave_out(group, moved)
-                                ids = _ids(group)
-                                await self._put(session, group, names, run_history=run_history())
-                                # Its copies are of no use any more.
-                                await moved(ids, is_over=True)
+                                await self._leave_out(group, kept)
+                                await self._put(session, group, names, kept, run_history=run_history())
+                                await kept.report_ends()
                             finally:
                                 self.transit.num_settled += 1
                         self._metrics.follow(groups)
@@ -146,52 +142,74 @@ class GroupPutter:
             traceparent=self._traces.traceparent(group.group_id),
         )
 
-    async def _leave_out(self, group: SessionGroup, moved: Moved) -> None:
-        gone = await moved(_ids(group))
+    async def _leave_out(self, group: SessionGroup, kept: KeptSessions) -> None:
+        gone = await kept.moved(_ids(group.finished))
         group.finished = [done for done in group.finished if done.session.session_id not in gone]
         self._metrics.end_sessions(MOVED, len(gone))
 
     async def _put(
-        self, session: TrajectorySession, group: SessionGroup, names: GroupNames, *, run_history: int | None
+        self,
+        session: TrajectorySession,
+        group: SessionGroup,
+        names: GroupNames,
+        kept: KeptSessions,
+        *,
+        run_history: int | None,
     ) -> None:
+        def lose(finished: Sequence[Finished], reason: str) -> None:
+            self._metrics.end_sessions(reason, len(finished))
+            kept.note_end(_ids(finished), reason)
+            for done in finished:
+                self._traces.record_dropped(done.session, group.group_id, reason)
+
         rewound = [done for done in group.finished if done.session.run_history not in (None, run_history)]
-        self._lose(group, rewound, "rewound")
+        lose(rewound, "rewound")
         group.finished = [done for done in group.finished if done not in rewound]
         if not group.finished:
             return
         made = to_group(group, limits=await self.limits(), names=names, on_dropped=self._metrics.drop_branches)
-        if made is not None:
-            try:
-                await self._send(session, group, *made)
-            except PenstockError as error:
-                # A retry would not help: the run is closed, or does not accept the group.
-                self._lose(group, group.finished, error.reason.lower())
-                if not isinstance(error, InvalidFieldError):
-                    raise
+        if made is None:
+            kept.note_end(_ids(group.finished), NOTHING_LEFT)
+            return
+        try:
+            refusal = await self._send(session, *made)
+        except PenstockError as error:
+            # A retry would not help: the run is closed, or does not accept the group.
+            lose(group.finished, error.reason.lower())
+            if not isinstance(error, InvalidFieldError):
+                raise
+        else:
+            if refusal is None:
+                self._metrics.end_sessions(PUT, len(group.finished))
+                kept.note_end(_ids(group.finished), PUT)
+            else:
+                lose(group.finished, refusal.reason.lower())
 
     async def _send(
-        self,
-        stream: TrajectorySession,
-        group: SessionGroup,
-        made: types_pb2.TrajectoryGroup,
-        sessions: Sequence[Session],
-    ) -> None:
+        self, stream: TrajectorySession, made: types_pb2.TrajectoryGroup, sessions: Sequence[Session]
+    ) -> types_pb2.ItemError | None:
+        """Why the broker refused the group, if it did."""
         receipt = await stream.store([made])
         if receipt.refused:
             error = receipt.refused[0]
             _log.warning("a group of agents was refused", group_id=made.prompt.group_id, message=error.message)
-            self._lose(group, group.finished, error.reason.lower())
-        else:
-            self._metrics.end_sessions("put", len(group.finished))
-            self._metrics.trajectories.inc(receipt.num_samples)
-            self._traces.record_put(made, sessions)
-
-    def _lose(self, group: SessionGroup, members: Sequence[Finished], reason: str) -> None:
-        """Count sessions that are not trained on."""
-        self._metrics.end_sessions(reason, len(members))
-        for done in members:
-            self._traces.record_dropped(done.session, group.group_id, reason)
+            return error
+        self._metrics.trajectories.inc(receipt.num_samples)
+        self._traces.record_put(made, sessions)
+        return None
 
 
-def _ids(group: SessionGroup) -> list[str]:
-    return [done.session.session_id for done in group.finished]
+def _ids(finished: Iterable[Finished]) -> list[str]:
+    return [done.session.session_id for done in finished]
+
+
+async def _report(groups: SessionGroups, kept: KeptSessions) -> None:
+    """Tell the broker which sessions have ended otherwise, and which are in another group now."""
+    for reason, session_ids in groups.take_ended().items():
+        kept.note_end(session_ids, reason)
+    await kept.report_ends()
+    for session in groups.take_regrouped():
+        stored = groups.stored(session)
+        if stored is not None:
+            with suppress(ApiError):
+                await kept.store(stored)

@@ -25,9 +25,9 @@ class OpenAIMetrics:
         self.sessions = counter(f"{_PREFIX}_sessions", "Sessions ended: put, or why they were dropped.", ["outcome"])
         self.trajectories = counter(f"{_PREFIX}_trajectories", "Trajectories put.")
         self.branches = counter(f"{_PREFIX}_branches_dropped", "Branches of sessions left out, by reason.", ["reason"])
-        self.copies = counter(
-            f"{_PREFIX}_session_copies",
-            "Copies of sessions: stored at another generator, failed, too_large, or taken of one that is gone.",
+        self.records = counter(
+            f"{_PREFIX}_session_records",
+            "Sessions at the broker: stored, refused for room, failed, or taken of a generator that is gone.",
             ["outcome"],
         )
         self._open = gauge(f"{_PREFIX}_open_sessions", "Sessions that go on.")

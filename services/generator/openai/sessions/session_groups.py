@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from services.generator.config import OpenAIConfig
 from services.generator.openai.formats.api_errors import ApiError, unavailable
 from services.generator.openai.sessions.agent_session import Session
-from services.generator.openai.sessions.session_copy import Reward, SessionCopy
+from services.generator.openai.sessions.stored_session import Reward, StoredSession
 
 MAX_SESSION_BYTES = 16 * 1024 * 1024
 MAX_HELD_BYTES = 512 * 1024 * 1024
@@ -28,10 +28,10 @@ MAX_TURNS = 512
 MAX_REMEMBERED = 10_000
 """Number of finished sessions that are remembered as finished."""
 RETRY_AFTER_S = 2.0
+SHUTDOWN = "shutdown"
+"""Why a session is dropped that may go on elsewhere, as this process stops."""
 MOVED = "moved"
 """Why a session is dropped that another generator has by now, and that may come back."""
-SHUTDOWN = "shutdown"
-"""Why one is dropped by a process that ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +97,10 @@ class SessionGroups:
         self._over: OrderedDict[str, float | None] = OrderedDict()
         self._num_groups = 0
         self._is_closed = False
+        self._ended: list[tuple[str, str]] = []
+        """Sessions dropped for good since they were last asked for, with the reason."""
+        self._regrouped: list[Session] = []
+        """Sessions that joined another group since then."""
 
     @property
     def is_closed(self) -> bool:
@@ -188,13 +192,13 @@ class SessionGroups:
         """Whether the session has ended here."""
         return session_id in self._over
 
-    def copy_of(self, session: Session, reward: Reward | None = None) -> SessionCopy | None:
-        """An open session, for another generator, with the `reward` that it is about to get; None if it is over."""
+    def stored(self, session: Session, reward: Reward | None = None) -> StoredSession | None:
+        """An open session, for the broker, with the `reward` that it is about to get; None if it is over."""
         group = self._groups.get(session.session_id)
-        return None if group is None else SessionCopy(session=session, group=group.name, reward=reward)
+        return None if group is None else StoredSession(session=session, group=group.name, reward=reward)
 
-    def restore(self, copies: Sequence[SessionCopy]) -> None:
-        """Take over sessions of another generator, in their groups; those that are known here are left out."""
+    def restore(self, copies: Sequence[StoredSession]) -> None:
+        """Go on with sessions of another generator, in their groups; those that are known here are left out."""
         found = {group.name: group for group in (*self._groups.values(), *self._waiting)}
         # A group without a finished member may have been put before these joined it: its name would be a repetition.
         lasting = {copy.group for copy in copies if copy.reward is not None} | found.keys()
@@ -223,6 +227,8 @@ class SessionGroups:
         session = self._open.pop(session_id)
         if reason != MOVED:
             self._remember(session_id, None)
+        if reason not in (MOVED, SHUTDOWN):
+            self._ended.append((session_id, reason))
         group.open_ids.discard(session_id)
         if not group.size and self._newest.get(group.task) is group:
             del self._newest[group.task]
@@ -248,6 +254,19 @@ class SessionGroups:
             self.drop(session_id, SHUTDOWN)
         for group in list(self._waiting):
             self._close(group)
+
+    def take_ended(self) -> dict[str, list[str]]:
+        """Sessions dropped for good since the last call, by reason; those that may go on elsewhere are left out."""
+        found: dict[str, list[str]] = {}
+        for session_id, reason in self._ended:
+            found.setdefault(reason, []).append(session_id)
+        self._ended = []
+        return found
+
+    def take_regrouped(self) -> list[Session]:
+        """Sessions that joined another group since the last call."""
+        found, self._regrouped = self._regrouped, []
+        return found
 
     def take(self) -> SessionGroup | None:
         """Take the next group to put."""
@@ -291,6 +310,7 @@ class SessionGroups:
             del self._newest[group.task]
         for session_id in sorted(group.open_ids):
             self._join(self._open[session_id])
+            self._regrouped.append(self._open[session_id])
         group.open_ids.clear()
         # A single sample has nothing to be compared with.
         if len(group.finished) >= min(2, self._group_size):
@@ -299,6 +319,8 @@ class SessionGroups:
             self.dropped["group_incomplete"] += len(group.finished)
             for done in group.finished:
                 self.on_dropped(done.session, group.group_id, "group_incomplete")
+            if not self._is_closed:
+                self._ended += [(done.session.session_id, "group_incomplete") for done in group.finished]
 
     def _add_finished(self, group: SessionGroup, session: Session, reward: Reward) -> None:
         self._remember(session.session_id, reward.value)
