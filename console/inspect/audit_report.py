@@ -41,12 +41,23 @@ def audit_command(run: str | None, *, broker: str | None, runs_dir: Path, by_ver
         print(json.dumps(document, indent=2))
     else:
         print(audit_line(document))
+        if "sessions" in document:
+            print(sessions_line(document["sessions"]))
         print(staleness)
         bias = loss_by_length(document)
         if bias is not None:
             print(bias)
         show_rows(document, plain_console(), by_version=by_version)
     return 0 if document.get("balanced") else 1
+
+
+def sessions_line(sessions: _Document) -> str:
+    """Agents' sessions, in words."""
+    reasons = ", ".join(f"{name} {count}" for name, count in sessions["dropped"].items())
+    dropped = f"{sum(sessions['dropped'].values())} dropped{f' ({reasons})' if reasons else ''}"
+    return (
+        f"agents' sessions: {sessions['opened']} opened = {sessions['put']} put + {dropped} + {sessions['open']} open"
+    )
 
 
 @dataclass(slots=True)

@@ -10,11 +10,13 @@ from penstock.v1 import broker_pb2
 
 
 def audit_document(audit: broker_pb2.Audit) -> dict[str, Any]:
-    """The document, in samples; see Audit in the proto for the meaning of its fields."""
+    """The document, in samples, with agents' sessions if there were any; see Audit in the proto for its fields."""
+    sessions = {"sessions": _fields(audit.sessions, "opened", "put", "dropped", "open")}
     return {
         **_fields(audit, "submitted", "trained", "dropped", "in_flight", "balanced"),
         "rows": [_fields(row, "submit_version", "max_tokens", "trained", "dropped", "in_flight") for row in audit.rows],
         "submitted_by_version": [_fields(row, "submit_version", "submitted") for row in audit.submitted_by_version],
+        **(sessions if audit.HasField("sessions") else {}),
     }
 
 

@@ -77,6 +77,15 @@ def test_a_version_that_does_not_balance_is_named(tmp_path: Path, capsys: pytest
     assert rows == [["3", "140", "120", "0", "10", "10", "yes"], ["4", "61", "30", "30", "0", "0", "NO"]]
 
 
+def test_agents_sessions_stand_beside_the_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    books = broker_pb2.Audit()
+    books.CopyFrom(BOOKS)
+    books.sessions.CopyFrom(broker_pb2.SessionAudit(opened=9, put=5, dropped={"idle": 1, "expired": 2}, open=1))
+    assert _audit(_folder(tmp_path, dict(audit_document(books)))) == 0
+    said = "agents' sessions: 9 opened = 5 put + 3 dropped (expired 2, idle 1) + 1 open"
+    assert " ".join(_lines(capsys)[1]) == said
+
+
 def test_json_is_the_whole_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _audit(_folder(tmp_path, dict(audit_document(BOOKS))), as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == audit_document(BOOKS)

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, types_pb2
-from penstock.wire.codec import int32_bytes
+from penstock.wire.codec import int32_array, int32_bytes
 from services.broker.assembly.messages import MAX_FRAME_BYTES
 from services.broker.streams import lease_stream, scoring_stream
 from tests.helpers.brokers.broker import (
@@ -197,6 +197,25 @@ async def test_a_generator_that_reconnects_keeps_its_leases(broker: RunningBroke
     assert "slot" in await again.idle_reason()
     await again.finish(leases)
     assert (await broker.audit()).in_flight_by_state["finished"] == 2
+
+
+async def test_a_process_that_replaces_another_frees_its_leases_at_once(broker: RunningBroker) -> None:
+    await broker.open(generation_lease=duration(3600))
+    await broker.submit(prompt("a"))
+    killed = Generator.connect(broker.channel, "gen-1")
+    killed.beat(credits=2)
+    first = await killed.leases(2)
+    await killed.put(chunk(first[0], [7, 8]))
+    successor = Generator.connect(broker.channel, "gen-2", replaces="gen-1")
+    successor.beat(credits=2)
+    leases = await successor.leases(2)
+    assert [int32_array(lease.prefix_token_ids, "prefix").tolist() for lease in leases] == [[7, 8], []]
+    # What the former one sends late is refused.
+    assert [error.reason for error in await killed.put(chunk(first[0], [9], offset=2))] == ["LEASE_LOST"]
+    assert (
+        await successor.put(*(chunk(lease, [9], finish=STOP, offset=2 * (lease is leases[0])) for lease in leases))
+        == []
+    )
 
 
 async def test_a_dropped_group_is_revoked(broker: RunningBroker) -> None:

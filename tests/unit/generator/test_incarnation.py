@@ -1,0 +1,34 @@
+"""A process says whose place it takes only when that one has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.generator.incarnation import Incarnation
+
+
+def test_a_predecessor_is_named_once_it_has_ended_and_a_twin_is_none(tmp_path: Path) -> None:
+    first = Incarnation("gen-0", tmp_path / "cache")
+    first.begin()
+    assert (first.predecessor, first.generator_id.startswith("gen-0-")) == ("", True)
+    twin = Incarnation("gen-0", tmp_path / "cache")
+    twin.begin()
+    assert twin.predecessor == ""
+    # As the system does with a process that is killed.
+    first.end()
+    second = Incarnation("gen-0", tmp_path / "cache")
+    second.begin()
+    assert second.predecessor == first.generator_id
+    second.end()
+    third = Incarnation("gen-0", tmp_path / "cache")
+    third.begin()
+    assert third.predecessor == second.generator_id
+    third.end()
+
+
+def test_without_a_folder_nobody_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    alone = Incarnation("gen-0", tmp_path / "file" / "cache")
+    alone.begin()
+    alone.end()
+    assert alone.predecessor == ""
