@@ -23,7 +23,7 @@ from tests.helpers.stores.redis_server import free_port
 PROMETHEUS = shutil.which("prometheus")
 FACTOR = 120
 """By which tests compress time: an alert that waits for half an hour fires after 15 s."""
-SCRAPE_EVERY = "250ms"
+SCRAPE_EVERY = "500ms"
 START_TIMEOUT_S = 60.0
 
 needs_prometheus = pytest.mark.skipif(
