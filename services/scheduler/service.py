@@ -53,6 +53,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s
         self._inventory = Inventory(heartbeat_interval_s=heartbeat_interval_s)
+        self._machine_gauges = plan_metrics.MachineGauges()
         self.lengths = lengths
         self._plans: dict[str, pb.Plan] = {}
         self._plan_changed = asyncio.Event()
@@ -119,6 +120,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Reconsider the plans every few seconds."""
         while True:
             await asyncio.sleep(min(LOOK_EVERY_S, self._heartbeat_interval_s))
+            self._machine_gauges.observe(self._views())
             await self.revise()
 
     async def WatchPlan(self, request: pb.WatchPlanRequest, context: Context) -> AsyncIterator[pb.WatchPlanResponse]:

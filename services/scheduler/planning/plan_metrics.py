@@ -1,6 +1,8 @@
-"""Prometheus metrics of the plans in force: what they expect, to be held against what is measured."""
+"""Prometheus metrics of the plans in force, to be held against what is measured, and of the machines for them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from prometheus_client import Gauge
 
@@ -16,6 +18,12 @@ COST = Gauge(
 )
 REVISION = Gauge("penstock_scheduler_plan_revision", "Revision of the plan in force", ["run"])
 
+MACHINE_IS_GONE = Gauge(
+    "penstock_scheduler_machine_is_gone",
+    "1 while a machine that did not leave has missed three reports",
+    ["machine", "site"],
+)
+
 
 def observe(plan: pb.Plan) -> None:
     """Set the gauges of a plan's run."""
@@ -30,3 +38,19 @@ def forget(run_id: str) -> None:
     """Remove the gauges of a run."""
     for gauge in (EXPECTED_TOKENS, COST, REVISION):
         gauge.remove_by_labels({"run": run_id})
+
+
+class MachineGauges:
+    """The gauges of the machines in an inventory."""
+
+    def __init__(self) -> None:
+        self._present: set[tuple[str, str]] = set()
+
+    def observe(self, views: Iterable[pb.NodeView]) -> None:
+        """Set the gauge of every machine, and remove those of machines that left."""
+        is_gone = {(view.node.node_id, view.node.site): not view.is_alive for view in views}
+        for name in self._present - is_gone.keys():
+            MACHINE_IS_GONE.remove(*name)
+        for name, value in is_gone.items():
+            MACHINE_IS_GONE.labels(*name).set(value)
+        self._present = set(is_gone)

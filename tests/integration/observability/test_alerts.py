@@ -64,3 +64,20 @@ def test_rules_name_metrics_that_services_export() -> None:
     }
     assert named
     assert named <= exported
+
+
+def alerts_of_rows(page: str, heading: str) -> dict[str, set[str]]:
+    """The alerts in the last column of the first table after some words of a page, by the first column."""
+    table = (ROOT / "docs" / page).read_text().partition(heading)[2].partition("\n|")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return {row[0]: {f"Penstock{name}" for name in re.findall(r"`(\w+)`", row[-1])} for row in rows}
+
+
+def test_every_invariant_and_every_fault_has_an_alert() -> None:
+    invariants = alerts_of_rows("architecture.md", "`PENSTOCK_HYPOTHESIS=long` both run for hours.")
+    faults = alerts_of_rows("operating.md", "## What fails, and what happens")
+    assert (len(invariants), len(faults)) == (7, 16)
+    there = {str(rule["alert"]) for rule in rules("alerts.yml")}
+    for row, named in (invariants | faults).items():
+        assert named, f"{row}: no alert"
+        assert named <= there, f"{row}: {named - there} are not in alerts.yml"
