@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,11 @@ class Prometheus:
 
         return await asyncio.to_thread(ask)
 
+    async def value(self, expression: str) -> float | None:
+        """The value of an expression with one series; None without any."""
+        found = await self.query("query", query=expression)
+        return float(found["result"][0]["value"][1]) if found and found["result"] else None
+
     async def firing(self) -> list[dict[str, str]]:
         """The labels of the alerts that fire."""
         found = await self.query("alerts")
@@ -96,9 +101,9 @@ class Prometheus:
     async def until_read(self, *addresses: str) -> None:
         """Wait until the services answer."""
         for address in addresses:
-            await self._until(lambda address=address: self.has_read(address), f"no scrape of {address}", 60.0)
+            await self.until(lambda address=address: self.has_read(address), f"no scrape of {address}", 60.0)
 
-    async def until_fires(self, alert: str, *, timeout_s: float = 90.0, **labels: str) -> dict[str, str]:
+    async def until_fires(self, alert: str, *, timeout_s: float = 120.0, **labels: str) -> dict[str, str]:
         """Wait for an alert with these labels; all of its labels. Raises AssertionError with what fires instead."""
         wanted = {"alertname": alert, **labels}
         matching: list[dict[str, str]] = []
@@ -107,19 +112,20 @@ class Prometheus:
             matching[:] = [found for found in await self.firing() if wanted.items() <= found.items()]
             return bool(matching)
 
-        await self._until(is_there, f"no {wanted}", timeout_s)
+        await self.until(is_there, f"no {wanted}", timeout_s)
         return matching[0]
 
-    async def until_resolved(self, alert: str, *, timeout_s: float = 90.0, **labels: str) -> None:
+    async def until_resolved(self, alert: str, *, timeout_s: float = 120.0, **labels: str) -> None:
         """Wait until no alert with these labels fires."""
         wanted = {"alertname": alert, **labels}
 
         async def is_gone() -> bool:
             return not any(wanted.items() <= found.items() for found in await self.firing())
 
-        await self._until(is_gone, f"still {wanted}", timeout_s)
+        await self.until(is_gone, f"still {wanted}", timeout_s)
 
-    async def _until(self, condition: Any, what: str, timeout_s: float) -> None:
+    async def until(self, condition: Callable[[], Awaitable[Any]], what: str, timeout_s: float) -> None:
+        """Wait for a condition. Raises AssertionError that says what is missing, and what fires."""
         deadline_s = time.monotonic() + timeout_s
         while not await condition():
             assert time.monotonic() < deadline_s, f"{what} in {timeout_s} s; firing: {await self.firing()}"
@@ -166,7 +172,7 @@ async def prometheus(
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220 -- returns at once
     try:
-        await running._until(lambda: running.query("targets"), "no answer of Prometheus", START_TIMEOUT_S)
+        await running.until(lambda: running.query("targets"), "no answer of Prometheus", START_TIMEOUT_S)
         yield running
     finally:
         process.kill()

@@ -28,6 +28,12 @@ class Served(Process):
             argv = ["env", *(f"{key}={value}" for key, value in variables.items()), *argv]
         super().__init__(name or service, argv, folder)
 
+    @property
+    def pid(self) -> int:
+        """Of its process, whose main thread runs the event loop."""
+        assert self._process is not None
+        return self._process.pid
+
     async def until_serving(self) -> None:
         """Wait until it is healthy."""
         assert await rpc.wait_until_serving(self.address, timeout_s=START_TIMEOUT_S), f"{self.name} does not serve"
