@@ -22,6 +22,7 @@ Every file is replaced atomically (a temporary file is renamed), so a reader nev
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,10 +103,12 @@ class RunFolder:
 def read_record(path: Path) -> ProcessRecord | None:
     """The record in a file, or None if it is missing or unreadable."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return ProcessRecord(**value)
+        record = ProcessRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+    texts, numbers = (record.name, record.state, record.address, record.why), (record.pid, record.num_restarts)
+    is_sound = all(isinstance(each, str) for each in texts) and all(isinstance(each, int) for each in numbers)
+    return record if is_sound and isinstance(record.since_s, int | float) and math.isfinite(record.since_s) else None
 
 
 def open_folder(path: Path) -> RunFolder:

@@ -121,9 +121,12 @@ class SpanStore:
         )
         # By name, traces.jsonl comes after those with numbers; it is the oldest.
         paths.sort(key=lambda path: path.name == "traces.jsonl")
-        for path in paths[:MAX_FILES]:
-            file = self._files.setdefault(path, GrowingFile(path, max_line_bytes=MAX_LINE_BYTES))
-            if file.has_changed() and file.generation == 0:
+        files = [
+            self._files.setdefault(path, GrowingFile(path, max_line_bytes=MAX_LINE_BYTES)) for path in paths[:MAX_FILES]
+        ]
+        # All of them are looked at first, so that the share that was read is one of all.
+        for file, has_changed in [(each, each.has_changed()) for each in files]:
+            if has_changed and file.generation == 0:
                 for _, line in file.lines():
                     for span in spans_of(line):
                         self._add(span)

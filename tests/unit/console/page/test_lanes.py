@@ -135,6 +135,22 @@ def test_without_traces_the_trainers_times_are_drawn_and_it_is_said(tmp_path: Pa
     assert "without traces" in found["note"]
 
 
+def test_traces_are_read_in_pieces_the_newest_first_and_the_share_is_one_of_all_files(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    for index in range(1, 5):
+        line = trace_line("generator", f"g{index}", {"name": "rl.generator.decode", "start": index, "end": index + 1})
+        name = "traces.jsonl" if index == 1 else f"traces-{index:05d}.jsonl"
+        (folder.path / name).write_text(line)
+    store, shares, names = SpanStore(folder.path), [], []
+    for _ in range(4):
+        # A budget of nothing is a line.
+        store.refresh(budget_s=-1.0)
+        shares.append(store.read_share)
+        names.append(store.lanes[-1][1])
+    assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.01)
+    assert names == ["g4", "g3", "g2", "g1"]
+
+
 def test_an_answer_holds_few_spans_however_many_there_are(tmp_path: Path) -> None:
     spans = [{"name": "rl.generator.decode", "start": t, "end": t + 0.5} for t in range(20_000)]
     spans.append({"name": "rl.weights.update", "start": 5000, "end": 6000})
