@@ -104,6 +104,9 @@ class Configurations:
         self.head = self.trainers[0]
         self.rewards = [name for name in plan.reward if name != self.head.name]
         """Machines beside the head with a reward worker that takes no GPU."""
+        work = model.problem.workload.reward
+        self.may_add_rewards = work is not None and not work.gpu_memory_GB
+        """Whether revisions may place reward workers that take no GPU on further machines."""
         self.head_rewards = self.head.name in plan.reward or not (plan.reward or plan.reward_gpus)
         """Whether the head has one."""
         if (critic := plan.critic) is not None:
@@ -199,8 +202,9 @@ class Configurations:
         """Further roles of its certificate, for what it starts beside generators."""
         if self.role(machine) in ("operator", "broker"):
             return ()
-        scores = bool(self.plan.score or self.plan.reward_gpus or self.rewards) and any(
-            each.name == machine for each in self.machines
+        scores = machine in self.rewards or (
+            bool(self.plan.score or self.plan.reward_gpus or self.rewards or self.may_add_rewards)
+            and any(each.name == machine for each in self.machines)
         )
         return (*(["trainer"] if self.moves_trainer else []), *(["reward"] if scores else []))
 
@@ -361,7 +365,7 @@ class Configurations:
             found["scorer"] = self._service(self._scorer())
         if (place := self.plan.critic) is not None and (self.moves_critic or machine == place.node):
             found["critic"] = self._service(self._critic(place, machine, own_folder))
-        if self.rewards or self.plan.reward_gpus:
+        if self.plan.reward_gpus or self.rewards or (machine != self.head.name and self.may_add_rewards):
             port = GPU_REWARD_PORT if self.plan.reward_gpus else PORTS["reward"]
             found["reward"] = self._service(self._reward(port if self.address is None else 0))
         return found

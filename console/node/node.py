@@ -40,6 +40,7 @@ from console.node.config import HostConfig, NodeConfig, read_machine
 from console.node.gpus import own_gpus, visible
 from console.node.host import HostAgent
 from console.node.rates import Meter, Replica, keep_measuring
+from console.node.reward_rates import RewardMeter
 from console.node.scoring import scoring_misfits
 from console.node.scoring_processes import ScoringProcesses
 from console.node.trainer_processes import TrainerProcesses, is_training
@@ -122,6 +123,7 @@ class NodeAgent:
         self._replicas: dict[str, list[Replica]] = {}
         """Generators of each running process."""
         self._meter = Meter(time_scale=time_scale)
+        self._reward_meter = RewardMeter(config.generator.run_id, self._scoring.reward_targets, security=security)
 
     async def run(self) -> None:
         """Follow the plan until cancelled.
@@ -135,7 +137,7 @@ class NodeAgent:
             report_node(
                 config.scheduler,
                 self._description,
-                measure=self._meter.rates,
+                measure=lambda: [*self._meter.rates(), *self._reward_meter.rates()],
                 start_s=lambda: self._meter.start_s,
                 move_s=lambda: self._trainer.move_s,
                 security=security,
@@ -146,6 +148,7 @@ class NodeAgent:
                 security=security,
                 relay_patience=lambda: relay_patience(config, self._relay),
             ),
+            self._reward_meter.keep_asking(),
             self._follow(),
             self._services.watch(),
             CertificateWatch(security.tls_files, hosts=[LOOPBACK]).run(),

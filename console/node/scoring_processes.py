@@ -18,7 +18,16 @@ from console.launch.ports import free_block
 from console.launch.service_group import ServiceProcesses
 from console.node.config import NodeConfig
 from console.node.gpus import visible
-from console.node.scoring import CRITIC, SCORER, ScoringPlace, changed, scoring_config, scoring_places, worker_ids
+from console.node.scoring import (
+    CRITIC,
+    REWARD,
+    SCORER,
+    ScoringPlace,
+    changed,
+    scoring_config,
+    scoring_places,
+    worker_ids,
+)
 from penstock.clients.broker import BrokerClient
 from penstock.errors import PenstockError
 from penstock.process.tasks import end
@@ -49,6 +58,7 @@ class ScoringProcesses:
         self._gpus = gpus
         self._security = security
         self._running: dict[str, ScoringPlace] = {}
+        self._reward_targets: dict[str, str] = {}
         self._coming: list[ScoringPlace] = []
         self._retiring: list[asyncio.Task[None]] = []
 
@@ -77,17 +87,24 @@ class ScoringProcesses:
         """Start what the plan has here, after `make_room`."""
         for place in self._coming:
             settings = scoring_config(self._config, place, free_port=free_block(1))
+            target = local_endpoint(settings.listen).target
             self._services.launch_service(
                 place.kind,
                 settings,
                 name=place.name,
-                target=local_endpoint(settings.listen).target,
+                target=target,
                 environment=visible(place.gpus, self._gpus, first=self._config.first_gpu)
                 if self._gpus and place.gpus
                 else {},
             )
             self._running[place.name] = place
+            if place.kind == REWARD:
+                self._reward_targets[place.name] = target
         self._coming = []
+
+    def reward_targets(self) -> Sequence[str]:
+        """Addresses of the reward workers that run here, host:port."""
+        return list(self._reward_targets.values())
 
     async def stop(self, *, within_s: float | None = None) -> None:
         """End them all."""
@@ -98,6 +115,7 @@ class ScoringProcesses:
         await self._services.stop(names, within_s=within_s)
         for name in names:
             del self._running[name]
+            self._reward_targets.pop(name, None)
 
     def _successors(self, plan: pb.Plan, place: ScoringPlace) -> frozenset[str]:
         """Workers that the plan has in place of one here, which do not run on this machine yet; none of a critic."""

@@ -12,9 +12,11 @@ import structlog
 
 from console.config.config import RunConfig
 from console.config.derive import Addresses
+from console.node.reward_rates import RewardMeter
 from console.view.run_view import SAMPLES_PER_SECOND, STEP_S, TOKENS_PER_SECOND, RunView
 from penstock.clients.inventory import report_node, this_machine
 from penstock.errors import PenstockError
+from penstock.process.tasks import race
 from penstock.security import Security
 from penstock.v1 import scheduler_pb2
 
@@ -31,12 +33,14 @@ async def report_machine(config: RunConfig, addresses: Addresses, view: RunView,
     node = this_machine(node_id=node_id, site=config.site, roles=roles)
     target = addresses.scheduler.target
     run_id = config.run.id if config.scheduler.problem is not None else ""
+    rewards = [addresses.reward.target] if run_id and addresses.reward.is_local else []
+    meter = RewardMeter(run_id, lambda: rewards, security=security)
 
     def measure() -> list[scheduler_pb2.MeasuredRate]:
-        return measured_rates(view, roles) + run_rates(view, run_id)
+        return measured_rates(view, roles) + run_rates(view, run_id) + meter.rates()
 
     try:
-        await report_node(target, node, measure=measure, security=security)
+        await race(report_node(target, node, measure=measure, security=security), meter.keep_asking())
     except PenstockError as error:
         _log.warning("this machine is not reported to the scheduler", scheduler=target, error=str(error))
 

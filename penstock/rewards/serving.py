@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -38,8 +39,9 @@ _log = get_logger()
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """RewardService over a RewardModel; at most MAX_CONCURRENT_CALLS score at once, more wait inside their deadline."""
 
-    def __init__(self, model: RewardModel) -> None:
+    def __init__(self, model: RewardModel, *, samples_per_second: Callable[[], float]) -> None:
         self._model = model
+        self._samples_per_second = samples_per_second
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
@@ -57,12 +59,15 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward_pb2.GetRewardModelResponse:
         """Describe the model."""
         del request, context
-        return await self._model.describe()
+        found = reward_pb2.GetRewardModelResponse()
+        found.CopyFrom(await self._model.describe())
+        found.samples_per_second = self._samples_per_second()
+        return found
 
 
-def reward_service(model: RewardModel) -> Service:
-    """RewardService over `model`, to be given to a Server."""
-    return service_of(RewardServicer(model))
+def reward_service(model: RewardModel, *, samples_per_second: Callable[[], float] = lambda: 0.0) -> Service:
+    """RewardService over `model`, to be given to a Server; a run's worker says how fast it scores."""
+    return service_of(RewardServicer(model, samples_per_second=samples_per_second))
 
 
 async def serve_async(target: RewardFunction | BatchReward | str, *, listen: str = DEFAULT_LISTEN) -> None:

@@ -26,7 +26,7 @@ from penstock.v1 import access_pb2 as penstock_dot_v1_dot_access__pb2
 from penstock.v1 import types_pb2 as penstock_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/reward.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/access.proto\x1a\x17penstock/v1/types.proto\"\xe6\x02\n\tScoreItem\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x13\n\x0bprompt_text\x18\x02 \x01(\t\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x17\n\x0f\x63ompletion_text\x18\x04 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\x12\x11\n\ttoken_ids\x18\x07 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x0e\n\x06run_id\x18\t \x01(\t\x12\x15\n\rmust_be_fresh\x18\x14 \x01(\x08\x12\x32\n\x10\x63ompletion_turns\x18\x15 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x13\n\x0btraceparent\x18\x16 \x01(\t\"5\n\x0cScoreRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.penstock.v1.ScoreItem\"3\n\rScoreResponse\x12\"\n\x06scores\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Score\"\x17\n\x15GetRewardModelRequest\"\x90\x01\n\x16GetRewardModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0emax_batch_size\x18\x02 \x01(\r\x12\x17\n\x0fwants_token_ids\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\t\x12&\n\x05parts\x18\x05 \x03(\x0b\x32\x17.penstock.v1.RewardPart\"J\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t2\xbd\x01\n\rRewardService\x12G\n\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\"\x07\xe2\xab\x19\x03\x04\x03\x05\x12\x63\n\x0eGetRewardModel\x12\".penstock.v1.GetRewardModelRequest\x1a#.penstock.v1.GetRewardModelResponse\"\x08\xe2\xab\x19\x04\x04\x03\x05\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/reward.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/access.proto\x1a\x17penstock/v1/types.proto\"\xe6\x02\n\tScoreItem\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.penstock.v1.SampleKey\x12\x13\n\x0bprompt_text\x18\x02 \x01(\t\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x17\n\x0f\x63ompletion_text\x18\x04 \x01(\t\x12\x0e\n\x06\x61nswer\x18\x05 \x01(\t\x12\x15\n\rmetadata_json\x18\x06 \x01(\t\x12\x11\n\ttoken_ids\x18\x07 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x0e\n\x06run_id\x18\t \x01(\t\x12\x15\n\rmust_be_fresh\x18\x14 \x01(\x08\x12\x32\n\x10\x63ompletion_turns\x18\x15 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x13\n\x0btraceparent\x18\x16 \x01(\t\"5\n\x0cScoreRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.penstock.v1.ScoreItem\"3\n\rScoreResponse\x12\"\n\x06scores\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Score\"\x17\n\x15GetRewardModelRequest\"\xac\x01\n\x16GetRewardModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0emax_batch_size\x18\x02 \x01(\r\x12\x17\n\x0fwants_token_ids\x18\x03 \x01(\x08\x12\x0f\n\x07version\x18\x04 \x01(\t\x12&\n\x05parts\x18\x05 \x03(\x0b\x32\x17.penstock.v1.RewardPart\x12\x1a\n\x12samples_per_second\x18\x06 \x01(\x01\"J\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t2\xbd\x01\n\rRewardService\x12G\n\x05Score\x12\x19.penstock.v1.ScoreRequest\x1a\x1a.penstock.v1.ScoreResponse\"\x07\xe2\xab\x19\x03\x04\x03\x05\x12\x63\n\x0eGetRewardModel\x12\".penstock.v1.GetRewardModelRequest\x1a#.penstock.v1.GetRewardModelResponse\"\x08\xe2\xab\x19\x04\x04\x03\x05\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,9 +46,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETREWARDMODELREQUEST']._serialized_start=561
   _globals['_GETREWARDMODELREQUEST']._serialized_end=584
   _globals['_GETREWARDMODELRESPONSE']._serialized_start=587
-  _globals['_GETREWARDMODELRESPONSE']._serialized_end=731
-  _globals['_REWARDPART']._serialized_start=733
-  _globals['_REWARDPART']._serialized_end=807
-  _globals['_REWARDSERVICE']._serialized_start=810
-  _globals['_REWARDSERVICE']._serialized_end=999
+  _globals['_GETREWARDMODELRESPONSE']._serialized_end=759
+  _globals['_REWARDPART']._serialized_start=761
+  _globals['_REWARDPART']._serialized_end=835
+  _globals['_REWARDSERVICE']._serialized_start=838
+  _globals['_REWARDSERVICE']._serialized_end=1027
 # @@protoc_insertion_point(module_scope)

@@ -176,6 +176,7 @@ class GetRewardModelResponse(_message.Message):
     WANTS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for logs and reports. Unset means the server's address."""
     max_batch_size: _builtins.int
@@ -184,6 +185,10 @@ class GetRewardModelResponse(_message.Message):
     """Whether ScoreItem.token_ids should be filled."""
     version: _builtins.str
     """Version of the model, free text."""
+    samples_per_second: _builtins.float
+    """Of a run's reward worker: samples per second that it scored while all of its calls were under way, over the newest ten
+    seconds or more of such; 0 if it was never that busy, or answers for several reward models. Plans follow it.
+    """
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardPart]:
         """What a composite model adds up; empty for any other."""
@@ -196,10 +201,11 @@ class GetRewardModelResponse(_message.Message):
         wants_token_ids: _builtins.bool = ...,
         version: _builtins.str = ...,
         parts: _abc.Iterable[Global___RewardPart] | None = ...,
+        samples_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "name", b"name", "parts", b"parts", "version", b"version", "wants_token_ids", b"wants_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_batch_size", b"max_batch_size", "name", b"name", "parts", b"parts", "samples_per_second", b"samples_per_second", "version", b"version", "wants_token_ids", b"wants_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

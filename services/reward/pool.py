@@ -37,6 +37,7 @@ from services.reward.breaker import Breaker
 from services.reward.canaries.known import read_canaries
 from services.reward.canaries.watch import CanaryWatch
 from services.reward.config import RewardModelConfig
+from services.reward.full_rate import FullRate
 from services.reward.metrics import BATCH_SECONDS, HELD_SAMPLES, IS_HOLDING_BACK, RETRIES, SCORES
 from services.reward.texts import SentTexts
 
@@ -104,6 +105,12 @@ class ScoringPool:
         self._errors = GraderErrors(max_share=config.max_error_share)
         self._unscored: Counter[str] = Counter()
         self._log_unscored_at_s = 0.0
+        self._rate = FullRate(num_calls=config.max_concurrent_batches, monotonic_s=monotonic_s)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Scored while as many calls as may be were under way; 0 if they never were for long enough."""
+        return self._rate.samples_per_second
 
     @property
     def holding_reason(self) -> str:
@@ -121,7 +128,8 @@ class ScoringPool:
         while True:
             leases = await source.take(max_items=self._config.max_batch_size)
             HELD_SAMPLES.labels(self._model.name).set(source.num_held)
-            await self._score(leases, source.answer)
+            with self._rate.call(len(leases)):
+                await self._score(leases, source.answer)
             HELD_SAMPLES.labels(self._model.name).set(source.num_held)
 
     async def score(self, leases: Sequence[broker_pb2.ScoringLease]) -> list[broker_pb2.ScoreResult]:
@@ -167,6 +175,7 @@ class ScoringPool:
             if await self._canaries.vouches(num_drifts):
                 complete(results)
                 return
+            self._rate.skip()
             for lease in leases:
                 lease.item.must_be_fresh = True
 
@@ -231,7 +240,10 @@ class ScoringPool:
         self, leases: Sequence[broker_pb2.ScoringLease], *, are_new: bool
     ) -> list[types_pb2.Score] | PenstockError:
         items = [lease.item for lease in leases]
+        was_open = self._breaker.is_open
         async with self._breaker.permit():
+            if was_open:
+                self._rate.skip()
             try:
                 scores = await self._model.score(items, timeout_s=self._config.timeout_s)
                 if not self._note_errors(scores, are_new=are_new) and not all(map(is_grader_error, scores)):

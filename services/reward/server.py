@@ -62,9 +62,8 @@ async def serve(config: RewardConfig) -> None:
         session.num_held_back = lambda: pools.num_held_back
     session.holding_reason = lambda: pool.holding_reason
     session.warning = lambda: "" if texts is None else texts.warning
-    server = Server(
-        listen=config.listen, services=[reward_service(ModelsBySource(models, by_source))], security=security
-    )
+    service = reward_service(ModelsBySource(models, by_source), samples_per_second=lambda: pool.samples_per_second)
+    server = Server(listen=config.listen, services=[service], security=security)
 
     async def drain() -> None:
         num_left = await session.drain(timeout_s=DRAIN_S)

@@ -94,6 +94,11 @@ class SourcePools:
         self._by_source = by_source
 
     @property
+    def samples_per_second(self) -> float:
+        """0: which rewards are asked depends on the samples, so no rate is the worker's."""
+        return 0.0
+
+    @property
     def holding_reason(self) -> str:
         """Why samples wait for their reward models, in words; empty if they do not."""
         return "; ".join(pool.holding_reason for _, pool in self._lanes if pool.holding_reason)

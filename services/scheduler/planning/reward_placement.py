@@ -7,7 +7,6 @@ train. Where even all machines do not keep up, they limit the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from services.scheduler.cost_model.reference import CostModel, Score
@@ -21,8 +20,8 @@ _ENOUGH = 1 - 1e-9
 def with_rewards(model: CostModel, search: Search, *, time_left: TimeLeft, kept: PlanDocument) -> Solution:
     """The best plan found with reward workers, those of `kept` where it has any.
 
-    Where a machine of those that it has without GPUs is gone, others take its part until they keep up again; where
-    nothing is known of their time, those that are left do, or else a machine that generates.
+    Of those that it has without GPUs, on the machines that are left; where none is, on one that generates. If it is
+    known what they take, others are added until they keep up.
     """
     if (kind := gpu_rewards(model)) is not None:
         return with_workers(model, kind, search, time_left=time_left, kept=kept.reward_gpus)
@@ -30,10 +29,11 @@ def with_rewards(model: CostModel, search: Search, *, time_left: TimeLeft, kept:
     found = search(model.over(with_workload(model.problem, reward=None)) if is_known else model, time_left)
     if found.plan is None or not (is_known or kept.reward):
         return found
-    if kept.reward:
-        reward = _replaced(model, found.plan, kept.reward, found.score.samples_per_second)
-    else:
-        reward = _placed(model, found.plan, found.score.samples_per_second)
+    reward = tuple(name for name in kept.reward if name in model.nodes)
+    if kept.reward and not reward:
+        reward = (found.plan.gen[0].node,)
+    if is_known:
+        reward = _keeping_up(model, found.plan, found.score.samples_per_second, begun=reward)
     plan = found.plan.model_copy(update={"reward": reward})
     if not is_known:
         return replace(found, plan=plan)
@@ -42,36 +42,26 @@ def with_rewards(model: CostModel, search: Search, *, time_left: TimeLeft, kept:
     return replace(found, plan=plan if isinstance(score, Score) else None, score=score, is_optimal=is_optimal)
 
 
-def _placed(model: CostModel, plan: PlanDocument, rate: float) -> tuple[str, ...]:
-    """Machines of a new plan; empty for the head alone."""
-    nodes, head, trains = model.nodes, plan.train[0].node, {share.node for share in plan.train}
+def _keeping_up(model: CostModel, plan: PlanDocument, rate: float, *, begun: tuple[str, ...]) -> tuple[str, ...]:
+    """Machines whose workers score that many samples per second, or all that can have one; empty for the head alone.
 
-    def order(name: str) -> tuple[bool, bool, bool]:
-        return name != head, nodes[name].region != nodes[head].region, name in trains
-
-    found = _keeping_up(model, sorted(nodes, key=order), rate)
-    return () if found == (head,) else found
-
-
-def _replaced(model: CostModel, plan: PlanDocument, kept: tuple[str, ...], rate: float) -> tuple[str, ...]:
-    """Those of a running plan's machines that are left, and others that generate: these can start one."""
-    left = tuple(name for name in kept if name in model.nodes)
-    generate = tuple(dict.fromkeys(each.node for each in plan.gen))
-    if left == kept or model.problem.workload.reward is None:
-        return left or generate[:1]
-    return _keeping_up(model, dict.fromkeys((*left, *generate)), rate) or generate[:1]
-
-
-def _keeping_up(model: CostModel, names: Iterable[str], rate: float) -> tuple[str, ...]:
-    """The first of those that can have a worker whose workers score that many samples per second together, or all."""
+    Those that are `begun` stay.
+    """
     work, nodes = model.problem.workload.reward, model.nodes
     assert work is not None
+    head, trains = plan.train[0].node, {share.node for share in plan.train}
+
+    def order(name: str) -> tuple[bool, bool, bool, bool]:
+        return name not in begun, name != head, nodes[name].region != nodes[head].region, name in trains
+
     found: list[str] = []
     scored = 0.0
-    for name in names:
-        if found and scored >= rate * _ENOUGH:
+    # The head's worker is the run's own, which starts none later.
+    others = [name for name in nodes if name not in begun and not (begun and name == head)]
+    fitting = [*begun, *(name for name in others if model.reward.fits(nodes[name], 1))]
+    for name in sorted(fitting, key=order):
+        if found and name not in begun and scored >= rate * _ENOUGH:
             break
-        if model.reward.fits(nodes[name], 1):
-            found.append(name)
-            scored += work.samples_per_second(nodes[name].gpu)
-    return tuple(found)
+        found.append(name)
+        scored += work.samples_per_second(nodes[name].gpu)
+    return () if found == [head] else tuple(found)

@@ -26,6 +26,7 @@ from services.scheduler.replanning.critic_move import critic_machines, critic_mo
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came, with_lengths
 from services.scheduler.replanning.migration import stopped_share
 from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge, worth
+from services.scheduler.replanning.reward_speed import reward_rates, with_reward_rates
 from services.scheduler.replanning.trainer_move import is_moved, moving_s, not_training
 from services.scheduler.replanning.trainer_speed import trainer_speed, with_trainer_speed
 from services.scheduler.solvers.interface import TimeLeft, part_of
@@ -57,6 +58,8 @@ class _Run:
     """Machines planned as slower ones, as in Live."""
     trainer_speed: float = 1.0
     """Measured over computed rate of the GPUs that train."""
+    reward_rates: Mapping[str, float] = field(default_factory=dict)
+    """Measured samples per second of a reward worker, by GPU type."""
     num_lengths: int = 0
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
@@ -126,8 +129,10 @@ class Replanner:
             # Measured in samples, so longer ones must not be taken for slower trainers.
             now = with_lengths(planned, run.growth)
             run.trainer_speed = trainer_speed(now, in_force, views, run_id=run.task.run_id, before=run.trainer_speed)
+            run.reward_rates = reward_rates(planned, in_force, views, run_id=run.task.run_id, before=run.reward_rates)
+            measured = with_reward_rates(planned, run.reward_rates)
             live = live_problem(
-                with_trainer_speed(planned, in_force, run.trainer_speed),
+                with_trainer_speed(measured, in_force, run.trainer_speed),
                 views,
                 left=left,
                 missing=self._never_came(run, views, now_s),
@@ -315,6 +320,9 @@ def _news(run: _Run, live: Live, found: pb.Plan) -> str:
     news += f"slower than machines like it or than it should be: {', '.join(slow)}. " if slow else ""
     if run.trainer_speed != 1.0:
         news += f"Trainers reach {run.trainer_speed:.0%} of the speed that the cost model expects. "
+    if run.reward_rates:
+        each = (f"{rate:g} samples/s beside {gpu}" for gpu, rate in sorted(run.reward_rates.items()))
+        news += f"A reward worker scores {', '.join(each)}. "
     return news
 
 

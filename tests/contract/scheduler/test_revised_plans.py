@@ -238,6 +238,24 @@ async def test_a_runs_trainers_are_planned_for_at_the_speed_that_was_measured(fl
     assert "Trainers reach 25% of the speed that the cost model expects" in revised.explanation
 
 
+async def test_reward_workers_are_planned_for_at_the_rate_that_was_measured():
+    async with planned_fleet(registered=KINDS, keeps_trainers=True, reward={"seconds_per_sample": 1e-3}) as fleet:
+        first = await fleet.pass_time(2 * COOL_DOWN_S)
+        assert document_of(first).reward == ()
+        planned = CostModel(problem("tiny_02")).score(document_of(first)).samples_per_second
+
+        def scored(rate, run_id="r"):
+            return pb.MeasuredRate(role=pb.ROLE_REWARD, samples_per_second=rate, run_id=run_id)
+
+        # What the run's console says, whose name is none of the plan's, is of the head.
+        await fleet.join("console-1", "cpu")
+        for rate in (scored(950.0), scored(0.1, run_id="another")):
+            assert (await fleet.pass_time(2 * COOL_DOWN_S, rates={"console-1": rate})).revision == 1
+        revised = await fleet.pass_time(2 * COOL_DOWN_S, rates={"console-1": scored(0.6 * planned)})
+        assert set(document_of(revised).reward) == set(KINDS)
+        assert f"A reward worker scores {0.6 * planned:.2g} samples/s beside" in revised.explanation
+
+
 async def test_a_machine_with_less_to_do_is_not_taken_for_a_slower_one(fleet):
     for index in (1, 2):
         await fleet.join(f"h20-extra{index}", "H20")

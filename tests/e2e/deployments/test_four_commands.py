@@ -91,7 +91,7 @@ class Machines:
 
     def probe(self, host: str, *more: str) -> dict[str, Any]:
         """What a machine finds out about itself."""
-        named = ("--name", host, "--site", SITES[host], "--seconds", "0.1", "--skip", "decode", "--json")
+        named = ("--name", host, "--site", SITES[host], "--seconds", "0.4", "--skip", "decode", "--json")
         probed = self.run(host, *COMMAND, "probe", *named, *more)
         assert probed.returncode == 0, probed.stderr
         found: dict[str, Any] = json.loads(probed.stdout)
@@ -222,7 +222,7 @@ def test_probe_plan_deploy_and_start_give_an_encrypted_run_that_is_revised(tmp_p
         assert {log.stem for log in run.folder.log_of("trainer").parent.iterdir()} == {"trainer", "reward"}
         # Nobody without a certificate is answered.
         asked = [
-            made.run(GENERATORS[0], *COMMAND, "audit", RUN_ID, "--broker", f"{DESK}:7301", has_certificate=has)
+            made.run(TRAINER, *COMMAND, "audit", RUN_ID, "--broker", f"{DESK}:7301", has_certificate=has)
             for has in (False, True)
         ]
         assert asked[0].returncode != 0

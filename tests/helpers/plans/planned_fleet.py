@@ -51,7 +51,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def planned_fleet(*, registered, cost_model=RM1, keeps_trainers=False):
+async def planned_fleet(*, registered, cost_model=RM1, keeps_trainers=False, reward=None):
     clock = ManualClock()
     lengths = make_forecaster(LengthsConfig(), clock=clock, registry=CollectorRegistry())
     servicer = SchedulerServicer(clock=clock, heartbeat_interval_s=INTERVAL_S, lengths=lengths, cost_model=cost_model)
@@ -62,9 +62,9 @@ async def planned_fleet(*, registered, cost_model=RM1, keeps_trainers=False):
             fleet = Fleet(channel, servicer, clock)
             for name in registered:
                 await fleet.join(name, KINDS[name])
-            request = pb.CreatePlanRequest(
-                run_id="r", problem_json=json.dumps(document("tiny_02")), keeps_trainers=keeps_trainers
-            )
+            stated = document("tiny_02")
+            stated["workload"] = {**stated["workload"], **({} if reward is None else {"reward": reward})}
+            request = pb.CreatePlanRequest(run_id="r", problem_json=json.dumps(stated), keeps_trainers=keeps_trainers)
             await fleet.ask("CreatePlan", request)
             yield fleet
             await lengths.close()

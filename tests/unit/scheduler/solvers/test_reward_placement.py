@@ -104,6 +104,18 @@ def test_revisions_keep_reward_workers():
         for keeps_pool in (True, False):
             revised = document_of(plan_task(task, time_left=forever, start=start, keeps_pool=keeps_pool))
             assert (revised.reward, revised.reward_gpus) == (start.reward, start.reward_gpus)
+    # A further one joins where those that there are fall behind.
+    behind = PlanTask(
+        run_id="r",
+        problem=stated(f"{{seconds_per_sample: {2.1 / rate}}}"),
+        cost_model="rm1",
+        solver="partition",
+        keeps_trainers=True,
+    )
+    slow = planned(stated(f"{{seconds_per_sample: {1.1 / rate}}}")).plan
+    more = document_of(plan_task(behind, time_left=forever, start=slow, keeps_pool=True)).reward
+    assert more[: len(slow.reward)] == slow.reward
+    assert len(more) == len(slow.reward) + 1
     lost = start.model_copy(update={"reward": ("gone",), "reward_gpus": ()})
     moved = make_plan(CostModel(stated()), "partition", time_left=forever, running=lost).plan
     assert moved.reward == (moved.gen[0].node,)
