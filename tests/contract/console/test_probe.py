@@ -8,6 +8,7 @@ import os
 import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -120,6 +121,15 @@ async def test_a_link_is_measured_both_ways_over_tls_by_those_who_may(tmp_path: 
             (NO_SECURITY, "start penstock probe --listen there"),
         ):
             with pytest.raises(LinkError, match=said):
+                await measured(target, caller)
+
+
+async def test_a_clock_by_which_a_certificate_is_not_valid_is_told_with_what_to_do(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path / "authority")
+    caller = issue(authority, name="near", roles=["generator"])
+    for name, ago, said in (("early", timedelta(days=-1), "not yet valid"), ("late", timedelta(days=9000), "expired")):
+        async with listening(issue(authority, name=name, ago=ago)) as target:
+            with pytest.raises(LinkError, match=rf"{said} by this machine's clock, 20.*; set the clock \(NTP\)"):
                 await measured(target, caller)
 
 
