@@ -76,6 +76,7 @@ def build_problem(inventory: Path, sources: Sources) -> BuiltProblem:
     cluster = cluster_of(list(probes.values()))
     missing, notes = cluster.missing, cluster.notes
     if run is not None:
+        missing += _on_cpus(run, list(probes.values()))
         missing += _differences(run, [probe for probe in probes.values() if probe.accelerators is not None])
     model = sources.model or (run.model.folder if run is not None else None)
     if model is None:
@@ -214,6 +215,14 @@ def _constraints(run: RunConfig | None) -> Document:
     if run is None or not ENGINES[run.generator.engine].has_pipeline_stages or run.algorithm.routing_replay:
         return {}
     return {"gen_pp": MAX_STAGES}
+
+
+def _on_cpus(run: RunConfig, probes: Sequence[Probe]) -> list[str]:
+    """A run that does not say that it trains on CPUs, where machines have nothing else: they are checked for GPUs."""
+    types = {probe.accelerators.type for probe in probes if probe.accelerators is not None}
+    if types != {"cpu"} or run.trainer.device == "cpu":
+        return []
+    return [f"trainer.device: {run.trainer.device}, and all probed devices are CPUs; set it to cpu in the run"]
 
 
 def _differences(run: RunConfig, probes: Sequence[Probe]) -> list[str]:

@@ -56,16 +56,25 @@ def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
     row = {"run_id": "r", "policy_version": 1, "history": 0, "prompt_token_ids": [1] * 9, "token_ids": [2]}
     (tmp_path / "recording.jsonl").write_text(json.dumps(row) + "\n")
     sources = ("--inventory", "inventory", "--model", "model", "--data", "recording.jsonl")
-    planned = penstock_in_process("plan", *sources, *FLAGS, "--budget-s", "2", "--json", cwd=tmp_path)
+    write_rows(tmp_path / "train.jsonl")
+    run = {"run": {"num_steps": 1, "dir": "/runs"}, "model": {"path": "/model"}, "data": {"train": "/train.jsonl"}}
+    run |= {"trainer": {"device": "cpu", "tokens_per_pack": 512}, "generator": {"engine": "transformers"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    deployed = ("--run", "run.yaml", "--deploy", "out", "--for", "slurm")
+    planned = penstock_in_process("plan", *sources, *FLAGS, *deployed, "--budget-s", "2", "--json", cwd=tmp_path)
     assert planned.exit_code == 0, planned.output
     plan = json.loads(planned.stdout)
     assert plan["problem"] == "model"
     assert plan["rm1_plan"] == {
-        "gen": [{"node": "this", "tp": 1, "count": 1}],
+        "gen": [{"node": "this", "tp": 1, "count": 1, "batch": 32}],
         "train": [{"node": "this", "gpus": 1}],
         "broker": {"node": "this"},
         "scheduler": "this",
     }
+    checked = yaml.safe_load((tmp_path / "out" / "default" / "machine-this.yaml").read_text())
+    assert "gpu" not in checked, "no machine is looked at for GPUs that it was not probed to have"
+    node = yaml.safe_load((tmp_path / "out" / "default" / "node-this.yaml").read_text())
+    assert (node["gpu"], node["gpus"]) == (found["accelerators"]["kind"], 2)
 
 
 def test_a_machine_without_gpus_is_a_host_on_which_programs_of_a_reward_are_run(tmp_path: Path) -> None:

@@ -259,6 +259,9 @@ def test_rewards_are_planned_as_they_were_measured_and_asked_for_otherwise(sourc
         assert line.startswith("workload.reward.seconds_per_sample: ")
         assert said in line
         assert "--reward-rate" in line
+    cpus = {"type": "cpu", "kind": "EPYC, 2 cores", "count": 2, "memory_GB": 8.0}
+    (line,) = refusal(replace(*with_reward("exact_match"), inventory=tmp_path / "cpus"), document(accelerators=cpus))
+    assert line == "trainer.device: auto, and all probed devices are CPUs; set it to cpu in the run"
     # Rules that take microseconds are not asked for.
     assert built(*with_reward("exact_match", first, second, third)).problem.workload.reward is None
     answered = {**third, "reward": reward(completions="answers")}
