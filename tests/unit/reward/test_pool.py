@@ -5,7 +5,9 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
+from penstock.clock import ManualClock
 from penstock.errors import DeadlineError, InternalError, InvalidFieldError, QueueFullError, ServiceUnavailableError
+from penstock.process.tasks import end
 from penstock.rewards import ModelAwayError
 from penstock.v1 import reward_pb2, types_pb2
 from services.reward.attempts import Attempts
@@ -390,3 +392,20 @@ async def test_a_model_that_answers_probes_and_is_away_for_samples_costs_none_ei
         source, FakeModel(behave), lambda: not source.held, max_retries=0, monotonic_s=lambda: float(next(seconds))
     )
     assert {score.status for score in source.scores.values()} == {OK}
+
+
+async def test_the_rate_is_said_of_a_worker_that_was_as_busy_as_it_may_be():
+    clock = ManualClock()
+
+    def behave(items):
+        clock.advance(2.0)
+        return [1.0] * len(items)
+
+    source = FakeSource(48)
+    config = RewardModelConfig(max_batch_size=8, max_concurrent_batches=1)
+    pool = ScoringPool(source=source, model=FakeModel(behave), config=config, monotonic_s=clock.monotonic_s)
+    assert pool.samples_per_second == 0
+    task = asyncio.create_task(pool.run())
+    await until(lambda: len(source.scores) == 48)
+    await end(task)
+    assert pool.samples_per_second == 4.0
