@@ -73,8 +73,9 @@ if ! srun --het-group=@ALL@ --kill-on-bad-exit=0 ./machine.sh check; then
 fi
 
 reason=
-trap 'reason="the time limit is near, or the job is preempted"' USR1
-trap 'reason="the job is asked to end"' TERM
+# The first one counts: the time limit may come near while steps end for another.
+trap ': "${reason:=the time limit is near, or the job is preempted}"' USR1
+trap ': "${reason:=the job is asked to end}"' TERM
 steps=()
 for component in "${!names[@]}"; do
     # One task has the whole machine, not the core that it counts as.

@@ -70,6 +70,23 @@ def test_machines_that_the_cluster_does_not_have_are_refused_before_anything_is_
     assert not (folder / "queued").exists()
 
 
+def test_what_ends_a_job_first_is_its_reason_though_its_time_limit_comes_while_it_ends(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = install(
+        tmp_path / "bin",
+        # Component 1 is lost, the others end when they are told.
+        srun='case "$*" in *check) exit 0 ;; --het-group=1*) exit 137 ;; esac\nuntil [ -e told ]; do sleep 0.05; done',
+        scancel="kill -USR1 $PPID; touch told",
+        scontrol='[ "$1" = requeue ] && touch requeued && exit 1\necho JobId=1 JobState=RUNNING',
+    )
+    told = run(folder / "job.sh", SLURM_SUBMIT_DIR=str(folder), SLURM_JOB_ID="1", **path)
+    assert told.stderr.splitlines() == [
+        "penstock: component 1 (r0: l40s-0) ended with status 137; the job is queued again and the run resumed"
+    ]
+    assert (folder / "requeued").exists()
+
+
 def test_a_machine_starts_what_is_its_own_and_ends_all_when_one_ends(folder: Path, tmp_path: Path) -> None:
     (folder / "settings.env").write_text(f"export PENSTOCK_SECRETS={tmp_path}\n")
     path = install(
