@@ -1,4 +1,4 @@
-"""Implements `penstock certs init`, `issue` and `list`."""
+"""Implements `penstock certs init`, `issue`, `revoke` and `list`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from console.certs.authority import Authority, make_authority, read_certificate
+from console.certs.atomic_files import named_errors
+from console.certs.authority import CERTIFICATE_FILE, PUBLIC, Authority, make_authority, read_certificate
 from console.certs.index import Index, Issued
 from console.certs.issuing import ENVIRONMENT, issue
 from console.certs.request import Request
 from console.view.formats import plain_console, plain_table
+from penstock.config import ConfigError
+from penstock.process.durable_files import replace_file
+from penstock.security.revocations import REVOKED_FILE
 
 
 def init_command(folder: Path, *, name: str, days: int) -> int:
@@ -30,6 +34,26 @@ def issue_command(request: Request, *, validity: timedelta, directory: Path, out
     print(f"{issued.folder}: a certificate for {issued.name} ({'+'.join(issued.roles)}), until {_moment(issued)}")
     print(f"Use it there with: . {at or issued.folder}/{ENVIRONMENT}")
     _note_shared_ids(issued, directory)
+    return 0
+
+
+def revoke_command(name: str, *, directory: Path) -> int:
+    """Revoke all valid certificates of a holder; returns the exit status. Raises ConfigError."""
+    index, now = Index(directory), datetime.now(UTC)
+    read_certificate(directory)
+    path = directory / REVOKED_FILE
+    with index.locked():
+        found = [issued for issued in index.read().issued if issued.name == name and issued.left_s(now) > 0]
+        if not found:
+            raise ConfigError(
+                f"{name!r}: {directory} has issued it no certificate that is valid; see penstock certs list"
+            )
+        with named_errors(path, "written"):
+            before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            added = [f"{issued.serial} {issued.name}" for issued in found]
+            replace_file(path, "".join(f"{line}\n" for line in dict.fromkeys((*before, *added))), mode=PUBLIC)
+    print(f"{path}: {len(found)} of {name} revoked")
+    print(f"Copy it beside the {CERTIFICATE_FILE} of every machine: its services refuse them from then on.")
     return 0
 
 

@@ -18,6 +18,7 @@ from pydantic import Field
 from console.devices.device_names import VARIABLE, given_devices
 from console.devices.nvidia_smi import NvidiaSmiError, read_devices
 from penstock.config import ConfigError, StrictModel, read_document, validate
+from penstock.errors import BadTokenError
 from penstock.security import Security
 from penstock.security.checks.inspection import LOOPBACK, inspect
 from penstock.security.credentials import JUDGES
@@ -90,6 +91,10 @@ def _certificate_problems(config: MachineConfig) -> Iterator[str]:
     for finding in inspect(security.tls_files, hosts=(LOOPBACK, config.host)):
         if finding.is_error or finding.what == f"name {LOOPBACK}":
             yield finding.text
+    try:
+        security.revocations.check_pem(security.cert_file.read_bytes())
+    except BadTokenError as error:
+        yield f"PENSTOCK_TLS_CERT: {security.cert_file}: {error}"
     caller = caller_of_pem(security.cert_file.read_bytes())
     # A certificate without roles opens everything: a team's own authority.
     if caller is not None:

@@ -93,6 +93,23 @@ def issue(  # noqa: PLR0913, PLR0917 - one argument for each option
     return issue_command(request, validity=validity, directory=directory, out=out, at=at)
 
 
+@command(app)
+def revoke(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The holder, as --name said when it was issued.")],
+    directory: _Authority = _DEFAULT,
+) -> int:
+    """Revoke all valid certificates of a holder: services refuse them once they have the list, DIR/revoked.
+
+    Copy that file beside the ca.pem of every machine. No restart is needed.
+
+    Examples:
+      penstock certs revoke waw-0
+    """
+    from console.certs.commands import revoke_command
+
+    return revoke_command(name, directory=directory)
+
+
 @command(app, "list")
 def list_certificates(
     directory: _Authority = _DEFAULT,

@@ -49,6 +49,7 @@ class _MetricsServer(ThreadingHTTPServer):
 
     def __init__(self, at: tuple[Any, ...], security: Security) -> None:
         self.address_family, self.tokens = at[0], security.tokens
+        self.revocations = security.revocations
         self.asks = asks_for_certificates(security)
         self._tls = tls.server_context(security.tls_files, requires_certificates=False)
         super().__init__(at[4][:2], _MetricsHandler)
@@ -78,6 +79,7 @@ class _MetricsHandler(MetricsHandler):
         try:
             caller_of_http(
                 tokens,
+                self.server.revocations,
                 authorization=self.headers.get("Authorization", ""),
                 connection=self.connection if hasattr(self.connection, "getpeercert") else None,
                 asks=self.server.asks,

@@ -123,7 +123,10 @@ class Server:
         self._serves_at_once = serves_at_once
         self._listen = listen
         self._names = [service.name for service in services]
-        interceptors: list[grpc.aio.ServerInterceptor] = [AccessInterceptor(security.tokens), ErrorInterceptor()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [
+            AccessInterceptor(security.tokens, security.revocations),
+            ErrorInterceptor(),
+        ]
         if tracing.is_on():
             interceptors.append(TraceInterceptor())
         self._server = grpc.aio.server(

@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from penstock.errors import BadTokenError, PenstockError, to_status
 from penstock.security.bearer_tokens import Tokens
 from penstock.security.handlers import Context, checked, wrapped
+from penstock.security.revocations import Revocations
 from penstock.security.roles import OPERATOR, Caller, allowed_roles, caller_of_context
 
 _OPEN_METHODS = ("/grpc.health.v1.Health/",)
@@ -36,10 +37,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         tokens: The accepted tokens.
+        revocations: Certificates that are refused.
     """
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, revocations: Revocations) -> None:
         self._tokens = tokens
+        self._revocations = revocations
 
     async def intercept_service(
         self,
@@ -62,6 +65,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     async def _admitted(self, method: str, authorization: str, request: Any, context: Context) -> AsyncIterator[Any]:
         """The request, checked, of a caller that is let through; ends the call otherwise."""
         try:
+            for certificate in context.auth_context().get("x509_pem_cert", ()):
+                self._revocations.check_pem(certificate)
             caller = identify(self._tokens, authorization, caller_of_context(context))
             if not method.startswith(_ANYBODY_METHODS):
                 caller = caller.restricted_to(roles_of(method), what=method)

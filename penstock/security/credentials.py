@@ -29,6 +29,7 @@ from penstock.security.plain_text import (
     plain_listener_problem,
     plain_listener_warning,
 )
+from penstock.security.revocations import Revocations, revocations_beside
 from penstock.security.roles import ANY, caller_of_pem
 from penstock.security.tls import RenewedChannel
 
@@ -179,6 +180,11 @@ class Security:
     def tokens(self) -> Tokens:
         """The tokens that servers of this process accept."""
         return Tokens([*([] if self.token is None else [self.token]), *self.accepted_tokens])
+
+    @property
+    def revocations(self) -> Revocations:
+        """The certificates that servers of this process refuse."""
+        return revocations_beside(self.ca_file)
 
     @property
     def tls_files(self) -> TlsFiles:

@@ -31,7 +31,7 @@ class HttpAccess:
     """
 
     def __init__(self, security: Security, *, site: str = "", always_asks: bool = False) -> None:
-        self._tokens = security.tokens
+        self._tokens, self._revocations = security.tokens, security.revocations
         self._asks = always_asks or asks_for_certificates(security)
         self._site = site
         self.routes: dict[tuple[str, web.AbstractResource], frozenset[int]] = {}
@@ -53,6 +53,7 @@ class HttpAccess:
             return
         caller = caller_of_http(
             self._tokens,
+            self._revocations,
             authorization=request.headers.get("Authorization", ""),
             connection=request.get_extra_info("ssl_object"),
             asks=self._asks,

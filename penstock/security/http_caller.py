@@ -9,6 +9,7 @@ from typing import Any
 from penstock.security.access import identify
 from penstock.security.bearer_tokens import Tokens
 from penstock.security.credentials import Security
+from penstock.security.revocations import Revocations
 from penstock.security.roles import Caller, caller_of_certificate
 
 
@@ -18,17 +19,25 @@ def asks_for_certificates(security: Security) -> bool:
 
 
 def caller_of_http(
-    tokens: Tokens, *, authorization: str, connection: ssl.SSLObject | ssl.SSLSocket | None, asks: bool
+    tokens: Tokens,
+    revocations: Revocations,
+    *,
+    authorization: str,
+    connection: ssl.SSLObject | ssl.SSLSocket | None,
+    asks: bool,
 ) -> Caller:
     """The caller of a request. Raises BadTokenError.
 
     Args:
         tokens: Those that are accepted.
+        revocations: Certificates that are refused.
         authorization: The header.
         connection: The TLS connection, if it is one.
         asks: Refuse callers that show neither a token nor a certificate.
     """
     certificate = (connection.getpeercert() if connection is not None else None) or {}
+    if "serialNumber" in certificate:
+        revocations.check(int(str(certificate["serialNumber"]), 16))
     return identify(tokens, authorization, _caller_of(certificate), shows_what_is_asked=bool(certificate) or not asks)
 
 
