@@ -26,7 +26,6 @@ from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.v1 import broker_pb2, reward_pb2
-from penstock.wire.codec import int32_bytes
 from penstock.wire.mask_runs import mask_runs
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
@@ -201,4 +200,4 @@ def _lease(sample: Recorded, *, lease_id: str, is_decoded: bool) -> broker_pb2.S
             f"--tokenizer: required: sample {index} of group {group_id} was given tokens by an environment, whose text "
             "cannot be told from the model's in the recorded one; name the directory of the model"
         )
-    return broker_pb2.ScoringLease(lease_id=lease_id, item=score_item(sample), loss_mask_runs=int32_bytes(runs))
+    return broker_pb2.ScoringLease(lease_id=lease_id, item=score_item(sample), loss_mask_runs=runs)

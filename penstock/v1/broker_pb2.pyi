@@ -1583,11 +1583,6 @@ class ScoringLease(_message.Message):
     """For a scorer: the temperature at which the completion was sampled, > 0; log-probs are of logits divided by it."""
     traceparent: _builtins.str
     """As in Prompt."""
-    loss_mask_runs: _builtins.bytes
-    """For a reward worker: which of item.token_ids the model sampled, and which an environment gave it. Lengths of runs,
-    int32[num_runs], in turn of sampled and of given tokens; the first is of sampled ones and may be 0, no other is. They
-    add up to the number of tokens, so that there is at most one more. Empty: the model sampled all of them.
-    """
     @_builtins.property
     def item(self) -> _reward_pb2.ScoreItem:
         """Everything a reward model sees."""
@@ -1600,6 +1595,13 @@ class ScoringLease(_message.Message):
     def lease_duration(self) -> _duration_pb2.Duration:
         """How long it lasts from now, and from each renewal, unless renewed."""
 
+    @_builtins.property
+    def loss_mask_runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For a reward worker: which of item.token_ids the model sampled, and which an environment gave it. Lengths of runs, in
+        turn of sampled and of given tokens; the first is of sampled ones and may be 0, no other is. They add up to the number
+        of tokens, and so take at most a byte a token. Empty: the model sampled all of them.
+        """
+
     def __init__(
         self,
         *,
@@ -1611,7 +1613,7 @@ class ScoringLease(_message.Message):
         prompt_token_ids: _builtins.bytes = ...,
         temperature: _builtins.float = ...,
         traceparent: _builtins.str = ...,
-        loss_mask_runs: _builtins.bytes = ...,
+        loss_mask_runs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "item", b"item", "lease_duration", b"lease_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

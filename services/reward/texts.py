@@ -98,7 +98,7 @@ class TokenTexts:
 
         Returns: by lease id, why a sample has no text; those with a text are not named.
         """
-        samples = [(lease.item.token_ids, lease.loss_mask_runs) for lease in leases]
+        samples = [(lease.item.token_ids, list(lease.loss_mask_runs)) for lease in leases]
         readings = await asyncio.get_running_loop().run_in_executor(self._thread, self._decode_all, samples)
         for lease, reading in zip(leases, readings, strict=True):
             self._note(lease, reading)
@@ -108,13 +108,12 @@ class TokenTexts:
                 lease.item.completion_turns.extend(reading.turns)
         return {lease.lease_id: each.fault for lease, each in zip(leases, readings, strict=True) if each.fault}
 
-    def _decode_all(self, samples: Sequence[tuple[bytes, bytes]]) -> list[_Reading]:
+    def _decode_all(self, samples: Sequence[tuple[bytes, list[int]]]) -> list[_Reading]:
         return [self._decode(token_ids, runs) for token_ids, runs in samples]
 
-    def _decode(self, raw: bytes, raw_runs: bytes) -> _Reading:
+    def _decode(self, raw: bytes, runs: Sequence[int]) -> _Reading:
         try:
             token_ids = int32_array(raw, "token_ids")
-            runs = int32_array(raw_runs, "loss_mask_runs").tolist()
             spans = run_spans(runs, num_tokens=token_ids.size, field="loss_mask_runs") if runs else []
         except InvalidFieldError as error:
             return _Reading(fault=str(error))

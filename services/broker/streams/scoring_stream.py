@@ -10,7 +10,6 @@ from penstock.errors import InvalidFieldError, require
 from penstock.names import check_run_id
 from penstock.process.time_limits import Wake
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
-from penstock.wire.codec import int32_bytes
 from penstock.wire.mask_runs import mask_runs
 from penstock.wire.pieces import batched
 from penstock.wire.sampling_rules import temperature_of
@@ -202,7 +201,7 @@ class ScoringStream:
             stored = read_sample(parts)
             lease.item.CopyFrom(score_item(run_id, prompt, key, grant.finish_reason, stored))
             if b"\0" in stored.loss_mask:
-                lease.loss_mask_runs = int32_bytes(mask_runs(stored.loss_mask))
+                lease.loss_mask_runs.extend(mask_runs(stored.loss_mask))
             return
         lease.item.CopyFrom(reward_pb2.ScoreItem(key=key, run_id=run_id, token_ids=prefix_of(parts).token_ids))
         lease.prompt_token_ids, lease.temperature = prompt.token_ids, temperature_of(prompt.sampling)

@@ -30,9 +30,7 @@ def lease(*token_ids, sent, number=0, generator_id="gen-2", runs=()):
         completion_text=sent,
         token_ids=int32_bytes(token_ids),
     )
-    return broker_pb2.ScoringLease(
-        lease_id=str(number), item=item, generator_id=generator_id, loss_mask_runs=int32_bytes(runs)
-    )
+    return broker_pb2.ScoringLease(lease_id=str(number), item=item, generator_id=generator_id, loss_mask_runs=runs)
 
 
 @pytest.fixture
@@ -104,7 +102,7 @@ async def test_built_in_rewards_see_what_the_model_wrote_and_no_word_of_its_envi
     assert {turn.role for turn in session.item.completion_turns[::2]} == {"environment"}
 
 
-@pytest.mark.parametrize("runs", [(1,), (1, 2), (1, 0, 1), (3, -1), (0, 1, 0, 1)])
+@pytest.mark.parametrize("runs", [(1,), (1, 2), (1, 0, 1), (0, 1, 0, 1)])
 async def test_runs_that_are_those_of_no_mask_are_no_score(texts, runs):
     assert "loss_mask_runs: " in (await texts.read([lease(A, B, sent="", runs=runs)]))["0"]
 

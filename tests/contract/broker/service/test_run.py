@@ -13,7 +13,6 @@ from penstock.errors import (
     RunClosedError,
 )
 from penstock.v1 import broker_pb2, types_pb2
-from penstock.wire.codec import int32_array
 from services.broker.records.store import Store
 from tests.helpers.brokers.broker import (
     RUN,
@@ -48,7 +47,7 @@ async def test_a_sample_goes_all_the_way_and_the_books_balance(broker: RunningBr
     scoring = await worker.leases(4)
     item = scoring[0].item
     assert (item.prompt_text, item.answer, item.completion_text, item.run_id) == ("1+1=", "2", "2", RUN)
-    assert int32_array(scoring[0].loss_mask_runs, "loss_mask_runs").tolist() == [2, 1]
+    assert list(scoring[0].loss_mask_runs) == [2, 1]
     receipt = await worker.report(*(result(lease, 0.25) for lease in scoring))
     assert set(receipt.accepted_lease_ids) == {lease.lease_id for lease in scoring}
     groups = await trainer.groups(2)
