@@ -48,8 +48,8 @@ class Letters:
 class DyingEnvironment(EnvironmentServicer):
     """The task's environment, which `die` makes forget every session, as a restart of its process does."""
 
-    def __init__(self) -> None:
-        super().__init__(NextLetter)
+    def __init__(self, task: type[NextLetter]) -> None:
+        super().__init__(task)
         self.num_deaths = 0
 
     def die(self) -> None:
@@ -134,9 +134,9 @@ class Players:
 
 
 @asynccontextmanager
-async def players() -> AsyncIterator[tuple[Players, DyingEnvironment]]:
+async def players(task: type[NextLetter]) -> AsyncIterator[tuple[Players, DyingEnvironment]]:
     """Players, and the environment that they talk with, for the length of one `async with`."""
-    environment = DyingEnvironment()
+    environment = DyingEnvironment(task)
     server = Server(listen="127.0.0.1:0", services=[environment_service(environment)])
     port = await server.start()
     try:

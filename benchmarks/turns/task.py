@@ -21,19 +21,31 @@ class NextLetter(Environment):
 
     name = "next_letter"
     opens = True
+    delay = 0
+    """Turns after which a turn is paid for, the last ones together at the end."""
 
     async def reset(self, task: Task) -> Opening:
         """The letters follow from the seed: siblings are shown the same."""
         drawn = random.Random(task.seed)
         self.shown = [drawn.choice(LETTERS) for _ in range(NUM_TURNS)]
+        self.earned: list[float] = []
         return Opening(messages=[Message(role="user", content=self.shown[0])])
 
     async def step(self, action: Action) -> Outcome:
-        """The turn's reward depends on nothing but this turn."""
+        """What a turn earns depends on nothing but this turn."""
         wanted = LETTERS[(LETTERS.index(self.shown[action.turn]) + 1) % len(LETTERS)]
+        self.earned.append(float(action.text == wanted))
         is_done = action.turn + 1 == NUM_TURNS
+        due = len(self.earned) if is_done else max(0, len(self.earned) - self.delay)
+        paid, self.earned = sum(self.earned[:due]), self.earned[due:]
         messages = [] if is_done else [Message(role="user", content=self.shown[action.turn + 1])]
-        return Outcome(messages=messages, reward=float(action.text == wanted), is_done=is_done)
+        return Outcome(messages=messages, reward=paid, is_done=is_done)
+
+
+class PaidLate(NextLetter):
+    """The same, but each turn is paid two turns later."""
+
+    delay = 2
 
 
 def make_model(folder: Path, *, seed: int) -> None:

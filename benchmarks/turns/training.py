@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.turns.playing import GROUP_SIZE, PROMPT, PROMPTS_PER_STEP, Played, players
-from benchmarks.turns.task import NUM_TURNS
+from benchmarks.turns.task import NUM_TURNS, NextLetter
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.config import TrainingConfig
 from services.trainer.run.policy_loading import load_policy
@@ -17,11 +17,14 @@ from services.trainer.step.step import TrainingStep
 from services.trainer.step.step_settings import step_settings
 
 
-async def train(model: Path, *, seed: int, num_steps: int, **algorithm: object) -> tuple[list[float], int]:
+async def train(
+    model: Path, task: type[NextLetter], *, seed: int, num_steps: int, **algorithm: object
+) -> tuple[list[float], int]:
     """The share of right turns in each step's samples, and how often the environment died.
 
     Args:
         model: Folder of `make_model`.
+        task: The environment.
         seed: Of the letters and of sampling.
         num_steps: Steps of 8 x 8 samples.
         algorithm: Settings of the section of that name.
@@ -31,7 +34,7 @@ async def train(model: Path, *, seed: int, num_steps: int, **algorithm: object) 
     policy = load_policy(config)
     sampler = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
     shares: list[float] = []
-    async with players() as (sessions, environment):
+    async with players(task) as (sessions, environment):
         for version in range(num_steps):
             sampler.load_state_dict(policy.backend.state_tensors(), strict=False)
             played = await sessions.play(sampler, seed=seed, version=version)
