@@ -144,10 +144,10 @@ class Replanner:
             if live.problem is None or live.problem == run.looked_at:
                 continue
             look = _Look(views, make_budget())
-            with measuring("rl.plan.revise", {}, run_id=run.task.run_id) as measured:
+            with measuring("rl.plan.revise", {}, run_id=run.task.run_id) as span:
                 plan = await self._look(run, live, live.problem, now_s=now_s, look=look)
-                measured.attributes["rl.plan.is_revised"] = plan is not None
-                measured.attributes |= {} if plan is None else described(plan)
+                span.attributes["rl.plan.is_revised"] = plan is not None
+                span.attributes |= {} if plan is None else described(plan)
             if plan is not None:
                 revised.append(plan)
         return revised
