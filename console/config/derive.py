@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from console.config.config import RunConfig, TracingSection
+from console.config.config import RunConfig
 from console.config.run_folder import RunFolder
+from console.config.sections import TracingSection
 from penstock.config import Document, StrictModel, validate
 from penstock.rewards.wire import THIRD_PARTY
 from penstock.storage.addresses import Address

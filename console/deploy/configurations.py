@@ -40,6 +40,7 @@ from console.deploy.run_settings import (
     placed,
     run_config,
     run_sources,
+    scheduler_config,
     trainer_roots,
 )
 from console.deploy.trainers import RENDEZVOUS_PORT, training_machines
@@ -276,7 +277,7 @@ class Configurations:
     def _services(self) -> dict[str, Document | str]:
         redis = {"redis_url": f"redis://127.0.0.1:{PORTS['redis']}/0"}
         documents = {broker_name(index): self._broker(index) | redis for index in range(self.num_brokers)}
-        documents["scheduler"] = self._scheduler("/runs")
+        documents["scheduler"] = scheduler_config(self.config, "/runs", listen=self._listen("scheduler"))
         if self.head_rewards:
             documents["reward"] = self._reward(PORTS["reward"])
         return {
@@ -296,7 +297,8 @@ class Configurations:
         """Configuration of `penstock node` on a machine without GPUs, for where it has no containers."""
         folder = self._own_folder(name)
         brokers = [self._broker(index) for index in range(self.num_brokers)]
-        documents = {"brokers": brokers, "scheduler": self._scheduler(str(folder))}
+        scheduler = scheduler_config(self.config, str(folder), listen=self._listen("scheduler"))
+        documents = {"brokers": brokers, "scheduler": scheduler}
         here = {key: each for key, each in documents.items() if self.place(key.removesuffix("s")) == name}
         # What starts these machines also ends them all at once, and the trainer still writes its checkpoint.
         wait = {"client_wait_s": LAST_ACT_S["trainer"]} if self.address is None else {}
@@ -369,16 +371,6 @@ class Configurations:
             port = GPU_REWARD_PORT if self.plan.reward_gpus else PORTS["reward"]
             found["reward"] = self._service(self._reward(port if self.address is None else 0))
         return found
-
-    def _scheduler(self, runs: str) -> Document:
-        """What the run states of its scheduler, in that service's own fields; `runs` is its folder of runs."""
-        stated = self.config.get("scheduler", {})
-        same = {key: stated[key] for key in ("heartbeat_interval_s", "cost_model") if key in stated}
-        fields = {"model_path": "length_model", "pairs_file": "length_pairs"}
-        lengths = {own: stated[key] for own, key in fields.items() if stated.get(key) is not None}
-        if lengths:
-            same["lengths"] = {**lengths, "state_dir": f"{runs}/{self.config['run']['id']}/lengths"}
-        return {"listen": self._listen("scheduler"), **same}
 
     def _node(self, machine: Machine) -> Document:
         """Configuration of a machine's `penstock node`."""

@@ -175,3 +175,14 @@ def run_sources(config: Document) -> list[Any]:
     files = [holder[key] for _, holder, key in data_files(config.get("data", {}))]
     found = (config["model"]["path"], *files, config["run"].get("checkpoint_storage"))
     return [source for source in found if source is not None]
+
+
+def scheduler_config(config: Document, runs: str, *, listen: str) -> Document:
+    """What the run states of its scheduler, in that service's own fields; `runs` is its folder of runs."""
+    stated = config.get("scheduler", {})
+    same = {key: stated[key] for key in ("heartbeat_interval_s", "cost_model") if key in stated}
+    fields = {"model_path": "length_model", "pairs_file": "length_pairs"}
+    lengths = {own: stated[key] for own, key in fields.items() if stated.get(key) is not None}
+    if lengths:
+        same["lengths"] = {**lengths, "state_dir": f"{runs}/{config['run']['id']}/lengths"}
+    return {"listen": listen, **same}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from console.config.config import LogSection, TracingSection
 from console.config.derive import export_environment
+from console.config.sections import LogSection, TracingSection
 from console.deploy.configurations import Configurations
 from console.deploy.description import (
     PORTS,

@@ -13,9 +13,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from console.config.config import LogSection
 from console.config.derive import write_config
 from console.config.run_folder import ProcessRecord, RunFolder
+from console.config.sections import LogSection
 from console.launch.disk_watch import FolderRefusedError
 from console.launch.probes import service_problem
 from console.launch.supervisor import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from console.config.config import LogSection
+from console.config.sections import LogSection
 from penstock.config import Document, LocalPath, NetworkConfig, Targets, apply_overrides, read_document, validate
 from penstock.storage.addresses import StoredAddress
 from services.broker.config import BrokerConfig

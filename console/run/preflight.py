@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from console.config.config import RunConfig, SchedulerSection
+from console.config.config import RunConfig
 from console.config.folder_lock import LOCK_NAME
 from console.config.listeners import listener_problems, listener_warnings, local_listeners
 from console.config.run_folder import CONSOLE_NAME, RunFolder
+from console.config.sections import SchedulerSection
 from console.devices.device_table import run_table
 from console.devices.nvidia_smi import NvidiaSmiError
 from console.devices.run_devices import RunDevices, survey

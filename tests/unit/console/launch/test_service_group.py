@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from console.config.config import LogSection
 from console.config.run_folder import RunFolder
+from console.config.sections import LogSection
 from console.launch import restarts
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceSpec
