@@ -123,7 +123,9 @@ class NodeAgent:
         self._replicas: dict[str, list[Replica]] = {}
         """Generators of each running process."""
         self._meter = Meter(time_scale=time_scale)
-        self._reward_meter = RewardMeter(config.generator.run_id, self._scoring.reward_targets, security=security)
+        self._reward_meter = RewardMeter(
+            config.generator.run_id, self._scoring.reward_targets, security=security, time_scale=time_scale
+        )
 
     async def run(self) -> None:
         """Follow the plan until cancelled.

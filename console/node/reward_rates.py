@@ -24,10 +24,13 @@ class RewardMeter:
         run_id: The run that they score.
         targets: Addresses of those that are there now, host:port.
         security: Credentials of this process.
+        time_scale: Emulated seconds per real second; rates are in emulated seconds.
     """
 
-    def __init__(self, run_id: str, targets: Callable[[], Collection[str]], *, security: Security) -> None:
-        self._run_id, self._targets, self._security = run_id, targets, security
+    def __init__(
+        self, run_id: str, targets: Callable[[], Collection[str]], *, security: Security, time_scale: float = 1.0
+    ) -> None:
+        self._run_id, self._targets, self._security, self._time_scale = run_id, targets, security, time_scale
         self._found: dict[str, float] = {}
 
     def rates(self) -> list[pb.MeasuredRate]:
@@ -35,7 +38,8 @@ class RewardMeter:
         found = [rate for rate in self._found.values() if rate > 0]
         if not found:
             return []
-        return [pb.MeasuredRate(role=pb.ROLE_REWARD, samples_per_second=median(found), run_id=self._run_id)]
+        rate = median(found) / self._time_scale
+        return [pb.MeasuredRate(role=pb.ROLE_REWARD, samples_per_second=rate, run_id=self._run_id)]
 
     async def keep_asking(self) -> None:
         """Ask until cancelled; those that do not answer keep what they said."""

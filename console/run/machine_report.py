@@ -37,7 +37,8 @@ async def report_machine(config: RunConfig, addresses: Addresses, view: RunView,
     meter = RewardMeter(run_id, lambda: rewards, security=security)
 
     def measure() -> list[scheduler_pb2.MeasuredRate]:
-        return measured_rates(view, roles) + run_rates(view, run_id) + meter.rates()
+        rewards_here = [] if _is_emulated(view) else meter.rates()
+        return measured_rates(view, roles) + run_rates(view, run_id) + rewards_here
 
     try:
         await race(report_node(target, node, measure=measure, security=security), meter.keep_asking())
@@ -81,11 +82,19 @@ def run_rates(view: RunView, run_id: str) -> list[scheduler_pb2.MeasuredRate]:
     the plan.
     """
     samples_per_second = view.computing_samples_per_second
-    engines = {generator.hello.engine for generator in view.run.generators} if view.run is not None else set()
-    if not run_id or not samples_per_second or not engines or EMULATED in engines:
+    if not run_id or not samples_per_second or not _engines(view) or _is_emulated(view):
         return []
     return [
         scheduler_pb2.MeasuredRate(
             role=scheduler_pb2.ROLE_TRAINER, samples_per_second=samples_per_second, run_id=run_id
         )
     ]
+
+
+def _engines(view: RunView) -> set[str]:
+    return {generator.hello.engine for generator in view.run.generators} if view.run is not None else set()
+
+
+def _is_emulated(view: RunView) -> bool:
+    """Whether the plan's seconds are not real ones."""
+    return EMULATED in _engines(view)
