@@ -10,6 +10,7 @@ from console.plan.build_problem import Sources, build_problem, write_problem
 from console.plan.plan_text import print_plan
 from penstock.config import ConfigError, read_document
 from services.scheduler.cost_model.calibrated import make_model
+from services.scheduler.cost_model.reference import Infeasible
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_json
 from services.scheduler.planning.solve import make_advised_plan
 from services.scheduler.problem.plan_document import read_plan
@@ -58,6 +59,12 @@ def plan_problem(
     """Plan a problem; `start` is the initial plan. Raises ConfigError."""
     model = make_model(problem, cost_model)
     starts = () if start is None else (read_plan(start),)
+    for plan in starts:
+        if isinstance(score := model.score(plan), Infeasible):
+            print(
+                f"note: {start} cannot run on these machines ({score.reason}); the plan is made without it",
+                file=sys.stderr,
+            )
     end_s = time.monotonic() + budget_s
     try:
         return make_advised_plan(

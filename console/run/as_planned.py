@@ -5,7 +5,8 @@ from __future__ import annotations
 from console.config.config import RunConfig
 from console.deploy.trainers import mesh_settings
 from penstock.config import ConfigError, validate
-from services.scheduler.problem.plan_document import PlanDocument, read_plan
+from services.scheduler.problem.plan_document import PlanDocument, node_classes, placement_error, read_plan
+from services.scheduler.problem.problem import read_problem
 from services.trainer.run_sections import ComputeConfig
 
 
@@ -14,6 +15,7 @@ def as_planned(config: RunConfig) -> RunConfig:
     if config.scheduler.plan is None:
         return config
     plan = read_plan(config.scheduler.plan)
+    _check_machines(config, plan)
     for service, machine in _apart(plan).items():
         if getattr(config.endpoints, service) is None:
             raise ConfigError(
@@ -31,6 +33,19 @@ def as_planned(config: RunConfig) -> RunConfig:
         )
     # A trainer that moves takes the mesh of the plan in force, whenever it starts.
     return config if config.moves_trainer else _with_mesh(config)
+
+
+def _check_machines(config: RunConfig, plan: PlanDocument) -> None:
+    """Raise ConfigError for a plan of other machines than the problem's."""
+    problem = config.scheduler.problem
+    # That it is there is checked with everything else that the run reads.
+    if problem is None or not problem.is_file():
+        return
+    if (reason := placement_error(plan, node_classes(read_problem(problem)))) is not None:
+        raise ConfigError(
+            f"scheduler.plan: {config.scheduler.plan}: {reason} in {problem}; name the problem that it was planned "
+            "for, or plan again"
+        )
 
 
 def elsewhere(config: RunConfig) -> dict[str, str]:

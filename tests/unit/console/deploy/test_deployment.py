@@ -193,6 +193,12 @@ def test_a_run_stands_in_the_mesh_of_the_plan_that_it_begins_with(tmp_path):
         as_planned(run(processes=4))
     path.write_text(yaml.safe_dump({"gen": [], "train": pool[:1]}))
     assert as_planned(run(processes=4)) == run(processes=4)
+    problem_path = tmp_path / "problem.yaml"
+    others = problem("tiny_04", "links=[]", "nodes=[{name: other, gpu: A100-80, gpus: 8, region: r0}]")
+    problem_path.write_text(others.model_dump_json(by_alias=True, exclude_none=True))
+    differing = {"scheduler": {"problem": str(problem_path), "plan": str(path)}}
+    with pytest.raises(ConfigError, match=r"plan.yaml: train.0.node: there is no machine 'a100-0' in .*problem.yaml; "):
+        as_planned(parse_run_config({**PLAIN_RUN, "run": {"id": "r"}, **differing}, source="run.yaml"))
 
 
 def test_stages_and_split_layers_are_what_the_trainer_calls_them(model):
