@@ -2,9 +2,9 @@
 
 penstock bench turns [--json] [--quick]
 
-Two tasks, which pay a turn at once or two turns later. Three seeds, 60 steps of 8 x 8 samples each, one thread;
-sessions over gRPC, which the environment loses every 12 turns. What counts is the first step at which the mean of five
-steps reaches 80 % of right turns, and the mean share over all steps.
+Two tasks, which pay a turn at once or two turns later. Three seeds, 60 steps of 64 samples each, in groups of 8 or
+alone, one thread; sessions over gRPC, which the environment loses every 12 turns. What counts is the first step at
+which the mean of five steps reaches 80 % of right turns, and the mean share over all steps.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ CASES: dict[str, dict[str, Any]] = {
     "turns, critic, lambda 1": {"name": "ppo", "turn_discount": 1.0},
     "turns, critic, lambda 0.5": {"name": "ppo", "turn_discount": 1.0, "gae_lambda": 0.5},
     "turns, critic, lambda 0": {"name": "ppo", "turn_discount": 1.0, "gae_lambda": 0.0},
+    "samples, critic, no siblings": {"name": "ppo", "group_size": 1},
+    "turns, critic, lambda 0.5, no siblings": {
+        "name": "ppo",
+        "turn_discount": 1.0,
+        "gae_lambda": 0.5,
+        "group_size": 1,
+    },
 }
 SEEDS, NUM_STEPS = (0, 1, 2), 60
 REACHED, WINDOW_STEPS = 0.8, 5

@@ -22,7 +22,7 @@ from services.generator.environments.dialogue import Dialogue
 from services.generator.environments.rendering import Renderer
 from services.generator.environments.transcript import Transcript
 
-GROUP_SIZE, PROMPTS_PER_STEP = 8, 8
+SAMPLES_PER_STEP = 64
 TURNS_BETWEEN_DEATHS = 12
 """Turns of all sessions after which the environment loses every session, in the middle of most of them."""
 PROMPT = VOCABULARY.index("<bos>")
@@ -77,18 +77,20 @@ class Played:
 
 
 class Players:
-    """Plays the sessions of one step after another."""
+    """Plays the sessions of one step after another, in groups of `group_size`."""
 
-    def __init__(self, client: EnvironmentClient, environment: DyingEnvironment) -> None:
+    def __init__(self, client: EnvironmentClient, environment: DyingEnvironment, *, group_size: int) -> None:
         self._client = client
         self._environment = environment
+        self._group_size = group_size
         self._num_turns = 0
 
     async def play(self, model: torch.nn.Module, *, seed: int, version: int) -> list[list[Played]]:
         """The groups of a step, sampled by the model."""
-        first = (seed << 20) + version * PROMPTS_PER_STEP
+        num_groups = SAMPLES_PER_STEP // self._group_size
+        first = (seed << 20) + version * num_groups
         groups = [
-            [self._session(first + number, index) for index in range(GROUP_SIZE)] for number in range(PROMPTS_PER_STEP)
+            [self._session(first + number, index) for index in range(self._group_size)] for number in range(num_groups)
         ]
         every = [played for siblings in groups for played in siblings]
         await asyncio.gather(*(self._open(played) for played in every))
@@ -134,14 +136,15 @@ class Players:
 
 
 @asynccontextmanager
-async def players(task: type[NextLetter]) -> AsyncIterator[tuple[Players, DyingEnvironment]]:
+async def players(task: type[NextLetter], *, group_size: int) -> AsyncIterator[tuple[Players, DyingEnvironment]]:
     """Players, and the environment that they talk with, for the length of one `async with`."""
     environment = DyingEnvironment(task)
     server = Server(listen="127.0.0.1:0", services=[environment_service(environment)])
     port = await server.start()
     try:
         async with Connection(f"127.0.0.1:{port}", service="environment") as connection:
-            yield Players(EnvironmentClient(connection, EnvironmentLimits()), environment), environment
+            client = EnvironmentClient(connection, EnvironmentLimits())
+            yield Players(client, environment, group_size=group_size), environment
     finally:
         await server.stop(grace_s=0)
         await environment.close()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.turns.playing import GROUP_SIZE, PROMPT, PROMPTS_PER_STEP, Played, players
+from benchmarks.turns.playing import PROMPT, SAMPLES_PER_STEP, Played, players
 from benchmarks.turns.task import NUM_TURNS, NextLetter
 from services.trainer.batches.training_sample import TrainingSample
 from services.trainer.config import TrainingConfig
@@ -18,7 +18,7 @@ from services.trainer.step.step_settings import step_settings
 
 
 async def train(
-    model: Path, task: type[NextLetter], *, seed: int, num_steps: int, **algorithm: object
+    model: Path, task: type[NextLetter], *, seed: int, num_steps: int, group_size: int = 8, **algorithm: object
 ) -> tuple[list[float], int]:
     """The share of right turns in each step's samples, and how often the environment died.
 
@@ -26,15 +26,16 @@ async def train(
         model: Folder of `make_model`.
         task: The environment.
         seed: Of the letters and of sampling.
-        num_steps: Steps of 8 x 8 samples.
+        num_steps: Steps of 64 samples.
+        group_size: Sessions that are shown the same letters.
         algorithm: Settings of the section of that name.
     """
     torch.set_num_threads(1)
-    config = _config(model, seed=seed, algorithm=algorithm)
+    config = _config(model, seed=seed, group_size=group_size, algorithm=algorithm)
     policy = load_policy(config)
     sampler = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
     shares: list[float] = []
-    async with players(task) as (sessions, environment):
+    async with players(task, group_size=group_size) as (sessions, environment):
         for version in range(num_steps):
             sampler.load_state_dict(policy.backend.state_tensors(), strict=False)
             played = await sessions.play(sampler, seed=seed, version=version)
@@ -46,7 +47,7 @@ async def train(
     return shares, environment.num_deaths
 
 
-def _config(model: Path, *, seed: int, algorithm: dict[str, object]) -> TrainingConfig:
+def _config(model: Path, *, seed: int, group_size: int, algorithm: dict[str, object]) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
             "run": {"seed": seed},
@@ -54,8 +55,8 @@ def _config(model: Path, *, seed: int, algorithm: dict[str, object]) -> Training
             "data": {"train": None},
             "sampling": {"max_new_tokens": 2 * NUM_TURNS},
             "algorithm": {
-                "group_size": GROUP_SIZE,
-                "prompts_per_step": PROMPTS_PER_STEP,
+                "group_size": group_size,
+                "prompts_per_step": SAMPLES_PER_STEP // group_size,
                 "max_staleness": 0,
                 "name": "dr_grpo",
                 **algorithm,
