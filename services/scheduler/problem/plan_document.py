@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from penstock.config import StrictModel, read_document, validate
 from services.scheduler.problem.mesh import Count, Mesh
@@ -140,6 +140,15 @@ class PlanDocument(StrictModel):
     """Its machine; unset: the head."""
     relay: tuple[Relay, ...] = Field(default=(), max_length=MAX_NODES)
     """At most one a site; at others the first generator that asks for a version fetches it."""
+
+    @field_validator("critic", mode="before")
+    @classmethod
+    def _critic_is_on_one_machine(cls, value: object) -> object:
+        if isinstance(value, list | tuple):
+            raise ValueError(
+                f"names {len(value)} machines; the processes of a critic are on one, so name one with gpus"
+            )
+        return value
 
     @property
     def center(self) -> dict[str, str]:

@@ -106,6 +106,8 @@ def test_a_plan_names_what_is_wrong_with_its_critic():
     assert reason(with_critic(split, "a100-0", 5)) == "machine a100-0 has 8 GPUs, and the plan uses 9"
     assert reason(with_critic(split, "a100-0", 2, is_beside_trainer=True)).startswith("critic.gpus: 2, and 4 of a100-0")
     assert "a critic needs 131.0 GB of each of 1 GPUs" in reason(with_critic(split, "a100-0", 1))
+    with pytest.raises(ValueError, match=r"critic\n.*names 2 machines; the processes of a critic are on one"):
+        PlanDocument.model_validate({"critic": [{"node": "a100-0", "gpus": 4}, {"node": "a100-1", "gpus": 4}]})
     one = document("tiny_04", TASKS)
     actor, trained = {"name": "a", "kind": "train"}, {"name": "c", "kind": "train", "is_service": True}
     values = {"name": "v", "kind": "infer", "shares_weights": True, "is_service": True}
