@@ -138,7 +138,7 @@ def test_a_critic_at_another_site_takes_a_link_and_its_time():
 def test_the_search_gives_the_critic_what_is_best_and_auto_is_no_worse_than_any_member(more):
     model = CostModel(stated(TASKS, *more))
     rates = {}
-    for solver in ("auto", *SOLVERS):
+    for solver in SOLVERS:
         solution = solve(model, solver, time_left=forever)
         assert violations(model.problem, solution.plan) == []
         rates[solver] = solution.score.samples_per_second
