@@ -20,6 +20,8 @@ MAX_TURNS = 512
 """Of a session."""
 MAX_TURNS_BYTES = 8 * 1024 * 1024
 """Of one request."""
+MAX_HEAD_BYTES = 16 * 1024
+"""Of a session without its turns: every broker of the run holds it in memory."""
 MAX_NAME_CHARACTERS = 512
 MAX_COMPONENTS = 64
 MAX_DIGEST_BYTES = 64
@@ -71,6 +73,8 @@ def _check_session(session: sessions_pb2.AgentSession) -> None:
         _check_name("session.components", name)
         require(math.isfinite(value), "session.components", value, "finite numbers")
     _check_name("session.reward_model", session.reward_model)
+    size = session.ByteSize()
+    require(size <= MAX_HEAD_BYTES, "session", f"{size} bytes", f"at most {MAX_HEAD_BYTES} bytes without its turns")
 
 
 def _check_turn(turn: sessions_pb2.AgentTurn, number: int) -> None:

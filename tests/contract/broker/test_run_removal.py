@@ -22,6 +22,7 @@ from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis import delete_run
 from services.broker.storage.redis.keys import RUNS
 from services.broker.storage.redis.redis_store import RedisStore
+from tests.helpers.brokers.agent_sessions import put_session
 from tests.helpers.brokers.broker import RUN, Generator, RunningBroker, prompt, serving
 from tests.helpers.brokers.format_1 import as_format_1
 from tests.helpers.brokers.steps import train_step
@@ -53,7 +54,7 @@ async def close(broker: RunningBroker, reason: str = "") -> None:
 
 
 async def fill(broker: RunningBroker) -> None:
-    """A run with everything that a run can have: trained, waiting, put, retired, a peer and a tally."""
+    """A run with everything that a run can have: trained, waiting, put, retired, a peer, a tally, a session."""
     policy = broker_pb2.RunPolicy(num_retained_steps=1)
     await broker.open(policy=policy, max_staleness=4)
     await train_step(broker, "a", "b")
@@ -61,6 +62,7 @@ async def fill(broker: RunningBroker) -> None:
     await broker.submit(prompt("e"), prompt("f"))
     async with TrajectorySession(broker.connection, run_id=RUN, producer_id="p") as producer:
         await producer.store(groups("x", "y"))
+    await put_session(broker, "s", owner="gen-9")
 
 
 async def export(broker: RunningBroker, **request: Any) -> list[Any]:
