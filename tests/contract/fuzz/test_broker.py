@@ -20,10 +20,10 @@ from services.broker.streams import request_reader
 from tests.helpers.broker_model.profile import IS_LONG, TIMEOUT_S
 from tests.helpers.brokers.broker import RUN, Duplex, Generator, RunningBroker, chunk, prompt, serving
 from tests.helpers.fuzzing.grpc_requests import Fuzzer, answer, methods
-from tests.helpers.fuzzing.services import broker_requests
+from tests.helpers.fuzzing.services import BROKER_SERVICES, broker_requests
 from tests.helpers.waiting import until
 
-METHODS = methods(broker_pb2.DESCRIPTOR.services_by_name["BrokerService"])
+METHODS = methods(*BROKER_SERVICES)
 NUM_ROUNDS = 1000 if IS_LONG else 25
 SEED = random.randrange(1 << 32) if IS_LONG else 20
 

@@ -16,19 +16,18 @@ from google.protobuf.message import Message
 from penstock.network.rpc import open_channel
 from penstock.security import Security
 from penstock.security.roles import allowed_roles, role_name
-from penstock.v1 import broker_pb2
 from tests.helpers.broker_model.profile import IS_LONG, TIMEOUT_S
 from tests.helpers.brokers.broker import RUN
 from tests.helpers.fuzzing.grpc_requests import CALL_TIMEOUT_S, STATED_CODES, Fuzzer, answer, methods
 from tests.helpers.fuzzing.server import TOKENS
-from tests.helpers.fuzzing.services import SERVICES, broker_requests, valid_requests
+from tests.helpers.fuzzing.services import BROKER_SERVICES, SERVICES, broker_requests, valid_requests
 from tests.helpers.fuzzing.watched_server import watched_server
 
 NUM_INPUTS = 100_000 if IS_LONG else 1_000
 SEED = random.randrange(1 << 32) if IS_LONG else 22
 AT_ONCE = 64 if IS_LONG else 16
 MAX_GROWTH_BYTES = 20 * 1024 * 1024
-METHODS = methods(broker_pb2.DESCRIPTOR.services_by_name["BrokerService"], *SERVICES)
+METHODS = methods(*BROKER_SERVICES, *SERVICES)
 NO_TOKEN, WRONG_TOKEN = "nobody", "a wrong token"
 CALLERS: dict[str, str | None] = {**TOKENS, NO_TOKEN: None, WRONG_TOKEN: "operator:fedcba9876543210"}
 

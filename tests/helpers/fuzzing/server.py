@@ -18,6 +18,7 @@ from penstock.security.roles import Role, role_name
 from penstock.v1 import broker_pb2_grpc
 from services.broker.server import make_run_registry
 from services.broker.service import BrokerService
+from services.broker.session_service import SessionService
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RunningBroker, prompt
 from tests.helpers.fuzzing.services import make_services
@@ -34,8 +35,8 @@ async def main() -> None:
     run_registry = make_run_registry(
         MemoryStore(), registry=CollectorRegistry(), clock=SystemClock(), scheduler=None, security=NO_SECURITY
     )
-    broker = service_of(BrokerService(run_registry))
-    server = Server(listen="127.0.0.1:0", services=[broker, *make_services()], security=SECURITY)
+    broker = [service_of(BrokerService(run_registry)), service_of(SessionService(run_registry))]
+    server = Server(listen="127.0.0.1:0", services=[*broker, *make_services()], security=SECURITY)
     port = await server.start()
     care = asyncio.create_task(run_registry.care(server.set_serving))
     async with open_channel(f"127.0.0.1:{port}", SECURITY) as channel:

@@ -24,6 +24,7 @@ from penstock.v1 import (
     reward_pb2,
     sandbox_pb2,
     scheduler_pb2,
+    sessions_pb2,
     shards_pb2,
     trainer_pb2,
     types_pb2,
@@ -43,7 +44,8 @@ from services.scheduler.service import SchedulerServicer
 from services.trainer.critic.service import CriticService
 from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from services.trainer.service import TrainerService
-from tests.helpers.brokers.broker import RUN, chunk, limits, prompt
+from tests.helpers.brokers.agent_sessions import agent_turn
+from tests.helpers.brokers.broker import RUN, chunk, duration, limits, prompt
 from tests.helpers.brokers.members import NotedShards
 from tests.helpers.brokers.trajectories import groups
 from tests.helpers.rewards.sandbox_service import ScriptedCells, ScriptedScorers
@@ -63,6 +65,13 @@ SERVICES = [
         (sandbox_pb2, "SandboxService"),
     )
 ]
+
+
+BROKER_SERVICES = [
+    broker_pb2.DESCRIPTOR.services_by_name["BrokerService"],
+    sessions_pb2.DESCRIPTOR.services_by_name["SessionService"],
+]
+"""What a broker serves by itself."""
 
 
 def broker_requests() -> dict[str, list[Message]]:
@@ -112,6 +121,20 @@ def broker_requests() -> dict[str, list[Message]]:
         "AuditRun": [broker_pb2.AuditRunRequest(run_id=RUN)],
         "WatchPolicy": [broker_pb2.WatchPolicyRequest(run_id=RUN)],
         "ExportTrajectories": [broker_pb2.ExportTrajectoriesRequest(run_id=RUN)],
+        "PutSession": [
+            sessions_pb2.PutSessionRequest(
+                run_id=RUN,
+                generator_id="g",
+                session=sessions_pb2.AgentSession(session_id="s", task="t", group="a", undelivered_turns=[0]),
+                turns=[agent_turn(1, 2)],
+                keep_for=duration(60),
+            )
+        ],
+        "TakeSessions": [sessions_pb2.TakeSessionsRequest(run_id=RUN, generator_id="g", session_id="s", task="t")],
+        "CheckSessions": [sessions_pb2.CheckSessionsRequest(run_id=RUN, generator_id="g", session_ids=["s"])],
+        "EndSessions": [
+            sessions_pb2.EndSessionsRequest(run_id=RUN, generator_id="g", session_ids=["s"], outcome="put")
+        ],
     }
 
 
