@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from penstock.tracing.context import TraceContext, read_traceparent
 from penstock.tracing.ids import group_context, sample_context
 from penstock.tracing.recording import is_on
 from penstock.v1 import broker_pb2, types_pb2
+
+_MAX_GROUPS = 256
+"""Whose names are remembered: a worker has several samples of each at once."""
 
 
 def sample_span(traceparent: str, key: types_pb2.SampleKey, *, run_id: str) -> TraceContext:
@@ -20,10 +24,13 @@ def sample_span(traceparent: str, key: types_pb2.SampleKey, *, run_id: str) -> T
         run_id: Its run.
     """
     group = read_traceparent(traceparent) if traceparent else None
-    if group is None:
-        # Where it is recorded after all, since it failed or was slow, it has these ids.
-        group = replace(group_context(run_id, key.group_id), is_sampled=False)
-    return sample_context(group, key.sample_index, key.attempt)
+    return sample_context(group or _unsampled(run_id, key.group_id), key.sample_index, key.attempt)
+
+
+@lru_cache(_MAX_GROUPS)
+def _unsampled(run_id: str, group_id: str) -> TraceContext:
+    """What a group that is not sampled has where it is recorded after all, since it failed or was slow."""
+    return replace(group_context(run_id, group_id), is_sampled=False)
 
 
 class BatchLinks:

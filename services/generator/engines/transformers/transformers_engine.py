@@ -299,7 +299,10 @@ class TransformersEngine:
 
 def _load_model(served: ServedModel, *, num_threads: int) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    # Bars that redraw themselves are no lines of a log.
+    disable_progress_bar()
     torch.set_num_threads(num_threads)
     dtype = served.dtype if served.dtype == "auto" else getattr(torch, served.dtype)
     model = AutoModelForCausalLM.from_pretrained(served.model_folder, dtype=dtype, local_files_only=True)

@@ -12,8 +12,11 @@ from console.certs.authority import make_authority
 from console.certs.issuing import issue
 from console.certs.request import checked_request
 from console.deploy.description import environment
-from console.deploy.machine_check import check_machine
+from console.deploy.machine_check import check_machine, machine_command
+from console.inspect.doctor import examine
+from tests.helpers.otlp import collecting
 from tests.helpers.recorded_gpus import L4, Card, install_nvidia_smi
+from tests.helpers.stores.redis_server import free_port
 
 NAMES = {"run": "r1", "site": "far", "name": "l4-0", "hosts": ("l4-0",)}
 
@@ -136,3 +139,22 @@ def test_without_tls_and_gpus_neither_is_asked_for(machine: Path, monkeypatch: p
     monkeypatch.delenv("PENSTOCK_TLS_KEY")
     monkeypatch.delenv("PENSTOCK_TLS_CA")
     assert "PENSTOCK_TLS_CERT: not set" in check_machine(write(machine.parent, gpus=0))[0]
+
+
+def test_a_collector_of_traces_that_is_away_is_a_warning(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert machine_command(machine) == 0
+    assert capsys.readouterr().err == ""
+    address = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+    assert machine_command(machine) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"penstock: warning: collector of traces {address}: takes no spans: UNAVAILABLE: ")
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{collector.target}")
+        assert machine_command(machine) == 0
+        assert capsys.readouterr().err == ""
+        # As on a machine of any other kind.
+        [finding] = [each for each in examine() if "collector" in each.text]
+        assert (finding.text, finding.is_ok) == (f"collector of traces http://{collector.target}: takes spans", True)
