@@ -25,9 +25,16 @@ def configure_logging(service: str, *, run_id: str = "", level: str = "info", lo
         structlog.processors.JSONRenderer() if log_format == "json" else structlog.dev.ConsoleRenderer(colors=False)
     )
     output = GuardedStderr()
+    process = {"service": service, **({"run_id": run_id} if run_id else {})}
+
+    def add_process(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        # Not by context variables, which threads of an executor do not have.
+        return {**process, **event}
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            add_process,
             _add_trace,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -38,7 +45,6 @@ def configure_logging(service: str, *, run_id: str = "", level: str = "info", lo
         # Loggers are made at each call, so that a later change of the configuration takes effect.
         cache_logger_on_first_use=False,
     )
-    structlog.contextvars.bind_contextvars(service=service, **({"run_id": run_id} if run_id else {}))
     root = logging.getLogger()
     root.handlers = [each for each in root.handlers if not isinstance(each, _LibraryHandler)]
     root.addHandler(_LibraryHandler(logging.WARNING))

@@ -14,6 +14,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -46,7 +47,8 @@ class ComputeThread:
     ) -> _Result:
         """`function(*args, **kwargs)` in the thread."""
         start_s = self._clock.monotonic_s()
-        call = partial(function, *args, **kwargs)
+        # With the caller's trace, for the lines that are logged there.
+        call = partial(copy_context().run, partial(function, *args, **kwargs))
         try:
             return await uninterrupted(asyncio.get_running_loop().run_in_executor(self._executor, call))
         finally:

@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from penstock import tracing
+from penstock.clock import SystemClock
 from penstock.environments import Action, Environment, Message, Outcome, Task
 from penstock.environments.serving import EnvironmentServicer, environment_service
 from penstock.network.connection import Connection
@@ -18,8 +19,19 @@ from penstock.process.tasks import end
 from penstock.v1 import environment_pb2, environment_pb2_grpc
 from services.generator.environments.client import EnvironmentClient
 from services.generator.environments.config import EnvironmentLimits
+from services.trainer.compute.compute_thread import ComputeThread
 from tests.helpers.serving import channel_to
 from tests.helpers.traces import spans_in, tracing_to
+
+
+async def test_a_line_of_the_compute_thread_says_whose_it_is_and_of_which_trace(capfd):
+    configure_logging("critic", run_id="r", log_format="json")
+    step, thread = tracing.step_context("r", 1, 0), ComputeThread(clock=SystemClock(), on_span=lambda start, end: None)
+    with tracing.within(step):
+        await thread.run(lambda: structlog.get_logger().info("computed"))
+    thread.close()
+    [line] = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert (line["service"], line["run_id"], line["trace_id"]) == ("critic", "r", f"{step.trace_id:032x}")
 
 
 class Echo(Environment):
