@@ -119,7 +119,8 @@ def alerts() -> str:
         says = re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", r"*\1*", f"{said['summary']}. {said['description']}")
         command = re.sub(r"{{ \$labels\.(\w+) }}", lambda found: found[1].upper(), said["command"])
         when = f"{rule['labels']['severity']} | {rule['for']}"
-        lines.append(f"| `{rule['alert']}` | {when} | {says} | `{command}`: {said['fix']} |")
+        more = f"[more]({said['page'].removeprefix('docs/')})"
+        lines.append(f"| `{rule['alert']}` | {when} | {says} | `{command}`: {said['fix']} ({more}) |")
     return "\n".join(lines) + "\n"
 
 

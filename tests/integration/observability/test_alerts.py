@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.helpers.console import ROOT
+from tests.helpers.headings import anchors_of
 
 FOLDER = ROOT / "deploy" / "observability"
 PROMTOOL = shutil.which("promtool")
@@ -81,3 +82,12 @@ def test_every_invariant_and_every_fault_has_an_alert() -> None:
     for row, named in (invariants | faults).items():
         assert named, f"{row}: no alert"
         assert named <= there, f"{row}: {named - there} are not in alerts.yml"
+
+
+def test_every_alert_says_what_it_means_what_explains_it_what_to_do_and_where_to_read_on() -> None:
+    for rule in rules("alerts.yml"):
+        said = rule["annotations"]
+        assert isinstance(said, dict)
+        assert all(said.get(name) for name in ("summary", "description", "command", "fix", "page")), rule["alert"]
+        page, _, anchor = said["page"].partition("#")
+        assert anchor in anchors_of(ROOT / page), f"{rule['alert']}: page: {said['page']} has no such heading"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.headings import anchors_of
+
 ROOT = Path(__file__).parents[3]
 MAX_STATIONS = 12
 MAX_TERMS = 52
@@ -84,12 +86,6 @@ def test_an_extension_touches_three_files_at_most_and_has_a_toy_one():
         ]
         assert len(touched) <= MAX_TOUCHED, name
         assert (ROOT / toy.strip("`")).is_file(), name
-
-
-def anchors_of(path):
-    """What the headings of a page can be linked by."""
-    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_link_leads_somewhere():
