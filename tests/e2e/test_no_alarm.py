@@ -9,13 +9,13 @@ import pytest
 
 from quickstart.prepare import Prepared
 from tests.e2e.runs import RUN_ID, assert_balanced, running, small_run
-from tests.helpers.observability.compressed_rules import write_rules
+from tests.helpers.observability.compressed_rules import rules, write_rules
 from tests.helpers.observability.prometheus import needs_prometheus, prometheus
 from tests.helpers.observability.served import Served, started
 from tests.helpers.stores.redis_server import RedisProcess, free_port
 
 pytestmark = [needs_prometheus, pytest.mark.e2e, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(900)]
-NUM_STEPS = 24
+NUM_STEPS = 12
 FACTOR = 60
 """The rules are for steps of minutes; these are of seconds."""
 
@@ -37,14 +37,13 @@ async def test_a_healthy_run_fires_nothing(task: Prepared, tmp_path: Path) -> No
                 await service.until_serving()
             seen.watch(name, service.metrics)
         run = stack.enter_context(running(_configuration(task, tmp_path, services), tmp_path))
-        fired: set[str] = set()
         while run.process.poll() is None:
-            await seen.until_read(services["broker"].metrics)
-            fired |= await seen.names_firing()
-            await seen.until_read(services["trainer"].metrics)
+            await seen.until_read(*(service.metrics for service in services.values()))
         assert run.end() == 0, run.text
         assert_balanced(run.summary(), num_samples=NUM_STEPS * 8 * 4)
-        assert fired | await seen.ever_fired() == set()
+        infos = {rule["alert"] for rule in rules() if rule["labels"]["severity"] == "info"}
+        # What is a hint, not an alarm, may be true here: on few cores samples come slowly.
+        assert await seen.ever_fired() - infos == set()
         assert await seen.query("query", query="max(penstock_trainer_steps_total)"), "the trainer was not read"
 
 

@@ -20,8 +20,8 @@ from tests.helpers.observability.served import Served, started
 from tests.helpers.stores.redis_server import free_port
 
 pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(400)]
-CONSEQUENCES = {"PenstockWaitIsLong", "PenstockNoProgress", "PenstockQueueRefuses"}
-"""Of a reward model that is away: its run stands still, and its prompts, which the test submits as ever, wait."""
+CONSEQUENCES = {"PenstockWaitIsLong", "PenstockNoProgress"}
+"""Of a reward model that is away: its run stands still."""
 REWARD = f"{moody_reward.__name__}:{moody_reward.score.__name__}"
 
 
