@@ -15,6 +15,7 @@ from penstock.v1 import broker_pb2
 from services.broker.records_pb2 import RunRecord
 from tests.helpers.brokers.broker import Generator, chunk, duration, prompt
 from tests.helpers.full_disk import fill, small_disk
+from tests.helpers.observability.alertmanager import alertmanager, needs_alertmanager
 from tests.helpers.observability.faulty_clients import LivingRun, called, lease_and_vanish, meanwhile
 from tests.helpers.observability.prometheus import needs_prometheus, prometheus
 from tests.helpers.observability.served import Served, started
@@ -142,3 +143,28 @@ async def test_runs_without_progress_and_leases_that_expire_are_told(tmp_path: P
                 seen.until_resolved("PenstockNoProgress", run="stalled"),
                 seen.until_resolved("PenstockLeasesExpire"),
             )
+
+
+@needs_alertmanager
+async def test_of_a_store_that_dies_under_a_run_the_cause_alone_is_told(tmp_path: Path) -> None:
+    redis = RedisProcess(tmp_path, is_persistent=True)
+    async with AsyncExitStack() as stack:
+        stack.callback(redis.kill)
+        redis.start()
+        broker = Served("broker", tmp_path, f"redis_url={redis.url}")
+        stack.enter_context(started(broker))
+        told = await stack.enter_async_context(alertmanager(tmp_path / "alertmanager"))
+        seen = await stack.enter_async_context(prometheus(tmp_path / "prometheus", alertmanager=told.address))
+        await broker.until_serving()
+        seen.watch("broker", broker.metrics)
+        channel = await stack.enter_async_context(open_channel(broker.address))
+        await called(channel).open(run_id="stalled", max_staleness=4)
+        await LivingRun(channel, "stalled", scores=True).step()
+        await called(channel).submit(prompt("waits"), run_id="stalled")
+        await seen.until_read(broker.metrics)
+        # Without its store a broker knows of no wait: this one is as long before.
+        await seen.until_fires("PenstockWaitIsLong")
+        redis.kill()
+        consequences = {"PenstockNoProgress", "PenstockWaitIsLong"}
+        await asyncio.gather(*(seen.until_fires(name) for name in (*consequences, "PenstockRedisFaults")))
+        await told.until(told={"PenstockRedisFaults"}, inhibited=consequences)
