@@ -91,3 +91,9 @@ def test_every_alert_says_what_it_means_what_explains_it_what_to_do_and_where_to
         assert all(said.get(name) for name in ("summary", "description", "command", "fix", "page")), rule["alert"]
         page, _, anchor = said["page"].partition("#")
         assert anchor in anchors_of(ROOT / page), f"{rule['alert']}: page: {said['page']} has no such heading"
+
+
+def test_every_alert_is_provoked_on_a_real_prometheus() -> None:
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    provoked = set(re.findall(r'until_fires\(\s*"(\w+)"', tests))
+    assert provoked == {str(rule["alert"]) for rule in rules("alerts.yml")}

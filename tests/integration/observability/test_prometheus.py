@@ -1,6 +1,6 @@
 """A real Prometheus reads a real broker by the deployed rules, time compressed: faults are told, named, and resolved.
 
-`test_every_alert.py` and its neighbours provoke the others.
+The neighbours named `test_*_alerts.py` provoke the others, in `make test-grids`.
 """
 
 from __future__ import annotations
