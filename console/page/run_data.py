@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class RunData:
             "message": text(summary.get("message"), 2000),
             "steps": int(versions[-1]) if len(versions) else 0 if run is None else run.policy_version,
             "num_steps": count(mapping(config.get("run")).get("num_steps")),
-            "started_s": self._started_s(),
+            "started_s": self._started_s(times),
             "updated_s": times[-1] if times else None,
             "config": self._config[1],
         }
@@ -121,9 +121,10 @@ class RunData:
             return "finished"
         return {None: "cut short", "failed": "failed"}.get(outcome, "finished")
 
-    def _started_s(self) -> float | None:
+    def _started_s(self, times: Sequence[float]) -> float | None:
+        """When its configuration was written; no later than its first step, as in a folder that was copied."""
         try:
-            return self.folder.config.stat().st_mtime
+            return min([self.folder.config.stat().st_mtime, *times[:1]])
         except OSError:
             return None
 

@@ -40,10 +40,12 @@ def cost(folder: RunFolder, config: Answer, summary: Answer, plan: Answer, steps
     dollars = sum(prices) if sites and all(price is not None for price in prices) else None
     measured = _measured(summary, steps)
     rate = measured["tokens_per_second"]
+    if (per_million := _per_million(dollars, rate)) is not None:
+        measured["cost_per_million_tokens"] = per_million
     return {
         "sites": sites,
         "dollars_per_hour": dollars,
-        "dollars_per_million_tokens": _per_million(dollars, rate),
+        "dollars_per_million_tokens": per_million,
         "is_planned": problem is not None,
         "plan": _plan(plan),
         "measured": measured,

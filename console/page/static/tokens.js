@@ -187,7 +187,7 @@ function shades(tokens, valueOf, colour) {
     return `${value > 0 ? "up" : "down"}-${Math.min(NUM_SHADES, Math.ceil((Math.abs(value) / size) * NUM_SHADES))}`;
   };
   const mean = values.reduce((sum, value) => sum + Math.abs(value), 0) / values.length;
-  const average = colour === "gap" ? `, ${numberText(mean)} on average of sizes` : "";
+  const average = colour === "gap" ? `, mean size ${numberText(mean)}` : "";
   const scale = colour === "version" ? ", in turn" : "; above 0 blue, below orange";
   return { classOf, meaning: `${meaning}${average}${scale}` };
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from penstock.v1 import broker_pb2
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.reference import RM1
 from services.scheduler.planning.plan_wire import checked_task, plan_task
-from tests.helpers.page.run_folders import page_folder
+from tests.helpers.page.run_folders import BEGIN_S, page_folder
 
 ROOT = Path(__file__).resolve().parents[4]
 LOG = """\
@@ -165,10 +166,14 @@ def test_what_one_more_machine_brings_is_the_plans_and_costs_at_the_measured_rat
     plan = plan_task(task, time_left=lambda: 1000.0, start=None, keeps_pool=False, is_advised=True)
     assert plan.next_purchases
     folder.plans.write_text(json.dumps(MessageToDict(plan, preserving_proto_field_name=True)) + '\n{"revision": 2}\n')
+    os.utime(folder.config, (BEGIN_S + 1e6,) * 2)
+    facts = RunData(folder).facts()
+    assert facts["started_s"] == BEGIN_S + 10
     found = RunData(folder).answer("cost", {})
     first, stated = found["purchases"][0], plan.next_purchases[0]
     assert (first["gpus"], first["gain"]) == ({stated.gpu: stated.num_gpus}, pytest.approx(stated.gain))
     per_hour = found["dollars_per_hour"] + stated.usd_per_hour
+    assert found["measured"]["cost_per_million_tokens"] == found["dollars_per_million_tokens"]
     assert first["dollars_per_million_tokens"] == pytest.approx(1e6 * per_hour / 3600 / (10 * (1 + stated.gain)))
     folder.plans.write_text('{"next_purchases": [3, {"gain": "x"}, {"gain": 1, "num_gpus": NaN}]}\n')
     assert RunData(folder).answer("cost", {})["purchases"] == []

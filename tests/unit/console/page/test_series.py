@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from console.page.files.group_index import MAX_GROUPS, GroupHead, GroupIndex, Place
 from console.page.files.metrics_table import MetricsTable
 from console.page.files.values import BadQuestionError
 from console.page.run_data import RunData
@@ -39,6 +41,30 @@ def test_long_runs_are_thinned_to_means_with_their_extremes(tmp_path: Path) -> N
     assert found["series"]["a"] == pytest.approx(buckets.mean(axis=1), rel=1e-4, abs=1e-4)
     assert found["min"]["a"] == pytest.approx(buckets.min(axis=1), rel=1e-4)
     assert found["max"]["a"] == pytest.approx(buckets.max(axis=1), rel=1e-4)
+
+
+def held_bytes() -> int:
+    """Memory that this process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_ten_thousand_steps_of_1024_samples_take_a_server_less_than_60_mb(tmp_path: Path) -> None:
+    folder = page_folder(tmp_path / "r")
+    more = {f"loss/{n}": 0.123456789 for n in range(40)}
+    with folder.metrics.open("w") as file:
+        file.writelines(metrics_line(version, **more) for version in range(1, 10_001))
+    data = RunData(folder)
+    data.answer("samples", {})
+    before = held_bytes()
+    assert data.answer("series", {})["steps"] == 10_000
+    # 128 groups of 8 a step; the index forgets the older half of them at its limit, and here holds a part of that.
+    index, num_groups = GroupIndex(), MAX_GROUPS // 5
+    for number in range(num_groups):
+        head = GroupHead(policy_version=1 + number // 128, history=0, group_id=b"t%d" % number, prompt=b"p")
+        index.add(head, Place(part=1, begin=number, end=number + 1))
+    per_group = sum(column.itemsize for column in index._columns)
+    print(f"grew by {(held_bytes() - before) / 1e6:.1f} MB")
+    assert held_bytes() - before + (MAX_GROUPS - num_groups) * per_group < 60e6
 
 
 def test_lines_that_are_torn_late_nonsense_or_of_a_rewind_are_borne(tmp_path: Path) -> None:
