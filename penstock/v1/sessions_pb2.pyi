@@ -80,6 +80,9 @@ class AgentTurn(_message.Message):
     TRANSCRIPT_FIELD_NUMBER: _builtins.int
     SHARED_WITH_FIELD_NUMBER: _builtins.int
     NUM_SHARED_FIELD_NUMBER: _builtins.int
+    BEGUN_AFTER_FIELD_NUMBER: _builtins.int
+    TOOK_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     """Number of the turn that it continues, from 0; unset if none."""
     given_token_ids: _builtins.bytes
@@ -104,6 +107,8 @@ class AgentTurn(_message.Message):
     """A turn before this one; unset if none is shared with."""
     num_shared: _builtins.int
     """Items shared."""
+    traceparent: _builtins.str
+    """Trace context that the request named (W3C), at most 512 characters; empty if none."""
     @_builtins.property
     def policy_versions(self) -> _types_pb2.VersionRuns:
         """The policy version that sampled each."""
@@ -121,6 +126,14 @@ class AgentTurn(_message.Message):
         """The conversation for reward models, beyond the first num_shared items of that of the turn shared_with: role and text
         each. None for turns whose conversation no one needs any more.
         """
+
+    @_builtins.property
+    def begun_after(self) -> _duration_pb2.Duration:
+        """When its request came, after the session's first one; unset if that is not known."""
+
+    @_builtins.property
+    def took(self) -> _duration_pb2.Duration:
+        """Until it was answered."""
 
     def __init__(
         self,
@@ -141,10 +154,13 @@ class AgentTurn(_message.Message):
         transcript: _abc.Iterable[_types_pb2.ChatMessage] | None = ...,
         shared_with: _builtins.int | None = ...,
         num_shared: _builtins.int = ...,
+        begun_after: _duration_pb2.Duration | None = ...,
+        took: _duration_pb2.Duration | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_shared_with", b"_shared_with", "history", b"history", "history_token_ids", b"history_token_ids", "messages", b"messages", "parent", b"parent", "policy_versions", b"policy_versions", "shared_with", b"shared_with", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_shared_with", b"_shared_with", "begun_after", b"begun_after", "history", b"history", "history_token_ids", b"history_token_ids", "messages", b"messages", "parent", b"parent", "policy_versions", b"policy_versions", "shared_with", b"shared_with", "text", b"text", "took", b"took"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_shared_with", b"_shared_with", "given_token_ids", b"given_token_ids", "history", b"history", "history_token_ids", b"history_token_ids", "is_truncated", b"is_truncated", "logprobs", b"logprobs", "messages", b"messages", "num_shared", b"num_shared", "parent", b"parent", "policy_versions", b"policy_versions", "routes", b"routes", "routes_shape", b"routes_shape", "run_history", b"run_history", "shared_with", b"shared_with", "text", b"text", "token_ids", b"token_ids", "transcript", b"transcript", "unsaid", b"unsaid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_shared_with", b"_shared_with", "begun_after", b"begun_after", "given_token_ids", b"given_token_ids", "history", b"history", "history_token_ids", b"history_token_ids", "is_truncated", b"is_truncated", "logprobs", b"logprobs", "messages", b"messages", "num_shared", b"num_shared", "parent", b"parent", "policy_versions", b"policy_versions", "routes", b"routes", "routes_shape", b"routes_shape", "run_history", b"run_history", "shared_with", b"shared_with", "text", b"text", "token_ids", b"token_ids", "took", b"took", "traceparent", b"traceparent", "transcript", b"transcript", "unsaid", b"unsaid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015

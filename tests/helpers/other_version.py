@@ -101,7 +101,7 @@ class OtherVersion(grpc.GenericRpcHandler):
                 async for each in call:
                     yield responses(each)
             except grpc.aio.AioRpcError as error:
-                await context.abort(error.code(), error.details() or "", error.trailing_metadata())
+                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
             finally:
                 call.cancel()
 

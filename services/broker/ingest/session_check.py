@@ -91,6 +91,9 @@ def _check_turn(turn: sessions_pb2.AgentTurn, number: int) -> None:
     num_experts, size = math.prod(turn.routes_shape), len(turn.routes)
     has_shape = not size or (len(turn.routes_shape) == 3 and num_experts > 0 and size in (num_experts, 2 * num_experts))
     require(has_shape, "turns.routes", f"{size} bytes", "1 or 2 bytes for each of routes_shape; or none")
+    for field in ("begun_after", "took"):
+        _check_duration(f"turns.{field}", getattr(turn, field), max_s=MAX_AGO_S)
+    _check_name("turns.traceparent", turn.traceparent)
     is_short = all(len(digest) <= MAX_DIGEST_BYTES for digest in turn.messages.digests)
     require(is_short, "turns.messages", "a longer digest", f"at most {MAX_DIGEST_BYTES} bytes each")
 

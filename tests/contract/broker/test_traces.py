@@ -171,7 +171,8 @@ async def test_a_scorer_is_a_station_of_its_own(tmp_path: Path) -> None:
     found = tree(spans_in(tmp_path), "g")
     parts = ("score", "reference", "wait_for_training")
     [score], [reference], [waited] = (found[f"rl.sample.{part}"] for part in parts)
-    assert (score.attributes, reference.attributes) == ({}, {"rl.worker.id": "scorer-1"})
+    name = {"rl.sample.key": "g/0"}
+    assert (score.attributes, reference.attributes) == (name, {**name, "rl.worker.id": "scorer-1"})
     assert score.span["endTimeUnixNano"] == reference.span["startTimeUnixNano"]
     assert reference.span["endTimeUnixNano"] == waited.span["startTimeUnixNano"]
 

@@ -165,7 +165,7 @@ def test_a_generator_reports_it_in_its_heartbeats() -> None:
     stats = SimpleNamespace(num_running=0, num_waiting=0, kv_cache_usage=0.0, tokens_generated=0)
     holder = GeneratorLeaseHandler(
         engine=SimpleNamespace(stats=lambda: stats),  # type: ignore[arg-type]
-        rollouts=SimpleNamespace(lease_ids=[]),  # type: ignore[arg-type]
+        rollouts=SimpleNamespace(lease_ids=[], refused_chunks={}),  # type: ignore[arg-type]
         held=SimpleNamespace(current=None),  # type: ignore[arg-type]
         busy=BusyTracker(SystemClock()),
         rate=TokenRate(),

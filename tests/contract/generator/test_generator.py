@@ -303,7 +303,7 @@ async def test_a_lost_or_revoked_lease_is_aborted(bench):
         bench.broker.revoke("g-1-1")
         await until(lambda: engine.num_running == 0)
         await until(lambda: list(bench.broker.beats[-1].active_lease_ids) == [])
-        assert dict(bench.broker.beats[-1].refused_chunks) == {"LEASE_LOST": 1}
+        await until(lambda: dict(bench.broker.beats[-1].refused_chunks) == {"LEASE_LOST": 1})
 
 
 async def test_a_closed_run_drops_everything_and_the_generator_stays(bench):

@@ -100,12 +100,15 @@ async def test_a_group_is_one_trace_with_a_span_for_each_turn_and_links_to_its_a
             await two_turns(bench, "s1", 1.0, **headers)
             await two_turns(bench, "s2", 0.0, extra_headers={"traceparent": "00-not one"})
             (group,) = await bench.groups(1)
+            # It is recorded once the broker has answered.
+            await until(lambda: bench.outcomes["put"] == 2)
         few = tmp_path / "few"
         few.mkdir()
         with tracing_to(few, ratio=0.0):
             await two_turns(bench, "s3", 1.0, **headers)
             await two_turns(bench, "s4", 0.0, **headers)
             other = next(each for each in await bench.groups(2) if each != group)
+            await until(lambda: bench.outcomes["put"] == 4)
             client = bench.client("s5")
             await ask(client, [user("2+3?")], tools=TOOLS)
             await client.delete("/sessions/s5", cast_to=object)

@@ -142,6 +142,10 @@ class StillGenerator:
     """A generator that does nothing: what is tested is what stands before it."""
 
     update_mode = UpdateMode.KEEP
+    run_id = RUN
+
+    def set_relay_patience(self, patience_s: float) -> None:
+        """Any will do."""
 
     def view(self) -> generator_pb2.GetGeneratorResponse:
         return generator_pb2.GetGeneratorResponse()

@@ -82,7 +82,7 @@ def read_session(
     )
     undelivered, transcripts = set(message.undelivered_turns), list[Transcript]()
     for number, stated in enumerate(turns):
-        turn = _read_turn(stated, session.turns)
+        turn = _read_turn(stated, session)
         if number in undelivered:
             session.undelivered.add(turn)
         shared = transcripts[stated.shared_with][: stated.num_shared] if stated.HasField("shared_with") else []
@@ -112,7 +112,11 @@ def _turn_message(session: Session, turn: Turn, numbers: dict[Turn, int]) -> ses
         routes=b"" if routes is None else routes.tobytes(),
         routes_shape=() if routes is None else routes.shape,
         unsaid=turn.unsaid,
+        traceparent=turn.caller,
     )
+    if turn.begun_s:
+        message.begun_after.CopyFrom(duration(max(0.0, turn.begun_s - session.started_s)))
+        message.took.CopyFrom(duration(max(0.0, turn.ended_s - turn.begun_s)))
     known = 0 if turn.parent is None else len(turn.parent.history)
     rest = turn.history[known:]
     if isinstance(rest, tuple):
@@ -133,8 +137,9 @@ def _turn_message(session: Session, turn: Turn, numbers: dict[Turn, int]) -> ses
     return message
 
 
-def _read_turn(stated: sessions_pb2.AgentTurn, before: list[Turn]) -> Turn:
-    parent = before[stated.parent] if stated.HasField("parent") else None
+def _read_turn(stated: sessions_pb2.AgentTurn, session: Session) -> Turn:
+    parent = session.turns[stated.parent] if stated.HasField("parent") else None
+    begun_s = session.started_s + _seconds(stated.begun_after) if stated.HasField("begun_after") else 0.0
     token_ids = int32_array(stated.token_ids, "token_ids")
     return Turn(
         parent=parent,
@@ -149,6 +154,9 @@ def _read_turn(stated: sessions_pb2.AgentTurn, before: list[Turn]) -> Turn:
         ),
         history=_read_history(stated, parent),
         unsaid=stated.unsaid,
+        begun_s=begun_s,
+        ended_s=begun_s + _seconds(stated.took),
+        caller=stated.traceparent,
     )
 
 

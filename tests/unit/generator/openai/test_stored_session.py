@@ -29,7 +29,8 @@ def branched(beginning: Any = (b"a", b"b"), ends: Any = ((b"c",), (b"d", b"e")))
     first = turn([1, 2], 3, 4, history=beginning, version=7)
     routes = np.arange(4, dtype=np.uint8).reshape(4, 1, 1)
     second = turn([5], 6, parent=first, history=beginning + ends[0])
-    second = replace(second, sampled=replace(second.sampled, routes=routes, is_truncated=True))
+    sampled = replace(second.sampled, routes=routes, is_truncated=True)
+    second = replace(second, sampled=sampled, begun_s=2.5, ended_s=2.75, caller="00-agent")
     third = turn([8], 9, parent=first, history=beginning + ends[1], version=8)
     made = session()
     for number, each in enumerate((first, second, third)):
@@ -65,7 +66,9 @@ def test_what_is_read_is_the_session_by_another_machines_clock(beginning: Any, e
                 assert before.dtype == after.dtype
         assert ours.is_truncated == theirs.is_truncated
     for before, after in zip(made.turns, found.session.turns, strict=True):
-        assert before.history == after.history
+        assert (before.history, before.caller) == (after.history, after.caller)
+        moved_s = 100.0 if before.begun_s else 0.0
+        assert (after.begun_s, after.ended_s) == (before.begun_s + moved_s, before.ended_s + moved_s)
     # What a turn shares with those before is not written again.
     assert [len(each.transcript) for each in write_turns(made, 1)] == [4, 2]
 
