@@ -10,7 +10,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from penstock.process.collector import collect_rarely
+from penstock.memory.collector import collect_rarely
 from services.broker.records.store import Store
 from tests.helpers.stores.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
 
@@ -26,7 +26,7 @@ LONG_FILES = (
     "e2e/faults/test_faults.py",
     "e2e/test_lora.py",
     "e2e/test_scorers.py",
-    "e2e/test_environments.py",
+    "e2e/environments/test_environments.py",
     "e2e/faults/test_full_disk.py",
     "e2e/plans/test_followed_plan.py",
     "e2e/plans/test_moved_trainer.py",

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.children import tail
+from penstock.memory.malloc import REDIS_ENVIRONMENT
 from penstock.network import rpc
 from penstock.process.bound_child import bound
-from penstock.process.malloc import REDIS_ENVIRONMENT
 
 START_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 600.0

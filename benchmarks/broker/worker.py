@@ -56,8 +56,8 @@ def _main(kind: str) -> None:
     # Imported here because other environments lack them.
     import uvloop
 
+    from penstock.memory.malloc import keep_large_buffers
     from penstock.process.log_setup import configure_logging
-    from penstock.process.malloc import keep_large_buffers
 
     configure_logging("worker", level="warning")
     if kind == "--plain":

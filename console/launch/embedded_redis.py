@@ -18,9 +18,9 @@ from pathlib import Path
 from console.config.run_folder import RunFolder
 from console.launch.supervisor import ServiceSpec
 from penstock.config import ConfigError
+from penstock.memory.malloc import REDIS_ENVIRONMENT
 from penstock.process.bound_child import bound
 from penstock.process.grace_periods import STOP_GRACE_S
-from penstock.process.malloc import REDIS_ENVIRONMENT
 
 # A unix socket's path may have 107 bytes; sockets with longer paths go to a short folder instead.
 _MAX_SOCKET_PATH_BYTES = 100

@@ -45,8 +45,8 @@ from console.node.scoring import scoring_misfits
 from console.node.scoring_processes import ScoringProcesses
 from console.node.trainer_processes import TrainerProcesses, is_training
 from console.node.training import missing_run, obstacle, training_place
-from penstock.clients.inventory import find_address, report_node, say_leaving, this_machine
-from penstock.clients.plans import watch_plan
+from penstock.clients.scheduler.inventory import find_address, report_node, say_leaving, this_machine
+from penstock.clients.scheduler.plans import watch_plan
 from penstock.config import ConfigError
 from penstock.errors import BadTokenError, NotOfferedError
 from penstock.notices.watch import NoticeSources, heed

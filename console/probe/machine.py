@@ -18,7 +18,7 @@ from console.devices.gpu_types import type_of
 from console.devices.nvidia_smi import GpuDevice, NvidiaSmiError, read_devices
 from console.probe.probe_file import Accelerators, Load
 from penstock.config import ConfigError
-from penstock.process.machine_memory import PROC, total_bytes
+from penstock.memory.machine_memory import PROC, total_bytes
 from penstock.process.packages import ENGINE_PACKAGES, installed_version
 
 OTHERS_BUSY, STOLEN_BUSY = 0.1, 0.05

@@ -34,7 +34,7 @@ from console.probe.probe_file import (
 )
 from console.probe.probe_text import clock_difference
 from console.probe.reward_samples import elsewhere
-from penstock.process.machine_memory import total_bytes
+from penstock.memory.machine_memory import total_bytes
 from penstock.process.packages import ENGINE_PACKAGES, installed_version
 from penstock.security import Security
 

@@ -14,7 +14,7 @@ from console.config.config import RunConfig
 from console.config.derive import Addresses
 from console.node.reward_rates import RewardMeter
 from console.view.run_view import SAMPLES_PER_SECOND, STEP_S, TOKENS_PER_SECOND, RunView
-from penstock.clients.inventory import report_node, this_machine
+from penstock.clients.scheduler.inventory import report_node, this_machine
 from penstock.errors import PenstockError
 from penstock.process.tasks import race
 from penstock.security import Security

@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from console.config.config import RunConfig
 from console.deploy.trainers import mesh_settings
-from penstock.clients.plans import watch_plan
+from penstock.clients.scheduler.plans import watch_plan
 from penstock.config import ConfigError, Document, read_document
 from penstock.errors import InvalidFieldError, PenstockError
 from penstock.network.outage import Outage

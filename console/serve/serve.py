@@ -14,9 +14,9 @@ import uvloop
 from console.launch.supervisor import watch_launcher
 from penstock import tracing
 from penstock.config import ConfigError, StrictModel, apply_overrides, read_document, validate
+from penstock.memory.collector import collect_rarely
 from penstock.network.rpc import PortUnavailableError
 from penstock.notices.watch import NoticeSources, heed
-from penstock.process.collector import collect_rarely
 from penstock.process.log_setup import LogFormat, configure_logging
 from penstock.tracing.settings import run_of
 

@@ -1,4 +1,4 @@
-"""One process and its machine: signals, grace periods, children, logs, memory, full disks.
+"""One process and its machine: signals, grace periods, children, logs, full disks.
 
 No gRPC and no knowledge of runs.
 """

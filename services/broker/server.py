@@ -9,9 +9,9 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from penstock.clock import Clock, SystemClock
+from penstock.memory import malloc
 from penstock.network import rpc
 from penstock.network.metrics_server import serve_metrics
-from penstock.process import malloc
 from penstock.security import NO_SECURITY, Security
 from services.broker.brokers.joining import JoinedBrokers
 from services.broker.config import BrokerConfig

@@ -17,7 +17,7 @@ from penstock.v1 import broker_pb2_grpc, critic_pb2, critic_pb2_grpc
 from tests.e2e.runs import RUN_ID, assert_balanced, running, small_run
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.console import COMMAND, environment
-from tests.helpers.tls_proxy import TLS_HANDSHAKE, recording
+from tests.helpers.proxies.tls_proxy import TLS_HANDSHAKE, recording
 
 TOKEN = "open-sesame-and-nothing-else"
 SECRETS = (TOKEN.encode(), b"authorization", b"bearer")

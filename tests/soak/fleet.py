@@ -26,8 +26,8 @@ from services.broker.config import BrokerConfig
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from tests.helpers.console import COMMAND, environment
+from tests.helpers.proxies.tcp_proxy import TcpProxy
 from tests.helpers.stores.redis_server import RedisProcess, free_port
-from tests.helpers.tcp_proxy import TcpProxy
 from tests.soak.members import Member
 from tests.soak.skewed import set_offset
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import redis
 
 from tests.helpers.processes import children_of
-from tests.helpers.tcp_proxy import TcpProxy
+from tests.helpers.proxies.tcp_proxy import TcpProxy
 from tests.soak.fleet import NUM_BROKERS, Fleet
 
 Inflict = Callable[[Fleet, random.Random], Awaitable[str]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from penstock.process.machine_memory import available_bytes
+from penstock.memory.machine_memory import available_bytes
 from services.trainer.distributed.launch import Place
 
 

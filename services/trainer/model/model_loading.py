@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from penstock.process.collector import collect_as_usual
+from penstock.memory.collector import collect_as_usual
 from services.trainer.model.packing_check import check_packing, check_rotary
 from services.trainer.model.precision import MASTER, compute_dtype
 from services.trainer.model.ranks import Ranks

@@ -8,7 +8,7 @@ import structlog
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.config import ConfigError
-from penstock.process.malloc import return_buffers
+from penstock.memory.malloc import return_buffers
 from services.trainer.algorithms.base import Clip
 from services.trainer.algorithms.loss import LossSettings, policy_loss
 from services.trainer.algorithms.terms.correction import Correction, CorrectionLevel

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.clients.broker import BrokerClient
-from penstock.clients.inventory import this_machine
+from penstock.clients.scheduler.inventory import this_machine
 from penstock.clock import ManualClock, SystemClock
 from penstock.network.rpc import call, service_of
 from penstock.process.busy_time import BusyTracker

@@ -14,7 +14,7 @@ from tests.helpers.faults import workload
 from tests.helpers.faults.generator import Generator
 from tests.helpers.faults.reward import Worker
 from tests.helpers.faults.trainer import Trainer
-from tests.helpers.other_version import earlier, later, through_another_version
+from tests.helpers.proxies.other_version import earlier, later, through_another_version
 
 NUM_STEPS = 4
 

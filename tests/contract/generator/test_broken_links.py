@@ -17,8 +17,8 @@ from services.reward.pool import ScoringPool
 from tests.helpers.brokers.scripted_generation import prompt
 from tests.helpers.brokers.scripted_scoring import ScriptedBroker, scoring_item
 from tests.helpers.generators.generator_bench import Bench, emulated
+from tests.helpers.proxies.tcp_proxy import proxy_to
 from tests.helpers.serving import serving
-from tests.helpers.tcp_proxy import proxy_to
 from tests.helpers.waiting import until
 
 NUM_RESETS = 12

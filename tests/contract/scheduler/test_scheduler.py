@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from console.cli import app
 from console.plan import plan_command
 from console.view.forecast_quality import fetch_lengths, length_lines, lengths_table
-from penstock.clients.inventory import report_node, this_machine
+from penstock.clients.scheduler.inventory import report_node, this_machine
 from penstock.clock import ManualClock
 from penstock.errors import InvalidFieldError, PenstockError, QueueFullError, UnknownRunError
 from penstock.network.rpc import call, open_channel, service_of, wait_until_serving

@@ -12,8 +12,8 @@ from penstock.security import Security
 from penstock.v1 import trainer_pb2
 from services.trainer.run import evaluation, loop
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
+from tests.helpers.proxies.tcp_proxy import TcpProxy, proxy_to
 from tests.helpers.serving import serving
-from tests.helpers.tcp_proxy import TcpProxy, proxy_to
 from tests.helpers.trainers.training import RunningTrainer, run_document, running_trainer
 from tests.helpers.waiting import until
 

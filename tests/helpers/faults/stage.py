@@ -18,8 +18,8 @@ from pathlib import Path
 from penstock.network import rpc
 from tests.helpers.console import COMMAND, ROOT, environment
 from tests.helpers.faults.schedule import Fault
+from tests.helpers.proxies.tcp_proxy import TcpProxy
 from tests.helpers.stores.redis_server import RedisProcess, free_port
-from tests.helpers.tcp_proxy import TcpProxy
 
 NUM_BROKERS = 2
 SLOW_BYTES_PER_SECOND = 200_000.0

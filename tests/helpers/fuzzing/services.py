@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
-from penstock.clients.inventory import this_machine
+from penstock.clients.scheduler.inventory import this_machine
 from penstock.clock import ManualClock
 from penstock.environments import Action, Environment, Outcome, Task
 from penstock.environments.serving import EnvironmentServicer, environment_service

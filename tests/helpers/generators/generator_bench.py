@@ -20,8 +20,8 @@ from services.generator.metrics import GeneratorMetrics
 from services.generator.service import GeneratorServicer
 from tests.helpers.brokers.scripted_generation import ScriptedGenerationBroker
 from tests.helpers.generators.emulated_spec import emulated_spec
+from tests.helpers.proxies.tcp_proxy import proxy_to
 from tests.helpers.serving import serving
-from tests.helpers.tcp_proxy import proxy_to
 from tests.helpers.weights.scripted_weight_store import ScriptedWeightStore
 
 

@@ -20,8 +20,8 @@ from services.broker.storage.redis import redis_connection
 from services.broker.storage.redis.redis_connection import RedisConnection
 from services.broker.storage.redis.redis_store import RedisStore
 from tests.helpers.brokers.broker import RunningBroker, eventually, prompt, serving
+from tests.helpers.proxies.tcp_proxy import proxy_to
 from tests.helpers.stores.redis_server import RedisProcess
-from tests.helpers.tcp_proxy import proxy_to
 
 
 @pytest.fixture

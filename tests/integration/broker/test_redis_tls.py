@@ -15,9 +15,9 @@ from penstock.security import NO_SECURITY, Security
 from services.broker.storage.redis.authentication import NO_CREDENTIALS, RedisCredentials, protected_url
 from services.broker.storage.redis.redis_store import RedisStore
 from tests.helpers.certificates import issue, make_authority, make_security
+from tests.helpers.proxies.tls_proxy import TLS_HANDSHAKE, recording, tls_in_front_of
 from tests.helpers.stores.redis_groups import SERVICE, ClusterGroup, SentinelGroup
 from tests.helpers.stores.redis_server import RedisProcess
-from tests.helpers.tls_proxy import TLS_HANDSHAKE, recording, tls_in_front_of
 
 PASSWORD, SENTINELS_PASSWORD = "open-the-data", "open-the-sentinels"
 SECRETS = (PASSWORD.encode(), SENTINELS_PASSWORD.encode())

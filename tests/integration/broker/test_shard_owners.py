@@ -20,8 +20,8 @@ from penstock.wire.codec import int32_array
 from services.broker.operations.leasing import home_shard
 from tests.helpers.brokers.broker import RUN, Worker, limits, prompt
 from tests.helpers.brokers.broker_process import BrokerProcess
+from tests.helpers.proxies.tcp_proxy import TcpProxy
 from tests.helpers.stores.redis_server import RedisProcess
-from tests.helpers.tcp_proxy import TcpProxy
 from tests.helpers.waiting import until
 
 NUM_GENERATORS, NUM_SLOTS = 4, 16

@@ -21,7 +21,7 @@ from penstock.security import Security
 from penstock.v1 import broker_pb2
 from tests.helpers.brokers.broker import limits
 from tests.helpers.certificates import issue, make_authority
-from tests.helpers.tcp_proxy import TcpProxy
+from tests.helpers.proxies.tcp_proxy import TcpProxy
 from tests.helpers.waiting import until
 from tests.helpers.weights.sites import site
 

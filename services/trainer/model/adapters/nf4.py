@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import linear
 
-from penstock.process.malloc import leave_mapped_file
+from penstock.memory.malloc import leave_mapped_file
 from services.trainer.model.adapters.parts import placed
 from services.trainer.model.parameter_views import compute_with, local_part
 

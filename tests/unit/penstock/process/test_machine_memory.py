@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from penstock.process.machine_memory import available_bytes, total_bytes
+from penstock.memory.machine_memory import available_bytes, total_bytes
 
 
 @pytest.fixture

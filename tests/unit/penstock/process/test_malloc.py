@@ -10,7 +10,7 @@ import pytest
 PIECES = """
 import sys
 from benchmarks.resident import resident_mb
-from penstock.process.malloc import return_buffers
+from penstock.memory.malloc import return_buffers
 
 if int(sys.argv[1]):
     assert return_buffers(from_bytes=256 << 10)

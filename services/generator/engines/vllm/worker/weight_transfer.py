@@ -35,7 +35,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from penstock.process.malloc import give_back
+from penstock.memory.malloc import give_back
 from services.generator.engine.install_progress import give_sign
 from services.generator.engines.vllm.worker.checkpoint_files import StoredTensor, open_checkpoint
 from services.generator.engines.vllm.worker.experts import can_refill, refill_experts

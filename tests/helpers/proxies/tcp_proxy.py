@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from tests.helpers.links import Links, connected
+from tests.helpers.proxies.links import Links, connected
 
 CHUNK_BYTES = 16 * 1024
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 
 from penstock.security import Security
 from penstock.security.tls import server_context
-from tests.helpers.links import Links, connected
+from tests.helpers.proxies.links import Links, connected
 
 CHUNK_BYTES = 64 * 1024
 TLS_HANDSHAKE = 0x16

@@ -1,0 +1,1 @@
+"""The memory of a process and of its machine."""

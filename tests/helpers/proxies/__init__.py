@@ -1,0 +1,1 @@
+"""What stands between two services: it cuts, slows, counts, damages or translates what they send."""
