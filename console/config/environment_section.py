@@ -44,7 +44,7 @@ def check_environment(
     Args:
         section: The environment.
         lease_silence_s: `trainer.max_lease_silence_s`, seconds.
-        far: Who asks the environment from other machines; empty if nobody does.
+        far: Who asks the environment from other machines; empty if none does.
         is_exposed: Whether one that is served here has an address of its own.
     """
     silence_s = lease_silence_s or LEAST_LEASE_SILENCE_S

@@ -195,5 +195,5 @@ class ServiceProcesses:
 
 
 def log_options(log: LogSection) -> tuple[str, ...]:
-    """Options by which a service is told how to write its log."""
+    """Options for how a service writes its log."""
     return ("--log-level", log.level, "--log-format", log.format)

@@ -1,7 +1,7 @@
 """Measures the network to another machine that runs `penstock probe --listen`: round trip, and bytes each way.
 
 Whatever is at the other end, a measurement ends within its limit: a peer that never sends, that sends a byte now and
-then, or a firewall that drops packets is told in a line that says what to do.
+then, or a firewall that drops packets is one line that says what to do.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def num_cores() -> int:
 
 
 def this_machine(num_cpu_devices: int | None) -> Machine:
-    """The GPUs that CUDA_VISIBLE_DEVICES gives this process; without any, the CPUs as so many equal devices, or a host.
+    """The GPUs that CUDA_VISIBLE_DEVICES gives this process; without any, the CPUs as equal devices, or a host.
 
     Raises ConfigError: its GPUs are not alike, or cannot be read, or there are fewer cores than devices.
     """

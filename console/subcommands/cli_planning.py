@@ -103,7 +103,9 @@ def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     ] = 3.0,
     cpu_devices: Annotated[
         int | None,
-        typer.Option("--cpu-devices", min=1, max=1024, help="Without GPUs: count the CPUs as so many; else a host."),
+        typer.Option(
+            "--cpu-devices", min=1, max=1024, help="Without GPUs: count the CPUs as that many devices; else a host."
+        ),
     ] = None,
     reward: Annotated[
         Path | None, typer.Option("--reward", metavar="RUN.yaml", help="Measure how fast a run's reward scores here.")

@@ -15,7 +15,7 @@ _Extent = tuple[int, int]
 
 
 def thin(path: Path, *, to_bytes: int, step_of: Callable[[bytes], Hashable | None], max_line_bytes: int) -> None:
-    """Cut a file down to about so many bytes, in one step for readers. Raises OSError.
+    """Cut a file down to about that size, in one step for readers. Raises OSError.
 
     Args:
         path: The file.

@@ -10,11 +10,11 @@ from penstock.tracing.counters import LOST
 SLOW_FACTOR = 5.0
 """Something is slow if it took this many times the mean."""
 MIN_SEEN = 64
-"""Before so many were seen, none is slow."""
+"""With fewer seen, none is slow."""
 MEMORY = 1024
 """Pieces of work over which the mean is taken, exponentially weighted."""
 TAIL_PER_S, MAX_TAIL = 5.0, 200.0
-"""Pieces of work that are kept because they failed or were slow: so many a second, and so many at once."""
+"""Pieces of work kept because they failed or were slow: per second, and at once."""
 
 
 class SlowOnes:

@@ -265,7 +265,7 @@ class SessionRecord(_message.Message):
     PUT_S_FIELD_NUMBER: _builtins.int
     EXPIRE_S_FIELD_NUMBER: _builtins.int
     generator_id: _builtins.str
-    """The generator that has it; empty if nobody does."""
+    """The generator that has it; empty if none does."""
     num_turns: _builtins.int
     """Turns stored."""
     stored_bytes: _builtins.int

@@ -127,7 +127,7 @@ def take(
 def _wanted(
     state: RunState, request: sessions_pb2.TakeSessionsRequest, now_s: float
 ) -> list[tuple[str, SessionRecord]]:
-    """The one that is asked for first, then those of its named task, and those that nobody stored for long."""
+    """The one that is asked for first, then those of its named task, and those not stored for long."""
     asked = state.sessions.get(request.session_id)
     task = request.task
     if not task and asked is not None and asked.session.has_named_task:

@@ -38,7 +38,7 @@ async def repeat_prompts(broker: RunningBroker, run_id: str) -> None:
 
 
 async def submit_too_much(broker: RunningBroker, run_id: str) -> None:
-    """Submit more than the run lets wait, and do not wait as told."""
+    """Submit more than the run lets wait, and ignore the retry delay."""
     for number in count():
         await broker.submit(*(prompt(f"too-much-{number}-{index}") for index in range(64)), run_id=run_id)
         await asyncio.sleep(EVERY_S)

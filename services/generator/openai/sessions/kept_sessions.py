@@ -43,7 +43,7 @@ class KeptSessions:
         client: Calls the broker.
         metrics: Receives the counts.
         clock: Source of the time.
-        adopt_after_s: A session of this age is taken over here if its owner is gone, though nobody asks for it.
+        adopt_after_s: A session of this age is taken over here if its owner is gone, even without a request for it.
         forget_after_s: A session of this age is given up by the broker.
     """
 
@@ -135,7 +135,7 @@ class KeptSessions:
                 return
 
     async def run(self, adopt: Callable[[Sequence[StoredSession]], Awaitable[None]]) -> None:
-        """Take over what nobody asks for, until cancelled."""
+        """Take over sessions without requests, until cancelled."""
         while not self._is_stopping:
             try:
                 found, _holder = await self._take(idle_s=self._adopt_after_s)
