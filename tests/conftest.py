@@ -70,9 +70,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONG_FILES)}
     for item in items:
-        # A Sentinel hands out an address, behind which everything but the store's own suite is as on Redis.
+        # What Sentinels do to addresses and Clusters to keys, the store's own suite shows; all else is as on Redis.
         of_test = getattr(item, "callspec", None)
-        if of_test and of_test.params.get("store") == "sentinel" and item.path.name != "test_store.py":
+        if of_test and of_test.params.get("store") in GROUPED_STORES and item.path.name != "test_store.py":
             item.add_marker(pytest.mark.grid)
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

@@ -95,7 +95,11 @@ def leave_to_the_first_half(folder):
     model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("lora", [False, {"target_modules": ["q_proj", "o_proj"]}], ids=["all weights", "an adapter"])
+@pytest.mark.parametrize(
+    "lora",
+    [False, pytest.param({"target_modules": ["q_proj", "o_proj"]}, marks=pytest.mark.grid)],
+    ids=["all weights", "an adapter"],
+)
 def test_in_bfloat16_their_products_differ_by_rounding(tmp_path, lora):
     folder = made(tmp_path / "model", "qwen3_moe", is_tied=False)
     changes = {"dtype": "bfloat16", "lora": lora}

@@ -67,7 +67,7 @@ def leading(model: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
-@pytest.mark.parametrize("moment", ["joining", "loading"])
+@pytest.mark.parametrize("moment", ["joining", pytest.param("loading", marks=pytest.mark.grid)])
 async def test_a_process_that_dies_while_loading_ends_the_trainer_in_time(tmp_path: Path, moment: str) -> None:
     model = save_tiny_qwen2(tmp_path / "model")
     with leading(model, tmp_path / "log") as process:

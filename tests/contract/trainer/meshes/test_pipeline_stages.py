@@ -37,8 +37,10 @@ def model(tmp_path_factory):
     [
         ("qwen2", True),
         ("qwen3_moe", False),
-        ("olmoe", False),
-        *(pytest.param(*each, marks=pytest.mark.grid) for each in (("llama", False), ("llama", True), ("qwen3", True))),
+        *(
+            pytest.param(*each, marks=pytest.mark.grid)
+            for each in (("olmoe", False), ("llama", False), ("llama", True), ("qwen3", True))
+        ),
     ],
 )
 def test_stages_of_one_and_three_layers_train_as_one_process(tmp_path, family, is_tied):
