@@ -30,6 +30,16 @@ NUM_STEPS = 4
 ROLES = {"control": "operator", "broker": "broker", "train": "trainer", "env": "environment"}
 NEAR, FAR = (*ROLES, "score"), ("gpu-0", "gpu-1")
 CHECK = ("env", "check", "env:7320", "--row", '{"answer": "42"}', "--say", "50", "--say", "42")
+SLOW = """
+import time
+import played
+
+class Guess(played.Guess):
+    def step(self, action):
+        time.sleep(0.5)
+        return super().step(action)
+"""
+"""Sessions take longer than training, so that a generator that is killed has some."""
 WAIT = """
 import socket, sys, time
 for address in sys.argv[1:]:
@@ -130,7 +140,8 @@ def hosts(possible: None, task: Prepared, tmp_path: Path) -> Iterator[Hosts]:
             "allowed_roots": [str(made.local), str(task.model_dir.parent)],
         }
         made.serve("train", "trainer", trainer)
-        shutil.copy(ROOT / "examples" / "environment_python" / "guess.py", made.path("env", "guess.py"))
+        shutil.copy(ROOT / "examples" / "environment_python" / "guess.py", made.path("env", "played.py"))
+        made.path("env", "guess.py").write_text(SLOW)
         made.start("env", *COMMAND, "env", "serve", "guess:Guess", "--listen", "0.0.0.0:7320")
         for host in FAR:
             made.certify(host, "generator")
