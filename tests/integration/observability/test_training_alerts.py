@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -97,10 +98,14 @@ async def _put_poison(broker: str) -> None:
         BrokerClient(broker) as client,
         TrajectorySession(Connection(broker), run_id=RUN_ID, producer_id="poisoner") as session,
     ):
-        version = (await client.get_run(RUN_ID)).policy_version
-        made = group("poisoned", num_samples=4, version=version)
-        for trajectory in made.trajectories:
-            trajectory.token_ids = int32_bytes([3, 4, 5])
-            trajectory.advantages = float32_bytes(np.full(3, POISON))
-        receipt = await session.store([made])
-        assert not receipt.refused, receipt
+        # While others wait before it, one may be too old by its turn.
+        for number in itertools.count():
+            version = (await client.get_run(RUN_ID)).policy_version
+            made = group(f"poisoned-{number}", num_samples=4, version=version)
+            for trajectory in made.trajectories:
+                trajectory.token_ids = int32_bytes([3, 4, 5])
+                trajectory.advantages = float32_bytes(np.full(3, POISON))
+            receipt = await session.store([made])
+            if not receipt.refused:
+                return
+            assert receipt.refused[0].reason == "STALE", receipt
