@@ -56,8 +56,9 @@ def _keeping_up(model: CostModel, plan: PlanDocument, rate: float, *, begun: tup
 
     found: list[str] = []
     scored = 0.0
-    # The head's worker is the run's own, which starts none later.
-    others = [name for name in nodes if name not in begun and not (begun and name == head)]
+    # While a run goes on, a `penstock node` starts them, which a machine that only trains need not have.
+    only_train = trains - {each.node for each in plan.gen} | {head} if begun else frozenset()
+    others = [name for name in nodes if name not in begun and name not in only_train]
     fitting = [*begun, *(name for name in others if model.reward.fits(nodes[name], 1))]
     for name in sorted(fitting, key=order):
         if found and name not in begun and scored >= rate * _ENOUGH:

@@ -116,6 +116,11 @@ def test_revisions_keep_reward_workers():
     more = document_of(plan_task(behind, time_left=forever, start=slow, keeps_pool=True)).reward
     assert more[: len(slow.reward)] == slow.reward
     assert len(more) == len(slow.reward) + 1
+    # However far behind, none joins on a machine that only trains, which need not have a `penstock node`.
+    model = CostModel(stated(f"{{seconds_per_sample: {100 / rate}}}"))
+    running = plan([("l4-0", 2, 4)], [("a100-0", 8), ("l40s-0", 8)]).model_copy(update={"reward": ("a100-0",)})
+    joined = make_plan(model, "partition", time_left=forever, running=running).plan
+    assert set(joined.reward) == {"a100-0", "l4-0", "l4-1"}
     lost = start.model_copy(update={"reward": ("gone",), "reward_gpus": ()})
     moved = make_plan(CostModel(stated()), "partition", time_left=forever, running=lost).plan
     assert moved.reward == (moved.gen[0].node,)
