@@ -163,6 +163,7 @@ async def test_weights_of_a_trainer_that_was_replaced_are_not_installed(bench):
             await call(bench.stub.PullWeights, generator_pb2.PullWeightsRequest(policy_version=9), peer="g")
         await bench.store.publish(5, owner=_owner(2))
         await until(lambda: [beat.policy_version for beat in bench.broker.beats[-1:]] == [5])
+        await until(lambda: len(bench.store.reports) == 3)
     assert [report.policy_version for report in bench.store.reports] == [3, 4, 5]
 
 

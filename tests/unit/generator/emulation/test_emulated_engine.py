@@ -155,7 +155,8 @@ async def test_kv_room_is_used_preempts_and_never_changes_what_is_said() -> None
     requests = [make_request(number, seed=number) for number in range(12)]
     lengths = {"mean_tokens": 200.0, "length_sigma": 0.0}
     roomy = emulated_spec(token_s=1e-5, **lengths)
-    tight = emulated_spec(token_s=1e-5, kv_capacity_tokens=1000, max_model_len=1000, **lengths)
+    # Slow enough that all have come before the first is done, however late the event loop is.
+    tight = emulated_spec(token_s=1e-3, kv_capacity_tokens=1000, max_model_len=1000, **lengths)
     engine = EmulatedEngine(tight)
     await engine.start()
     squeezed = await asyncio.gather(*(collect(engine, request) for request in requests))
