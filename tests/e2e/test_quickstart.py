@@ -12,7 +12,7 @@ from tests.e2e.conftest import TASK_DIR
 from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.processes import children_of
 
-NUM_STEPS = 30
+NUM_STEPS = 16
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
