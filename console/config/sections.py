@@ -82,8 +82,8 @@ class EndpointsSection(StrictModel):
     that is started here has the trainer's device and threads, and keeps its state in the run folder. Several with
     scheduler.problem: the plan says at which of them `penstock node` starts the critic, and revisions move it."""
     generators: list[str] | None = None
-    """Generators started for this run's id, which have to answer before it starts; [] if all of them are where nobody
-    connects to from here: they come by themselves."""
+    """Generators started for this run's id, which must answer before it starts; [] if none can be reached from this
+    machine: those register with the broker on their own."""
 
     @field_validator("generators")
     @classmethod

@@ -200,7 +200,7 @@ class Deployment:
         return [host for host in self.hosts if host.site == site]
 
     def variables(self, folder: str) -> dict[str, str]:
-        """The variables that name certificate files in a folder, for whoever calls the other services."""
+        """The variables that name certificate files in a folder, for a process that calls the other services."""
         return environment(folder) | (environment(folder, JUDGES) if self.serves_environment else {})
 
     def files_at(self, site: str) -> dict[str, Document | str]:

@@ -29,7 +29,7 @@ class DeviceNeed:
     count: int
     """Number of devices."""
     because: str
-    """The settings that make it so many, for messages."""
+    """The settings that lead to this number, for messages."""
     fix: str
     """What would make it need fewer, for messages."""
     uses_nccl: bool = False

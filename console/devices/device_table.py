@@ -23,7 +23,7 @@ def run_table(run: RunDevices) -> list[str]:
 
 
 def summary_line(run: RunDevices) -> str:
-    """Who has what, in one line; empty if nobody has a GPU."""
+    """Which process has which GPUs, in one line; empty if there are none."""
     parts = (
         f"{process} {', '.join(device.index for device in devices)}"
         for process, devices in sorted(run.allocation.devices.items())

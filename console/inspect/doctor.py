@@ -88,10 +88,10 @@ def _sandboxes() -> list[Finding]:
     for kind in KINDS:
         try:
             tried_sandbox(kind)
-            told = kind
+            outcome = kind
         except SandboxError as error:
-            told = str(error)
-        findings.append(Finding(f"sandbox for programs (reward code): {told}", is_ok=told == kind))
+            outcome = str(error)
+        findings.append(Finding(f"sandbox for programs (reward code): {outcome}", is_ok=outcome == kind))
     return findings
 
 

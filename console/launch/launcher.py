@@ -246,7 +246,7 @@ def _environment_endpoint(config: RunConfig, free: Iterator[str]) -> Endpoint | 
     if not section.is_local:
         return Endpoint(target=section.target.removeprefix(THIRD_PARTY), listen=None)
     if listen is not None and config.listen.public_host is not None:
-        # One name for it, whoever asks: machines of a plan, a trainer elsewhere, this run.
+        # The same name for all clients: machines of a plan, a trainer elsewhere, this run.
         return Endpoint(target=f"{config.listen.public_host}:{listen.rpartition(':')[2]}", listen=listen)
     return local_endpoint(listen or next(free))
 

@@ -84,8 +84,8 @@ class HostConfig(NetworkConfig):
     scheduler: SchedulerConfig | None = None
     """Configuration of the scheduler, if it is here."""
     client_wait_s: float = Field(default=0.0, ge=0, le=3600)
-    """How long after SIGTERM its brokers serve on while others are connected to them: for machines that are all told to
-    end at once, where the trainer still writes a checkpoint. A second SIGTERM ends them at once."""
+    """How long after SIGTERM its brokers keep serving while clients are connected: for machines that are all stopped at
+    the same time, where the trainer still writes a checkpoint. A second SIGTERM ends them immediately."""
     log: LogSection = LogSection()
     """Logs of its processes."""
 

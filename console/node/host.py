@@ -3,7 +3,7 @@
 Invariants:
 - Brokers start once their Redis answers, and end before it.
 - Everything ends with this process, however it ends; what was stored is there when it starts again.
-- Told to end, brokers serve on for `client_wait_s` at most, until nobody is connected to them any more.
+- After SIGTERM, brokers keep serving until no client is connected, for `client_wait_s` at most.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class NodeAgent:
         )
         self._relay: str | None = None
         """The machine that brings weights to this site by the newest plan."""
-        self._told = ""
+        self._reported = ""
         """Why this machine is not planned to train, as logged last."""
         self._say_at_s = 0.0
         """When to log again, in the loop's time, that there is no plan."""
@@ -158,9 +158,9 @@ class NodeAgent:
 
     def _description(self) -> pb.Node:
         problem = missing_run(self._config)
-        if problem and problem != self._told:
+        if problem and problem != self._reported:
             _log.warning("this machine is not planned to train", reason=problem)
-        self._told = problem
+        self._reported = problem
         return machine(self._config, trains=self._config.trainer is not None and not problem)
 
     async def leave(self) -> None:
@@ -169,7 +169,7 @@ class NodeAgent:
             say_leaving(self._config.scheduler, self._config.node_id, security=self._security),
             self._services.stop(self._running, within_s=LEAVE_S),
             self._scoring.stop(within_s=LEAVE_S),
-            # Its checkpoint is worth as long as it takes; whoever takes the machine away has the last word.
+            # No deadline for its checkpoint: the operator, or the cloud, that takes the machine away sets one.
             self._trainer.stop(),
         )
 

@@ -138,7 +138,7 @@ async def keep_measuring(
         meter: Takes what they say.
         replicas: Those that are to run.
         security: Credentials of the process.
-        relay_patience: How long each is to leave new versions to another machine, which those are told that do not.
+        relay_patience: How long each leaves new versions to another machine; sent also to those that do not wait.
     """
     channels: dict[str, grpc.aio.Channel] = {}
     try:

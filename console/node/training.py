@@ -37,7 +37,7 @@ class TrainingPlace:
 def training_place(plan: pb.Plan, config: NodeConfig) -> TrainingPlace | None:
     """The place that this machine takes in the plan's training pool.
 
-    None if it has none there, cannot take it (see `obstacle`), or has no section `trainer`: somebody else trains then.
+    None if it has none there, cannot take it (see `obstacle`), or has no section `trainer`: then another one trains.
     """
     is_possible = config.trainer is not None and not obstacle(plan, config)
     return _stated_place(plan, config) if is_possible else None

@@ -1,4 +1,4 @@
-"""Asks a broker for the state of a run that is looked at: only while somebody does, and never twice a second."""
+"""Asks a broker for the state of a run: only while a page shows it, and at most once a second."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class LinkClient:
         """Whether something there took a connection."""
 
     def measure(self, *, seconds: float) -> MeasuredLink:
-        """Round trip, then transfers of so many seconds each way and 0.5 GiB at most. Raises LinkError."""
+        """Round trip, then transfers of `seconds` each way and 0.5 GiB at most. Raises LinkError."""
         limit = threading.Timer(self._limit_s, self._give_up)
         limit.daemon = True
         limit.start()

@@ -180,7 +180,7 @@ class Measurements:
         )
         answer = outcome.answers[0]
         if not answer.get("points"):
-            self._fail("decode", outcome.problem or "no decode step could be told from noise")
+            self._fail("decode", outcome.problem or "no decode step stood out from the noise")
             return None
         version = installed_version(*ENGINE_PACKAGES[engine])
         return Decode(

@@ -67,10 +67,10 @@ class _Measurement:
         self._worker, self._found, self._model, self._batch = worker, found, model, batch
         self._statuses: Counter[int] = Counter()
         self._why = ""
-        """What the first sample without a score was told."""
+        """Why the first sample without a score has none."""
 
     async def run(self, seconds: float) -> None:
-        """Score for so long, and until what is under way then is answered; tell the rate as it goes."""
+        """Score for `seconds`, then finish what is under way; reports the rate meanwhile."""
         batches = self._batches()
         await self._score(self._found.items[:1])
         self._statuses.clear()

@@ -40,9 +40,9 @@ class RunRecorder:
         note: Called with messages for the user.
         on_refusal: Called when the disk refused a write.
         max_bytes: Size at which the recording continues in another file; None means one file.
-        groups_per_step: 0 records all samples. Else so many groups of each step are kept, in a file of `max_bytes` that
-            is thinned when it is full (`console.recording.thinned_writer`); they are a help, of which the user is told
-            only if they fail.
+        groups_per_step: 0 records all samples. Otherwise this many groups of each step are kept, in a file of
+            `max_bytes` that is thinned when it is full (`console.recording.thinned_writer`); this recording is
+            optional, and only its failures are reported to the user.
     """
 
     def __init__(

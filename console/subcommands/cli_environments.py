@@ -19,7 +19,7 @@ def serve(
     ] = "127.0.0.1:7320",
     max_sessions: Annotated[int, typer.Option("--max-sessions", min=1, help="Most sessions open at once.")] = 1024,
     max_idle_s: Annotated[
-        float, typer.Option("--max-idle-s", min=1, help="Close a session without a call for so many seconds.")
+        float, typer.Option("--max-idle-s", min=1, help="Close a session after this many seconds without a call.")
     ] = 1800.0,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
     log_format: Annotated[str, typer.Option("--log-format", help="text or json.")] = "text",

@@ -56,8 +56,8 @@ def grader_of(score: types_pb2.Score) -> str:
     """Who gave a score: the reward model, and of a judge the model that answered and the prompt it was given."""
     # Of a part of a sum the names begin with the part's.
     of_judges = (name for name in sorted(score.details) if name.rpartition("/")[2] in ("answered", "prompt"))
-    told = [f"{name} {score.details[name]}" for name in of_judges]
-    return f"{score.model}{DETAILS_BEGIN}{', '.join(told)})" if told else score.model
+    details = [f"{name} {score.details[name]}" for name in of_judges]
+    return f"{score.model}{DETAILS_BEGIN}{', '.join(details)})" if details else score.model
 
 
 @dataclass(slots=True, kw_only=True)

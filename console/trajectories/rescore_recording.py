@@ -134,7 +134,7 @@ async def rescore(
         writer: Where to.
         graders: The run's first.
         by_source: The number of the grader of each source that has its own.
-        patience_s: Without a score for so many seconds it is given up: ConfigError.
+        patience_s: After this many seconds without a score it gives up with a ConfigError.
 
     Raises ConfigError: a sample talked with an environment, and no tokenizer tells its words from the model's.
     """
@@ -198,6 +198,6 @@ def _lease(sample: Recorded, *, lease_id: str, is_decoded: bool) -> broker_pb2.S
         group_id, index = sample.position
         raise ConfigError(
             f"--tokenizer: required: sample {index} of group {group_id} was given tokens by an environment, whose text "
-            "cannot be told from the model's in the recorded one; name the directory of the model"
+            "cannot be separated from the model's in the recorded text; name the directory of the model"
         )
     return broker_pb2.ScoringLease(lease_id=lease_id, item=score_item(sample), loss_mask_runs=runs)

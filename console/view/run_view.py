@@ -68,7 +68,7 @@ class RunView:
     occupancy: Occupancy = field(default_factory=Occupancy)
     """Where samples were and how idle generators were, since the first step."""
     refused_chunks: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By generator and reason, as each counted last; one that was restarted begins anew."""
+    """By generator and reason, as each counted last; after a restart it counts from zero."""
     history: dict[int, Step] = field(default_factory=dict)
     """The steps of the surviving history by version."""
     _recent: deque[Step] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))

@@ -1,4 +1,4 @@
-// An environment in Node.js, made from the proto files alone: the model guesses a number, told "higher" or "lower".
+// An environment in Node.js, made from the proto files alone: the model guesses a number from the hints "higher" and "lower".
 //
 // Usage: node server.js [HOST:PORT]       (default 127.0.0.1:7321)
 "use strict";

@@ -1,4 +1,4 @@
-"""Implements an environment of several turns: the model guesses a number and is told whether it is higher or lower.
+"""Implements an environment of several turns: the model guesses a number from the hints "higher" and "lower".
 
 Serve it:              python guess.py                        (or: penstock env serve guess:Guess)
 See that it conforms:  penstock env check 127.0.0.1:7320 --row '{"answer": "42"}' --say 50 --say 42

@@ -82,7 +82,7 @@ class SampleStream:
         self._score: types_pb2.Score | None = None
         self._finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED
         self.is_urgent = False
-        """Whether somebody waits for its tokens to be stored."""
+        """Whether a caller waits for its tokens to be stored."""
         self._num_stored = offset
         self._stored = asyncio.Event()
 
@@ -163,7 +163,7 @@ class SampleStream:
             self.is_urgent = False
 
     def note_stored(self, num_tokens: int) -> None:
-        """For the session: so many of the sample's tokens are stored."""
+        """Called by the session: `num_tokens` of the sample's tokens are stored."""
         self._num_stored = max(self._num_stored, num_tokens)
         self._stored.set()
 

@@ -35,7 +35,7 @@ PERMANENT_ERRORS = (InvalidFieldError, BadTokenError, NotOfferedError)
 """Errors that end a client which outlives its run; after any other error a new stream may succeed."""
 
 MOST_PATIENCE = 4
-"""So many times its limit of silence a client waits at most for the first response of a stream."""
+"""A client waits at most this many times its limit of silence for the first response of a stream."""
 
 _log = get_logger()
 _Request = TypeVar("_Request")
@@ -62,7 +62,7 @@ class Reconnecting:
         """Streams that have carried a response."""
         self._most_s = most_s
         self._patience = 1
-        """So many times the limit of silence it waits for the first response of the next stream."""
+        """How many times the limit of silence it waits for the first response of the next stream."""
 
     async def run(self, follow: Callable[[], Awaitable[None]], on_end: Callable[[PenstockError | None], None]) -> None:
         """Follow streams until cancelled.

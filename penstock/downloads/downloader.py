@@ -94,7 +94,7 @@ class Downloader:
         self._relay = relay
         self._find_relays = find_relays
         self.relay_wait: RelayWait | None = None
-        """Lets another receiver of the site be the first to fetch; None: whoever asks first is."""
+        """Lets another receiver of the site be the first to fetch; None: the first to ask fetches."""
         self.faults = SourceFaults(security.tls_files)
         """Explains failures of sources that an operator has to fix."""
         self._num_connections = num_connections

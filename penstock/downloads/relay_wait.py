@@ -2,7 +2,7 @@
 
 Promises:
 
-- Nobody waits for longer than the patience, and where it was in vain, not again until a relay was there in time.
+- No receiver waits longer than the patience; after a wait in vain it does not wait again until a relay was in time.
 - With a relay or without, the weight store decides who fetches from whom: waiting only lets another ask first.
 """
 

@@ -17,7 +17,7 @@ MAX_BYTES = 256 * 1024
 OK = 200
 
 Announcement = Callable[[], bool]
-"""Whether the end of this machine is announced. Raises OSError, ValueError if nobody answers sensibly."""
+"""Whether the end of this machine is announced. Raises OSError or ValueError without a valid answer."""
 
 LINK_LOCAL = "http://169.254.169.254"
 GOOGLE = "http://metadata.google.internal"
@@ -45,7 +45,7 @@ def aws() -> bool:
 
 
 def gcp() -> bool:
-    """A preemptible or spot VM is told TRUE, 30 s ahead."""
+    """A preemptible or spot VM gets TRUE, 30 s ahead."""
     status, text = _ask(f"{GOOGLE}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
     if status != OK:
         raise ValueError(f"status {status} instead of TRUE or FALSE")

@@ -30,8 +30,8 @@ async def uninterrupted(work: Awaitable[_Result]) -> _Result:
 class Cancellation:
     """Whether the present task was cancelled since this was made.
 
-    A call of gRPC that fails while its caller is cancelled raises its own error, and the cancellation is lost: whoever
-    would try again must ask here first.
+    A call of gRPC that fails while its caller is cancelled raises its own error, and the cancellation is lost: a
+    caller that retries must check here first.
     """
 
     def __init__(self) -> None:

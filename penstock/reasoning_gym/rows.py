@@ -89,7 +89,7 @@ class RowDrawer:
             self._process = subprocess.Popen(
                 [sys.executable, str(WORKER), *import_folders()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
             )
-            # Also where nobody closes this.
+            # Also if `close` is never called.
             self._ender = weakref.finalize(self, _end, self._process)
         process = self._process
         assert process.stdin is not None

@@ -16,7 +16,7 @@ EVALUATION_SEED = 2**30
 """Default seed of held-out rows: a row depends on seed + index, so a small seed beside 0 would repeat training rows."""
 MAX_ROWS = 2**30
 MAX_SIZE = 10_000_000
-"""The order of so many rows, which is held in memory, takes 40 MB."""
+"""The order of the rows is held in memory; at this size it takes 40 MB."""
 
 
 class ReasoningGymSource(StrictModel):

@@ -160,7 +160,7 @@ class ObjectCache:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # Whoever deletes a copy deletes the file of its lock, too.
+            # The process that deletes a copy deletes its lock file, too.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(descriptor)):
                     break

@@ -95,7 +95,7 @@ class Storage:
         Raises:
             StorageError, ConfigError: See above; there is nothing at the address.
         """
-        with self._told():
+        with self._explained():
             found = self._files.find(self._path(), withdirs=False, detail=True)
         root = str(self._files._strip_protocol(self._path()))
         files: dict[str, StoredFile] = {}
@@ -115,7 +115,7 @@ class Storage:
 
     def names(self) -> frozenset[str]:
         """The names directly below the address, of files and folders; empty if there is nothing."""
-        with self._told():
+        with self._explained():
             try:
                 found = self._files.ls(self._path(), detail=False)
             except FileNotFoundError:
@@ -124,7 +124,7 @@ class Storage:
 
     def read(self, name: str) -> bytes | None:
         """A small file; None if there is none. Raises StorageError, also for one that is too large."""
-        with self._told(name):
+        with self._explained(name):
             try:
                 if self._files.info(self._path(name))["size"] > MAX_SMALL_BYTES:
                     raise StorageError(f"{self.address}/{name}: larger than {MAX_SMALL_BYTES} bytes")
@@ -134,7 +134,7 @@ class Storage:
 
     def write(self, name: str, content: bytes) -> FileDigest:
         """Write a small file, whole or not at all where the storage can; returns its digest."""
-        with self._told(name):
+        with self._explained(name):
             self._files.pipe_file(self._path(name), content)
         return FileDigest(size_bytes=len(content), blake3=blake3(content).hexdigest())
 
@@ -152,13 +152,13 @@ class Storage:
         from fsspec.callbacks import Callback
 
         progress = Callback(hooks={"bytes": lambda size, value, **_: on_bytes(value)})
-        with self._told(name):
+        with self._explained(name):
             self._files.get_file(self._path(name), str(target), callback=progress)
 
     def upload(self, source: Path, name: str) -> FileDigest:
         """Copy a file into the storage; returns its digest, computed from what was read of the disk."""
         digest = digest_of(source)
-        with self._told(name):
+        with self._explained(name):
             self._files.put_file(str(source), self._path(name))
             size = int(self._files.info(self._path(name))["size"])
         if size != digest.size_bytes:
@@ -167,7 +167,7 @@ class Storage:
 
     def delete(self, name: str) -> None:
         """Delete a file, or a folder with all that is in it; nothing happens if there is none."""
-        with self._told(name):
+        with self._explained(name):
             try:
                 self._files.rm(self._path(name), recursive=True)
             except FileNotFoundError:
@@ -183,7 +183,7 @@ class Storage:
         return f"{self.address}/{check_name(name)}" if name else self.address
 
     @contextmanager
-    def _told(self, name: str = "") -> Iterator[None]:
+    def _explained(self, name: str = "") -> Iterator[None]:
         """Words the errors of many libraries alike."""
         where = self._path(name)
         try:

@@ -45,5 +45,5 @@ def traceparent_of(run_id: str, group_id: str, ratio: float) -> str:
 
 def _derived(*names: str) -> TraceContext:
     digest = blake2b("\0".join(names).encode(), digest_size=24).digest()
-    # 0 would be no id; nobody will ever see this happen.
+    # 0 is not a valid id; the chance of it is negligible.
     return TraceContext(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1)

@@ -77,7 +77,7 @@ def _timed(
     name: str, attributes: Mapping[str, Value], *, run_id: str, parent: TraceContext | None, is_sampled: bool
 ) -> Iterator[Measured]:
     measured, context = Measured(), new_context(parent)
-    # What is not sampled asks nobody to record it, and names no span that may never be written.
+    # An unsampled context requests no recording, and names no span that may never be written.
     outer = None if parent is None else replace(parent, is_sampled=False)
     start_s, begun_s = time.time(), time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""What a process is told about tracing: by the environment, in OpenTelemetry's own names where there are such."""
+"""A process's tracing settings: environment variables, with OpenTelemetry's own names where they exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CERTIFICATE_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER
 HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
 """What a collector is shown, name=value with commas; a secret."""
 RUN_VARIABLE = "PENSTOCK_TRACE_RUN"
-"""The run of a process that is started for one, and is not told by its configuration."""
+"""The run of a process that is started for one, if its configuration does not name it."""
 RUN_ATTRIBUTE = "rl.run.id"
 """Attribute of the resource: the run that spans belong to."""
 DEFAULT_RATIO = 0.01

@@ -25,7 +25,7 @@ class SlowOnes:
         self._mean_s = 0.0
 
     def note(self, took_s: float) -> bool:
-        """Count work that took so many seconds; whether it is slow by that before it."""
+        """Count work that took `took_s` seconds; returns whether it is slow compared with earlier work."""
         is_slow = self._num_seen >= MIN_SEEN and took_s > SLOW_FACTOR * self._mean_s
         self._num_seen += 1
         self._mean_s += (took_s - self._mean_s) / min(self._num_seen, MEMORY)
@@ -45,7 +45,7 @@ class TailBudget:
         self._at_s = now_s
 
     def affords(self, number: int) -> bool:
-        """Spend on so many, if there is as much left."""
+        """Spend on `number` traces, if the budget allows."""
         if self._left < number:
             LOST.labels("budget").inc(number)
             return False

@@ -1193,7 +1193,7 @@ class ChunkError(_message.Message):
     next_offset: _builtins.int
     """Completion tokens accepted so far."""
     message: _builtins.str
-    """For people."""
+    """For display."""
     @_builtins.property
     def key(self) -> _types_pb2.SampleKey:
         """Which sample."""
@@ -2832,7 +2832,7 @@ class ExportTrajectoriesRequest(_message.Message):
     INVALID_ARGUMENT.
     """
     max_groups_per_step: _builtins.int
-    """At most so many of the groups, or puts, of each step, spread evenly over it; 0 means all of them."""
+    """Upper bound on the groups, or puts, of each step, spread evenly over it; 0 means all of them."""
     def __init__(
         self,
         *,

@@ -107,7 +107,7 @@ class CriticServiceServicer:
     def StepCritic(self, request, context):
         """Takes the optimiser step on an accumulated gradient.
 
-        OUT_OF_RANGE / OFFSET_MISMATCH: the gradient is not that of so many packs; send them again.
+        OUT_OF_RANGE / OFFSET_MISMATCH: the gradient covers another number of packs; send them again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,7 @@ class CriticServiceStub:
     StepCritic: _grpc.UnaryUnaryMultiCallable[_critic_pb2.StepCriticRequest, _critic_pb2.StepCriticResponse]
     """Takes the optimiser step on an accumulated gradient.
 
-    OUT_OF_RANGE / OFFSET_MISMATCH: the gradient is not that of so many packs; send them again.
+    OUT_OF_RANGE / OFFSET_MISMATCH: the gradient covers another number of packs; send them again.
     """
 
 @_typing.type_check_only
@@ -93,7 +93,7 @@ class CriticServiceAsyncStub(CriticServiceStub):
     StepCritic: _aio.UnaryUnaryMultiCallable[_critic_pb2.StepCriticRequest, _critic_pb2.StepCriticResponse]  # type: ignore[assignment]
     """Takes the optimiser step on an accumulated gradient.
 
-    OUT_OF_RANGE / OFFSET_MISMATCH: the gradient is not that of so many packs; send them again.
+    OUT_OF_RANGE / OFFSET_MISMATCH: the gradient covers another number of packs; send them again.
     """
 
 class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -148,7 +148,7 @@ class CriticServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_critic_pb2.StepCriticResponse, _abc.Awaitable[_critic_pb2.StepCriticResponse]]:
         """Takes the optimiser step on an accumulated gradient.
 
-        OUT_OF_RANGE / OFFSET_MISMATCH: the gradient is not that of so many packs; send them again.
+        OUT_OF_RANGE / OFFSET_MISMATCH: the gradient covers another number of packs; send them again.
         """
 
 def add_CriticServiceServicer_to_server(servicer: CriticServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

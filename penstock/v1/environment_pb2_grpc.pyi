@@ -35,7 +35,7 @@ class EnvironmentServiceStub:
 
     One session is one sample. A generator calls Reset, then Step for turn 0, 1, 2, ... until an answer says `done`, then
     Close. It may repeat a call, and another generator may go on with the session: calls are idempotent by session and
-    turn. A server that lost a session (it restarted) answers NOT_FOUND; the generator then opens it anew and repeats every
+    turn. A server that lost a session (it restarted) answers NOT_FOUND; the generator then opens it again and repeats every
     turn so far, whose answers must be the recorded ones. So given a task and the turns, answers must be repeatable.
     """
 
@@ -68,7 +68,7 @@ class EnvironmentServiceAsyncStub(EnvironmentServiceStub):
 
     One session is one sample. A generator calls Reset, then Step for turn 0, 1, 2, ... until an answer says `done`, then
     Close. It may repeat a call, and another generator may go on with the session: calls are idempotent by session and
-    turn. A server that lost a session (it restarted) answers NOT_FOUND; the generator then opens it anew and repeats every
+    turn. A server that lost a session (it restarted) answers NOT_FOUND; the generator then opens it again and repeats every
     turn so far, whose answers must be the recorded ones. So given a task and the turns, answers must be repeatable.
     """
 
@@ -97,7 +97,7 @@ class EnvironmentServiceServicer(metaclass=_abc_1.ABCMeta):
 
     One session is one sample. A generator calls Reset, then Step for turn 0, 1, 2, ... until an answer says `done`, then
     Close. It may repeat a call, and another generator may go on with the session: calls are idempotent by session and
-    turn. A server that lost a session (it restarted) answers NOT_FOUND; the generator then opens it anew and repeats every
+    turn. A server that lost a session (it restarted) answers NOT_FOUND; the generator then opens it again and repeats every
     turn so far, whose answers must be the recorded ones. So given a task and the turns, answers must be repeatable.
     """
 

@@ -78,7 +78,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     shown it before. Send them there.
     """
     ERROR_REASON_UNKNOWN_SESSION: _ErrorReason.ValueType  # 23
-    """[NOT_FOUND] The environment has no such session open. Open it anew and repeat its turns."""
+    """[NOT_FOUND] The environment has no such session open. Open it again and repeat its turns."""
     ERROR_REASON_TURN_CONFLICT: _ErrorReason.ValueType  # 24
     """[FAILED_PRECONDITION] Neither the session's next turn nor, word for word, one that it took."""
     ERROR_REASON_SESSION_MOVED: _ErrorReason.ValueType  # 25
@@ -136,7 +136,7 @@ ERROR_REASON_WRONG_OWNER: ErrorReason.ValueType  # 22
 shown it before. Send them there.
 """
 ERROR_REASON_UNKNOWN_SESSION: ErrorReason.ValueType  # 23
-"""[NOT_FOUND] The environment has no such session open. Open it anew and repeat its turns."""
+"""[NOT_FOUND] The environment has no such session open. Open it again and repeat its turns."""
 ERROR_REASON_TURN_CONFLICT: ErrorReason.ValueType  # 24
 """[FAILED_PRECONDITION] Neither the session's next turn nor, word for word, one that it took."""
 ERROR_REASON_SESSION_MOVED: ErrorReason.ValueType  # 25

@@ -8,7 +8,7 @@ Life of a session:
 
   first turn stored -> turns, reward -> ended: put as samples of a group, or dropped for a reason
         |                   ^   |
-        +-------------------+   +-> nobody stores anything of it until its time is up: dropped as `expired`
+        +-------------------+   +-> nothing of it is stored until its time is up: dropped as `expired`
 
 Conservation: opened = put + dropped(by reason) + open, in sessions (Audit.sessions).
 

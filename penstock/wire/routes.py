@@ -97,7 +97,7 @@ class RoutingShape:
         return MAX_PROMPT_ROUTE_BYTES // self.row_bytes
 
     def fault(self, facts: RouteFacts, num_rows: int) -> str:
-        """Why these are not the routes of so many positions; empty if they are."""
+        """Why these are not the routes of `num_rows` positions; empty if they are."""
         expected = num_rows * self.row_bytes
         if facts.num_bytes != expected:
             return f"routes: {facts.num_bytes} bytes; {num_rows} rows of {self.row_bytes} bytes are {expected}"

@@ -39,8 +39,8 @@ _log = structlog.get_logger()
 
 
 _NO_TOKENIZER = (
-    "this sample talked with an environment, and without the model's tokenizer what the model wrote cannot be told "
-    "from what it was given: set tokenizer_path, and reward.trusts_generator_text to false"
+    "this sample talked with an environment, and without the model's tokenizer the model's text cannot be separated "
+    "from the environment's: set tokenizer_path, and reward.trusts_generator_text to false"
 )
 
 

@@ -1,4 +1,4 @@
-"""Writes how pods are reached, and by whom: Services, NetworkPolicies and the PodDisruptionBudgets of a site."""
+"""Writes how pods are reached, and by which peers: Services, NetworkPolicies and the PodDisruptionBudgets of a site."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _trainers_policy() -> Object:
 
 
 def _ranks_policy(component_of_others: str) -> Object:
-    """Processes that train talk to each other on ports that they choose, and to nobody else so."""
+    """Training processes talk to each other, and only to each other, on ports that they choose."""
     component = {"key": COMPONENT_LABEL, "operator": "In", "values": ["head", component_of_others]}
     selector = {"matchLabels": NAME_LABEL, "matchExpressions": [component]}
     policy = _policy("ranks", {}, [{"from": [{"podSelector": selector}]}])

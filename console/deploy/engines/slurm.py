@@ -35,7 +35,7 @@ times); so it is when a component ends. When the run is complete the job ends wi
 """
 _SETTINGS = """# Read by every machine of the job, with bash.
 # export PATH="/shared/penstock/.venv/bin:$PATH"
-{secrets}# Secrets (docs/operating.md); what is missing is off. Nobody else is to read this file: chmod 600.
+{secrets}# Secrets (docs/operating.md); those left out are off. Keep this file private: chmod 600.
 # export PENSTOCK_TOKEN_FILE=
 # export OTEL_EXPORTER_OTLP_HEADERS=
 """

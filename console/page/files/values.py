@@ -63,7 +63,7 @@ def count(value: object) -> int | None:
 
 
 def text(value: object, most: int = 1_000_000) -> str:
-    """A text, cut to so many characters; empty for anything else."""
+    """A text, cut to `most` characters; empty for anything else."""
     return value[:most].encode(errors="replace").decode() if isinstance(value, str) else ""
 
 

@@ -230,7 +230,7 @@ def _covered_s(span: Span, others: Sequence[Span]) -> float:
 
 
 def _ended_last(step: StepSpan, store: SpanStore) -> str:
-    """Whom the longest wait was for in the end: the traced sample that was finished last in it."""
+    """What the longest wait ended with: the traced sample that finished last in it."""
     waits = [part for part in step.parts if part.name == "rl.train.wait"]
     longest = max(waits, key=lambda part: part.end_s - part.start_s, default=None)
     if longest is None or longest.end_s - longest.start_s < 0.2 * (step.span.end_s - step.span.start_s):

@@ -1,4 +1,4 @@
-/** Asks again while a run goes on: at a bounded pace, and not while nobody looks. */
+/** Polls while a run continues: at a bounded pace, and not while the page is hidden. */
 
 const FASTEST_MS = 3_000;
 const SLOWEST_MS = 15_000;

@@ -40,7 +40,7 @@ function showWeights(root, page) {
  * @param {any} newest
  */
 function machineTable(machines, newest) {
-  if (!machines.length) return notice("No machine has told which weights it holds.");
+  if (!machines.length) return notice("No machine has reported which weights it holds.");
   const behind = (/** @type {any} */ machine) => {
     const count = newest ? newest.version - machine.version : 0;
     return count > 0

@@ -36,7 +36,7 @@ class McpLimits:
     max_calls: int
     """Of a session."""
     max_characters: int
-    """Of a result; the rest is cut off, which the model is told."""
+    """Of a result; the rest is cut off, and the model sees that it was."""
 
 
 class McpTools:

@@ -68,7 +68,7 @@ class _Game:
         """What the player has not read yet, without its own moves."""
         player, messages = self.inner.get_observation()
         if player != PLAYER:
-            raise RuntimeError(f"it is the turn of player {player}, whom nobody plays")
+            raise RuntimeError(f"it is the turn of player {player}, and only player {PLAYER} is played")
         texts = [text for sender, text, kind in messages if sender != PLAYER and kind.name != "PLAYER_ACTION"]
         return "\n".join(texts)[:MAX_TEXT_CHARACTERS]
 

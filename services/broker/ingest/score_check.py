@@ -1,4 +1,4 @@
-"""Checks scores once on arrival, whoever sends them. Pure."""
+"""Checks scores once on arrival, from any sender. Pure."""
 
 from __future__ import annotations
 

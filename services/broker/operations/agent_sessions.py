@@ -2,7 +2,7 @@
 
 Promises:
 - A session has one owner; what anyone else stores or ends of it is refused, or left out.
-- A turn that was stored is kept until the session ends, whoever owns it; a repeated call adds nothing.
+- A stored turn is kept until the session ends, through changes of owner; a repeated call adds nothing.
 - Each session counts as opened once, and once more when it ends: as put, or as dropped for a reason.
 - Sessions of a run are bounded in number and bytes, and each in time.
 """
@@ -158,7 +158,7 @@ def end(state: RunState, generator_id: str, session_ids: Collection[str], outcom
 
 
 def release_all_of(state: RunState, generator_id: str) -> None:
-    """Whoever is asked for them may go on with the sessions of a generator whose process has ended."""
+    """Let any generator continue the sessions of one whose process has ended."""
     for session_id, record in list(state.sessions.items()):
         if record.generator_id == generator_id:
             released = SessionRecord()

@@ -1,7 +1,7 @@
 """Decides how often generators send heartbeats, so that a busy broker gets fewer. Pure.
 
-The interval follows the load that the flush interval follows, by the same steps (`flush_pacing`), where heartbeats are
-so many that fewer make a difference: a broker may be busy with other things, or wait for a core.
+The interval follows the same load as the flush interval, by the same steps (`flush_pacing`), once heartbeats are so
+frequent that fewer of them help: a broker may be busy with other things, or wait for a core.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ LEASE_SHARE = 1 / 4
 """Part of a lease's duration that the interval never exceeds. A lease is renewed when a quarter of it is over: where a
 heartbeat comes just before that, the next one may be late by half of a lease before the lease ends."""
 FEW_PER_S = 50.0
-"""So many take a tenth of a core at most, even if each names 256 leases; they are no reason to ask for anything."""
+"""This rate takes a tenth of a core at most, even if each names 256 leases: up to here nothing is asked for."""
 
 
 class HeartbeatInterval:
@@ -31,7 +31,7 @@ class HeartbeatInterval:
 
     @property
     def stretch(self) -> float:
-        """So many times as long as usual signs of life may wait, too: 1 to 2.25."""
+        """Factor by which other signs of life may be delayed, too: 1 to 2.25."""
         return self._interval_s / BEAT_INTERVAL_S
 
     def note_beat(self) -> None:

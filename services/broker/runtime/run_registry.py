@@ -47,8 +47,8 @@ BOOKS_EVERY_S = 5.0
 IDLE_RUN_S = 60.0
 """A run unused for this long is unloaded; its state is in the store."""
 FOLLOWED_S = 10.0
-"""The same where another broker owns the run and nobody is attached here: to follow a run that long costs about what it
-costs to load it."""
+"""The same where another broker owns the run and no client is attached here: following a run for this long costs about
+as much as loading it."""
 KEEP_EVERY_S = 1.0
 """Interval at which only the clock of such a run is kept, for the token shards here."""
 

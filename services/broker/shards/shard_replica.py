@@ -240,11 +240,11 @@ class ShardReplica(Replica[ShardState]):
     async def _tell_ends(self, reports: Sequence[TailReport]) -> None:
         await self._core.report(self.core_id, self.shard, reports)
         # Not waited for: an end without the note is reported again.
-        noting = asyncio.create_task(self._note_told(reports))
+        noting = asyncio.create_task(self._note_reported(reports))
         self._noting.add(noting)
         noting.add_done_callback(self._noting.discard)
 
-    async def _note_told(self, reports: Sequence[TailReport]) -> None:
+    async def _note_reported(self, reports: Sequence[TailReport]) -> None:
         with suppress(PenstockError):
             await self.transact(partial(tails.confirm, reports=reports), must_verify=False)
 

@@ -22,8 +22,8 @@ class CoreHints:
     def __init__(self, membership: Membership | None, replica: RunReplica, *, may_move: bool) -> None:
         self._membership = membership if may_move else None
         self._replica = replica
-        self._told = ""
-        self._told_s = 0.0
+        self._sent_address = ""
+        self._sent_s = 0.0
 
     def news(self) -> broker_pb2.CoreOwner | None:
         """The owner, if it is another broker than this one, and than the one shown before."""
@@ -31,16 +31,16 @@ class CoreHints:
             return None
         roll = self._membership.roll
         owner = self._membership.core_owner(self._replica.run_id, leases_here=True)
-        if roll is None or owner is None or owner.address == self._told:
+        if roll is None or owner is None or owner.address == self._sent_address:
             return None
-        self._told = owner.address
+        self._sent_address = owner.address
         if owner.name == self._membership.name:
-            self._told_s = 0.0
+            self._sent_s = 0.0
             return None
-        self._told_s = self._replica.clock.monotonic_s()
+        self._sent_s = self._replica.clock.monotonic_s()
         return broker_pb2.CoreOwner(address=owner.address, epoch=roll.epoch)
 
     @property
     def is_moving(self) -> bool:
         """Whether the stream is about to be opened elsewhere: what is sent now may be lost."""
-        return self._told_s > 0 and self._replica.clock.monotonic_s() - self._told_s < MOVE_S
+        return self._sent_s > 0 and self._replica.clock.monotonic_s() - self._sent_s < MOVE_S

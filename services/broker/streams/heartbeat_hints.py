@@ -21,9 +21,9 @@ class HeartbeatHints:
 
     def __init__(self, interval: HeartbeatInterval, replica: RunReplica, metrics: BrokerMetrics) -> None:
         self._interval, self._replica, self._metrics = interval, replica, metrics
-        self._told_s = 0.0
+        self._sent_s = 0.0
         """What the generator was asked for last; 0 for its own interval."""
-        self._longest_told_s = BEAT_INTERVAL_S
+        self._longest_sent_s = BEAT_INTERVAL_S
         """The longest interval it was to keep since its last heartbeat."""
         self._beat_s: float | None = None
         """When that was read."""
@@ -36,19 +36,19 @@ class HeartbeatHints:
 
     @property
     def is_news(self) -> bool:
-        """Whether the generator was told something else."""
-        return self.asked_s != self._told_s
+        """Whether the interval differs from the one the generator was sent last."""
+        return self.asked_s != self._sent_s
 
     def idle(self, reason: str) -> broker_pb2.LeaseIdle:
         """A sign of life that says so."""
-        self._told_s = self.asked_s
-        self._longest_told_s = max(self._longest_told_s, self._told_s)
-        return broker_pb2.LeaseIdle(reason=reason, heartbeat_interval=duration(self._told_s) if self._told_s else None)
+        self._sent_s = self.asked_s
+        self._longest_sent_s = max(self._longest_sent_s, self._sent_s)
+        return broker_pb2.LeaseIdle(reason=reason, heartbeat_interval=duration(self._sent_s) if self._sent_s else None)
 
     def note_beat(self) -> None:
         """A heartbeat was read."""
         self._interval.note_beat()
         at_s = self._replica.clock.monotonic_s()
         if self._beat_s is not None:
-            self._metrics.note_heartbeat_gap(at_s - self._beat_s, self._longest_told_s)
-        self._beat_s, self._longest_told_s = at_s, self._told_s or BEAT_INTERVAL_S
+            self._metrics.note_heartbeat_gap(at_s - self._beat_s, self._longest_sent_s)
+        self._beat_s, self._longest_sent_s = at_s, self._sent_s or BEAT_INTERVAL_S

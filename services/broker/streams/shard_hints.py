@@ -22,7 +22,7 @@ class ShardHints:
 
     def __init__(self, maps: ShardMaps | None, metrics: BrokerMetrics) -> None:
         self._maps, self._metrics = maps, metrics
-        self._told_epoch = 0
+        self._sent_epoch = 0
         self._num_misdirected = 0
 
     async def look(self, request: broker_pb2.StreamTokensRequest) -> broker_pb2.ShardMap | None:
@@ -36,7 +36,7 @@ class ShardHints:
         except ServiceUnavailableError:
             # Said, where it matters, by what becomes of the chunks.
             return None
-        is_news, self._told_epoch = found.epoch != self._told_epoch, found.epoch
+        is_news, self._sent_epoch = found.epoch != self._sent_epoch, found.epoch
         owners = {found.addresses[found.owners[shard - 1]] for shard in shards if shard <= len(found.owners)}
         if found.here in owners or not owners:
             self._num_misdirected = 0

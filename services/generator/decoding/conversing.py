@@ -4,7 +4,7 @@
 
 Promises:
 
-- An environment sees a turn only once the broker has its tokens: whoever continues the sample has them too.
+- An environment sees a turn only once the broker has its tokens: the next holder of the sample gets them, too.
 - While a sample waits for its environment it takes no slot of the engine.
 - Tokens that the environment gave are marked as given, and count against the sample's length.
 """

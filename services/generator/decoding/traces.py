@@ -12,7 +12,7 @@ from penstock.tracing.sampled import sample_span
 from penstock.v1 import broker_pb2
 
 _CHUNK_S, _CHUNK_SHARE = 0.25, 1 / 32
-"""A chunk is what came within so many seconds, or within this share of the lease's age if that is more."""
+"""A chunk is what came within this many seconds, or within this share of the lease's age if that is more."""
 
 
 def record_periods(periods: Iterable[Period]) -> None:

@@ -40,7 +40,7 @@ class Rate:
         self._seconds = KEPT_SHARE * self._seconds + seconds
 
     def seconds_for(self, num_bytes: float) -> float | None:
-        """How long so many bytes take; None before anything was measured."""
+        """Expected time for `num_bytes`; None before anything was measured."""
         return num_bytes * self._seconds / self._num_bytes if self._num_bytes else None
 
 
@@ -51,7 +51,7 @@ class FetchChoice:
         self._downloads, self._applications = Rate(), Rate()
 
     def note_download(self, num_bytes: int, seconds: float, *, is_delta: bool) -> None:
-        """So many bytes came over the network."""
+        """Record that `num_bytes` came over the network."""
         is_telling = num_bytes >= MIN_MEASURED_BYTES or seconds >= MIN_MEASURED_S
         if num_bytes and (is_telling or not is_delta):
             self._downloads.note(num_bytes, seconds)

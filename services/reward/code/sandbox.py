@@ -28,7 +28,7 @@ class Limits:
     max_processes: int
     output_bytes: int
     life_s: float = 86400.0
-    """Seconds after which it is ended even where nobody is left who could: more than it may take in any case."""
+    """Seconds after which it ends even if its supervisor is gone: longer than any program may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Running(Protocol):
     stdout: int
 
     def wait(self, timeout_s: float) -> Ended:
-        """How it ended; it is ended if it does not within `timeout_s`. Raises SandboxError: that cannot be told."""
+        """How it ended; it is killed after `timeout_s`. Raises SandboxError if that cannot be determined."""
 
     def end(self) -> None:
         """End all its processes and close both descriptors."""

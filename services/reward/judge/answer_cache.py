@@ -21,7 +21,7 @@ class Answer:
     """Its `system_fingerprint`; empty if it has none."""
 
     @property
-    def told_by(self) -> str:
+    def answered_by(self) -> str:
         """Both in one text."""
         return f"{self.model}@{self.fingerprint}" if self.fingerprint else self.model
 

@@ -1,6 +1,6 @@
 """Calls an OpenAI-compatible endpoint: one answer for one request, with deadlines, retries and bounds.
 
-Three things can go wrong, and they are told apart:
+Three things can go wrong, each with its own error:
 - ModelAwayError: nothing is judged at present (unreachable, overloaded, or it refuses the key, the model, the address);
   JudgeRefusesError is the kind that waiting does not mend;
 - UnusableAnswerError: this request got no answer that can be used;

@@ -66,7 +66,7 @@ class JudgeReward(BatchReward):
         await self._endpoint.probe()
 
     async def check(self) -> str:
-        """Have a sample judged, and say by whom. Raises RewardLoadError and ModelAwayError."""
+        """Have a sample judged; returns which model answered and how. Raises RewardLoadError and ModelAwayError."""
         prompt = self._prompts.write(prompt="What is 2 + 3?", completion="2 + 3 = 5", reference="5")
         deadline_s = asyncio.get_running_loop().time() + CHECK_TIMEOUT_S
         try:
@@ -80,7 +80,7 @@ class JudgeReward(BatchReward):
             raise RewardLoadError(f"judge {self._config.url}: {error}{hint}") from error
         except TimeoutError as error:
             raise ModelAwayError(f"judge {self._config.url} did not answer within {CHECK_TIMEOUT_S:g} s") from error
-        return f"{answer.told_by or self._config.model} answers; it gives a right answer {verdict.value:.3g}"
+        return f"{answer.answered_by or self._config.model} answers; it gives a right answer {verdict.value:.3g}"
 
     async def close(self) -> None:
         """Close connections."""
@@ -109,7 +109,7 @@ class JudgeReward(BatchReward):
         values = [round(vote.value, 4) if isinstance(vote, Verdict) else None for vote, _ in votes]
         return {
             "judge": self._config.model,
-            "answered": ", ".join(sorted({answer.told_by for answer in answers})),
+            "answered": ", ".join(sorted({answer.answered_by for answer in answers})),
             "prompt": self.version,
             "votes": json.dumps(values),
         }

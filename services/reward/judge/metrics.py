@@ -6,7 +6,7 @@ from prometheus_client import Counter, Histogram
 
 REQUESTS = Counter(
     "penstock_reward_judge_requests",
-    "Requests to a judge, by what came of them: answered, refused, unreachable, timed_out, or cached ones not sent.",
+    "Requests to a judge, by outcome: answered, refused, unreachable, timed_out, or cached ones not sent.",
     ["judge", "outcome"],
 )
 VOTES = Counter("penstock_reward_judge_votes", "Votes of a judge: usable or not.", ["judge", "outcome"])

@@ -1,4 +1,4 @@
-"""When the next request may begin: so many at once, so many a second, and not before the endpoint asks to wait."""
+"""Paces requests: bounds on concurrency and on requests a second, and the delay that the endpoint asks for."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ class Prompts:
     def __init__(self, config: JudgeConfig) -> None:
         self._system = _system(config)
         self.schema = schema_of(config)
-        told = json.dumps([PROMPT_VERSION, self._system, _LAST, self.schema])
-        self.version = f"{PROMPT_VERSION}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-        """Version of the texts, and digest of everything that a judge is told beside the sample."""
+        instructions = json.dumps([PROMPT_VERSION, self._system, _LAST, self.schema])
+        self.version = f"{PROMPT_VERSION}-{hashlib.sha256(instructions.encode()).hexdigest()[:16]}"
+        """Version of the texts, and digest of everything that a judge is given beside the sample."""
 
     def write(self, *, prompt: str, completion: str, reference: str, turns: Sequence[Turn] = ()) -> Prompt:
         """The prompt that has this sample judged; `turns` is the whole exchange, to be shown."""

@@ -8,7 +8,7 @@ from penstock.rewards import RewardModel
 from penstock.v1 import reward_pb2, types_pb2
 
 EXCEEDED_LIMIT = "exceeded_limit"
-"""The component by which such samples are told from those that were judged."""
+"""The component that distinguishes such samples from those that were judged."""
 
 
 class WrongAtLimit:

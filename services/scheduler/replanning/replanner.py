@@ -243,7 +243,7 @@ class _Scales:
     in_force: pb.Plan
     views: Sequence[pb.NodeView]
     is_pool_fixed: bool
-    """Whether somebody else looks after the trainer, as the plan only follows it."""
+    """Whether the trainer is managed elsewhere, so that the plan only follows it."""
 
     @property
     def kept_rate(self) -> float:

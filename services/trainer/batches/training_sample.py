@@ -41,7 +41,7 @@ class TrainingSample:
     advantages: npt.NDArray[np.float32] | None = None
     """float32[C], if the sender of the sample computed them; None computes them from the group's rewards."""
     turn_values: npt.NDArray[np.float32] | None = None
-    """float32[T], what each turn, a run of trained tokens, added to the reward; None if nobody said."""
+    """float32[T], what each turn, a run of trained tokens, added to the reward; None if not stated."""
     reference_logprobs: npt.NDArray[np.float32] | None = None
     """float32[C], nats, under the reference, if a scorer computed them."""
     tag: SourceTag | None = None

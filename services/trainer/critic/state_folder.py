@@ -86,7 +86,7 @@ class StateFolder:
 
         Raises:
             RunConflictError: The folder is another run's.
-            VersionConflictError: It is nobody's, and the run has taken steps.
+            VersionConflictError: It belongs to no run, and the run has taken steps.
             FencedError: A newer trainer has had it.
             CheckpointFormatError, OSError: It cannot be read or written.
         """

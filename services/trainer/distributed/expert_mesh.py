@@ -97,7 +97,7 @@ class ExpertMesh:
 
 
 def check_experts(config: PretrainedConfig, size: int) -> None:
-    """Return if so many processes can divide the experts of such a model; raises UnsupportedModelError."""
+    """Check that `size` processes can divide the experts of such a model. Raises UnsupportedModelError."""
     found = config.name_or_path or config.model_type
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(

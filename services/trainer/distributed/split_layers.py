@@ -168,7 +168,7 @@ class SplitLayers:
 
 
 def check_split(config: PretrainedConfig, size: int) -> None:
-    """Return if so many processes can split the layers of such a model; raises UnsupportedModelError."""
+    """Check that `size` processes can split the layers of such a model. Raises UnsupportedModelError."""
     found = config.name_or_path or config.model_type
     if config.model_type not in FAMILIES:
         raise UnsupportedModelError(

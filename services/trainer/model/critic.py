@@ -91,7 +91,7 @@ class Critic:
         self.elsewhere = frozenset(
             (*(f"network.{name.removeprefix(prefix)}" for name in (*ranks.elsewhere, *ranks.copies)), *_HEAD)
         ) - frozenset(parameters)
-        """Names of tensors that only other stages hold, and some that nobody does."""
+        """Names of tensors that only other stages hold, and some that no stage does."""
         self.learner = Learner(parameters, optimizer, ranks=ranks)
         """Trains it, and is saved with it."""
         self._device, self._dtype = device, dtype

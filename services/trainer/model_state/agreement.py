@@ -47,7 +47,7 @@ class Writers:
         """Those that do, in order."""
         return tuple(range(self.num_ranks) if self.beside is None else sorted(self.beside))
 
-    def told_by_first(self, number: int, path: Path) -> int:
+    def number_of_first(self, number: int, path: Path) -> int:
         """The first process' number, in all of them; raises OSError if one of them was lost."""
         if self.beside is None:
             return number

@@ -78,7 +78,7 @@ class _TensorwiseWriter(HuggingFaceStorageWriter):  # type: ignore[misc]  # it h
         path = Path(self.path) / shard_name(number)
         write_alone(path, tensors, metadata=metadata)
         self.written = path
-        # Nobody reads them: each file says where its tensors belong.
+        # The results are not used: each file says where its tensors belong.
         results: Future[list[WriteResult]] = Future()
         results.set_result([])
         return results

@@ -60,7 +60,7 @@ def bring_parts(path: Path, parts: Mapping[str, Held], places: Mapping[str, int]
             _send(parts, writers)
         elif writers.rank == 0:
             for rank in away:
-                # All that was announced is taken, even if the disk refused: whoever sends waits for that.
+                # Everything announced is received, even if the disk refused: the sender waits for that.
                 failure = _receive(path, parts, places, rank, writers) or failure
     except RuntimeError as error:
         raise OSError(errno.EIO, f"{path}: another process was lost while it was written: {error}") from error

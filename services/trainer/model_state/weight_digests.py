@@ -29,7 +29,7 @@ def digest_together(path: Path, *, writers: Writers) -> WrittenWeights:
     """
     tensors = tensors_together(path, writers=writers)
     own_size = writers.do(path, lambda: path.stat().st_size if writers.is_beside else 0)
-    size = writers.told_by_first(own_size, path)
+    size = writers.number_of_first(own_size, path)
     spans, table = writers.do(path, lambda: _own_chunks(path, chunk_spans(size), writers))
     chunks = [
         weights_pb2.ChunkInfo(offset=offset, size_bytes=size_bytes, blake3=digest)
@@ -47,7 +47,7 @@ def tensors_together(
         OSError: A process cannot read it, or was lost.
     """
     places = writers.do(path, lambda: safetensors_places(path) if writers.is_beside else ())
-    num_places = writers.told_by_first(len(places), path)
+    num_places = writers.number_of_first(len(places), path)
     table = writers.do(path, lambda: _own_tensors(path, places, num_places, writers, algorithm))
     digests = _digests(table, path, writers)
     return tuple(
@@ -91,7 +91,7 @@ def _digests(table: torch.Tensor, path: Path, writers: Writers) -> list[str]:
 
 
 def _owners(places: tuple[TensorPlace, ...], ranks: tuple[int, ...]) -> list[int]:
-    """Who digests each tensor: the largest first, each goes to whoever has the fewest bytes so far."""
+    """Which rank digests each tensor: largest first, each to the rank with the fewest bytes so far."""
     owners, loads = [0] * len(places), [0] * len(ranks)
     for number in sorted(range(len(places)), key=lambda number: places[number].begin - places[number].end):
         least = loads.index(min(loads))

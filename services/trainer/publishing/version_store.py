@@ -98,7 +98,7 @@ class WeightStore:
         self._grown = asyncio.Event()
 
     def expect_delta(self, delta: ExpectedDelta) -> None:
-        """A delta is being made; receivers that hold its base are told."""
+        """A delta is being made; receivers that hold its base are notified."""
         self._deltas.expected = delta
 
     def end_delta(self, version: Published, delta: Published | None) -> bool:

@@ -39,7 +39,7 @@ class GapFile:
 
     Args:
         run_dir: The run's folder.
-        groups_per_step: Groups of each step that are kept, those that the broker exports as so many; None for all.
+        groups_per_step: Groups of each step that are kept, the same ones as in an export of that many; None for all.
         max_bytes: Size of the file; a single large group may exceed it.
     """
 
@@ -104,7 +104,7 @@ class GapFile:
 def evenly(group_ids: Sequence[str], most: int | None) -> list[str]:
     """Of a step's groups in the order of their submission, as many at even distances; all for None.
 
-    It is the broker's choice for an export of so many groups a step (`services/broker/streams/export_stream.py`), as
+    It is the broker's choice for an export of that many groups a step (`services/broker/streams/export_stream.py`), as
     far as groups are the trainer's own: names of others do not tell their order.
     """
     try:

@@ -157,7 +157,7 @@ async def joined_critic(
     Args:
         context: Of a run that was taken over.
         security: Certificates and token.
-        events: Told when the critic is waited for.
+        events: Notified when the critic is waited for.
         check: Raises InterruptedComputeError once the run is to stop.
 
     Raises:

@@ -17,6 +17,6 @@ def fetch_sources(config: TrainingConfig) -> None:
 
 
 def stored_sources(config: TrainingConfig) -> str:
-    """The addresses, for people; empty if the run names paths alone."""
+    """The addresses, for display; empty if the run names only paths."""
     sources = (config.model.path, *config.data.files.values())
     return ", ".join(source for source in sources if not isinstance(source, Path))

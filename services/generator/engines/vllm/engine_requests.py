@@ -101,6 +101,6 @@ def sampling_params(request: GenerateRequest, *, max_tokens: int, is_seeded: boo
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        # Of the positions before, an earlier lease has recorded the routes, or nobody wants them.
+        # Routes of earlier positions were recorded under an earlier lease, or are not wanted.
         routed_experts_prompt_start=_first_row(request),
     )

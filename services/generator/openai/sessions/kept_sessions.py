@@ -123,7 +123,7 @@ class KeptSessions:
         self._forget(session_ids)
 
     async def report_ends(self) -> None:
-        """Tell the broker which sessions are over; what it does not hear it is told the next time."""
+        """Tell the broker which sessions are over; those it did not confirm are reported again next time."""
         for outcome in list(self._ended):
             session_ids = self._ended.pop(outcome)
             try:

@@ -19,7 +19,7 @@ class OpenAIMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.requests = counter(f"{_PREFIX}_requests", "Requests answered, by path and status.", ["path", "status"])
         self.turns = counter(
-            f"{_PREFIX}_turns", "Turns of sessions: continued exactly, begun anew, or branched off.", ["kind"]
+            f"{_PREFIX}_turns", "Turns of sessions: continued exactly, restarted, or branched off.", ["kind"]
         )
         self.repeats = counter(f"{_PREFIX}_repeats", "Repeated requests answered with what was sampled before.")
         self.sessions = counter(f"{_PREFIX}_sessions", "Sessions ended: put, or why they were dropped.", ["outcome"])
