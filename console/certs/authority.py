@@ -51,14 +51,16 @@ class Authority:
         """Load the authority in a folder. Raises ConfigError."""
         certificate, path = read_certificate(folder), folder / KEY_FILE
         if not os.path.lexists(path):
-            raise ConfigError(f"{folder}: holds no {KEY_FILE}, so it is no authority's folder; name that with --dir")
+            raise ConfigError(
+                f"{folder}: holds no {KEY_FILE}, so it is not an authority's folder; name that with --dir"
+            )
         try:
             with named_errors(path, "read"):
                 key = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}: holds no private key in PEM without a password; put the key back") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            raise ConfigError(f"{path}: is not the key of {folder / CERTIFICATE_FILE}; put the right one back")
+            raise ConfigError(f"{path}: is not the key of {folder / CERTIFICATE_FILE}; restore the right one")
         return cls(folder, certificate, key)
 
     def sign(self, request: Request, *, validity: timedelta, now: datetime) -> Signed:

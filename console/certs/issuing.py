@@ -51,7 +51,7 @@ def issue(
     out = _absolute(out or authority.folder / ISSUED_FOLDER / request.name, "--out")
     place = out if at is None else _absolute(at, "--at")
     if at is not None and not at.is_absolute():
-        raise ConfigError(f"--at {str(at)!r}: must be an absolute path; it is one of the other machine")
+        raise ConfigError(f"--at {str(at)!r}: must be an absolute path, as it names a folder on another machine")
     signed = authority.sign(request, validity=validity, now=now)
     with named_errors(out, "made"):
         out.mkdir(parents=True, exist_ok=True)

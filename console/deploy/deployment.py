@@ -103,7 +103,7 @@ def deployment(
 ) -> Files:
     """Every file's content by its path in `folder`; all are validated. Raises ConfigError."""
     if engine not in ENGINES:
-        raise ConfigError(f"--for: {engine!r} is unknown; there is: {', '.join(ENGINES)}")
+        raise ConfigError(f"--for: {engine!r} is unknown; choose one of {', '.join(ENGINES)}")
     if address is not None and engine != COMPOSE:
         raise ConfigError(f"--address: tries a plan on this machine, without {engine}; leave one of them out")
     writer = ENGINES[engine]

@@ -33,7 +33,7 @@ def audit_command(run: str | None, *, broker: str | None, runs_dir: Path, by_ver
         summary = (read_summary(target.folder.summary) if target.folder is not None else None) or {}
         if not isinstance(summary.get("audit"), dict):
             raise ConfigError(
-                f"{target.run_id}: not under way, and it left no books; continue it with penstock run --resume"
+                f"{target.run_id}: not under way, and it left no counters; continue it with penstock run --resume"
             )
         document = summary["audit"]
         staleness = f"staleness at most {summary.get('max_staleness_seen')}, policy version {summary.get('steps')}"

@@ -25,7 +25,7 @@ EXIT_INFEASIBLE = 1
 def check_solver(solver: str) -> None:
     """Raise ConfigError unless there is a solver of that name."""
     if solver not in SOLVERS:
-        raise ConfigError(f"--solver: {solver!r} is unknown; there is: {', '.join(SOLVERS)}")
+        raise ConfigError(f"--solver: {solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
 
 
 def stated_problem(path: Path | None, sources: Sources) -> Problem:

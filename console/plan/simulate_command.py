@@ -55,7 +55,7 @@ def simulate_command(
 def mode_of(text: str) -> Mode:
     """Parse the name of a mode. Raises ConfigError."""
     if text not in tuple(Mode):
-        raise ConfigError(f"--mode: {text!r} is unknown; there is: {', '.join(Mode)}")
+        raise ConfigError(f"--mode: {text!r} is unknown; choose one of {', '.join(Mode)}")
     return Mode(text)
 
 

@@ -54,7 +54,7 @@ def bench(
     name = next((word for word in words if word in suites), None)
     if name is None:
         asked = next((f"{word!r} is not known" for word in words if not word.startswith("-")), "name a suite")
-        raise ConfigError(f"bench: {asked}; there is: {', '.join(suites)}")
+        raise ConfigError(f"bench: {asked}; suites: {', '.join(suites)}")
     words.remove(name)
     end_by_sigterm()
     return _run(name, words)

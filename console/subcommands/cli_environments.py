@@ -17,7 +17,7 @@ def serve(
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on.")
     ] = "127.0.0.1:7320",
-    max_sessions: Annotated[int, typer.Option("--max-sessions", min=1, help="Most sessions open at once.")] = 1024,
+    max_sessions: Annotated[int, typer.Option("--max-sessions", min=1, help="Limit on open sessions.")] = 1024,
     max_idle_s: Annotated[
         float, typer.Option("--max-idle-s", min=1, help="Close a session after this many seconds without a call.")
     ] = 1800.0,
@@ -52,7 +52,7 @@ def check(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="ID", help="Call in the name of this run.  [default: the certificate's]"),
+        typer.Option("--run", metavar="ID", help="Call on behalf of this run.  [default: the certificate's]"),
     ] = None,
 ) -> int:
     """Check that an environment keeps the contract; exit status 1 if it does not.

@@ -39,7 +39,7 @@ DeployHead = Annotated[
     typer.Option(
         "--head",
         metavar="HOST",
-        help="With --deploy: where other sites reach the head; HEAD,BROKER if the plan has the broker apart.",
+        help="With --deploy: where other sites reach the head; HEAD,BROKER if the broker is on another machine.",
     ),
 ]
 MovesTrainer = Annotated[
@@ -83,7 +83,7 @@ def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         "inventory"
     ),
     name: Annotated[
-        str | None, typer.Option("--name", metavar="MACHINE", help="Name that others reach it by; default: host name.")
+        str | None, typer.Option("--name", metavar="MACHINE", help="Name at which others reach it; default: host name.")
     ] = None,
     site: Annotated[str, typer.Option("--site", help="Machines of one site share a fast network.")] = "default",
     model: Annotated[
@@ -99,7 +99,7 @@ def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         list[str] | None, typer.Option("--skip", metavar="WHAT", help="Leave out allreduce, disk or decode.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.05, max=5, help="Time of each measurement but decode.")
+        float, typer.Option("--seconds", min=0.05, max=5, help="Length of each measurement except decode.")
     ] = 3.0,
     cpu_devices: Annotated[
         int | None,
@@ -235,13 +235,15 @@ def simulate(  # noqa: PLR0913, PLR0917 - one argument for each option
     growth: Annotated[
         float, typer.Option("--growth", min=0, max=10, help="Growth of lengths per step, as a share of the first ones.")
     ] = 0.0,
-    fail: Annotated[list[str] | None, typer.Option("--fail", metavar="MACHINE@S", help="A machine fails then.")] = None,
+    fail: Annotated[
+        list[str] | None, typer.Option("--fail", metavar="MACHINE@S", help="A machine fails at second S.")
+    ] = None,
     join: Annotated[
-        list[str] | None, typer.Option("--join", metavar="MACHINE@S", help="A machine is away until then.")
+        list[str] | None, typer.Option("--join", metavar="MACHINE@S", help="A machine joins at second S.")
     ] = None,
     slow: Annotated[
         list[str] | None,
-        typer.Option("--slow", metavar="MACHINE@S:FACTOR", help="A machine's steps take FACTOR times as long."),
+        typer.Option("--slow", metavar="MACHINE@S:FACTOR", help="From second S a machine takes FACTOR times as long."),
     ] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Write the timeline to this SVG file.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, max=1_000_000, help="Seed of the lengths drawn.")] = 0,

@@ -121,5 +121,5 @@ def test_the_longest_fifth_is_set_beside_the_rest(rows: list[dict[str, Any]], wo
 
 
 def test_a_run_that_left_no_books_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="it left no books"):
+    with pytest.raises(ConfigError, match="it left no counters"):
         _audit(_folder(tmp_path, None))

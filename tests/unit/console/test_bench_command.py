@@ -103,7 +103,7 @@ def test_a_word_in_the_name_of_no_scenario_is_a_mistake_that_lists_the_words() -
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["nothing"], "'nothing' is not known; there is: toy.one"), (["--json"], "name a suite; there is: toy.one")],
+    [(["nothing"], "'nothing' is not known; suites: toy.one"), (["--json"], "name a suite; suites: toy.one")],
 )
 def test_an_unknown_suite_is_a_mistake_that_lists_the_names(
     toy: list[list[str]], capsys: pytest.CaptureFixture[str], words: list[str], message: str

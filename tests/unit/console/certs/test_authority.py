@@ -165,7 +165,7 @@ def another_key(folder: Path) -> None:
     [
         (lambda folder: (folder / "ca.pem").unlink(), "no authority here; make one with: penstock certs init"),
         (lambda folder: (folder / "ca.pem").write_text("nothing"), r"ca\.pem: holds no certificate in PEM"),
-        (lambda folder: (folder / "ca-key.pem").unlink(), "it is no authority's folder"),
+        (lambda folder: (folder / "ca-key.pem").unlink(), "it is not an authority's folder"),
         (lambda folder: (folder / "ca-key.pem").write_text("nothing"), r"ca-key\.pem: holds no private key"),
         (another_key, r"ca-key\.pem: is not the key of .*ca\.pem"),
     ],

@@ -321,7 +321,7 @@ def test_paths_mean_the_same_on_every_machine_or_are_refused(model):
     assert files["r1/machine-l4-0.yaml"]["readable"] == {"model.path": "/data/models/mine"}
     with pytest.raises(ConfigError, match=r"model.path: /home/me/mine is outside /data"):
         deployed(model, run={**run, "model": {"path": "/home/me/mine"}})
-    with pytest.raises(ConfigError, match="--for: 'nomad' is unknown; there is: compose"):
+    with pytest.raises(ConfigError, match="--for: 'nomad' is unknown; choose one of compose"):
         deployed(model, engine="nomad")
 
 

@@ -123,7 +123,7 @@ def test_a_cluster_that_is_too_small_ends_with_status_1_and_the_reason(tmp_path)
     [
         (
             [EXAMPLE, "--solver", "oracle"],
-            "--solver: 'oracle' is unknown; there is: auto, partition, streamrl, exhaustive, multilevel, milp",
+            "--solver: 'oracle' is unknown; choose one of auto, partition, streamrl, exhaustive, multilevel, milp",
         ),
         (["nowhere.yaml"], "nowhere.yaml: no such file"),
         (["nowhere.json"], "nowhere.json: cannot be read"),

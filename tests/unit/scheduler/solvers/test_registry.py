@@ -52,7 +52,7 @@ def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
     center = {"broker": {"node": HALVES.train[0].node}, "scheduler": HALVES.train[0].node}
     assert (answer["rm1_plan"], answer["solver"]) == ({**HALVES.stated(), **center}, "toy")
     refused = CliRunner().invoke(app, ["plan", "nowhere.json", "--solver", "oracle"])
-    assert "there is: auto, partition, streamrl, exhaustive, multilevel, milp, toy" in refused.output
+    assert "choose one of auto, partition, streamrl, exhaustive, multilevel, milp, toy" in refused.output
     asked = pb.CreatePlanRequest(problem_json=json.dumps(document("tiny_02")), solver="toy")
     task = checked_task(asked, cost_model="rm1")
     assert (task.problem, task.solver) == (problem("tiny_02"), "toy")
