@@ -9,7 +9,7 @@ from console.config.config import RunConfig
 from console.config.run_folder import RunFolder
 from console.config.sections import TracingSection
 from penstock.config import Document, StrictModel, validate
-from penstock.rewards.wire import THIRD_PARTY
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.storage.addresses import Address
 from penstock.tracing.settings import (
     CERTIFICATE_VARIABLES,

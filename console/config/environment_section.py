@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import field_validator
 
-from penstock.rewards.wire import THIRD_PARTY
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.targets import checked_address
 from services.generator.environments.config import EnvironmentLimits
 from services.trainer.run_sections import LEAST_LEASE_SILENCE_S

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import StrictModel, Targets
-from penstock.security.addresses import checked_trusted_hosts
+from penstock.security.registered_addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses
 from penstock.tracing.settings import DEFAULT_RATIO, checked_endpoint
 from services.broker.storage.redis.address import parse_redis_url

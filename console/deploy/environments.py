@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config import Document
-from penstock.rewards.wire import THIRD_PARTY
+from penstock.rewards.score_messages import THIRD_PARTY
 
 NAME = "environment"
 """Of the service, and of its certificate."""

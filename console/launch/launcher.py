@@ -37,8 +37,8 @@ from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceS
 from console.node.config import HostConfig, read_machine
 from penstock.config import StrictModel
 from penstock.process.grace_periods import STOP_GRACE_S
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.rewards.serving import OF_THE_CLUSTER
-from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.security.plain_text import INSECURE_VARIABLE

@@ -13,7 +13,7 @@ from console.recording.reader import read_samples
 from console.trajectories.rescore_recording import score_item
 from penstock.config import ConfigError
 from penstock.reasoning_gym.source import ReasoningGymSource
-from penstock.rewards.wire import THIRD_PARTY
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.storage.fetched import fetched
 from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.source_tag import SourceTag

@@ -37,7 +37,7 @@ from console.run.model_check import (
 )
 from penstock.config import ConfigError
 from penstock.process.disk import free_bytes, full_message
-from penstock.rewards.wire import THIRD_PARTY
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from penstock.storage.fetched import beside_loop

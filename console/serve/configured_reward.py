@@ -6,8 +6,8 @@ from console.config.reward_settings import own_security
 from penstock.config import ConfigError
 from penstock.rewards import ModelAwayError, RewardLoadError, RewardModel
 from penstock.rewards.check import check_server
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.rewards.verdicts import CheckResult, CheckStatus
-from penstock.rewards.wire import THIRD_PARTY
 from penstock.security import Security
 from penstock.security.credentials import JUDGES
 from services.reward.canaries.known import read_canaries

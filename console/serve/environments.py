@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import uvloop
 
-from console.serve.addresses import as_address
 from console.serve.serve import begin_logs
+from console.serve.typed_address import as_address
 from penstock import tracing
 from penstock.config import ConfigError
 from penstock.environments import EnvironmentLoadError, load_environment

@@ -9,8 +9,8 @@ from pathlib import Path
 import uvloop
 
 from console.config.reward_settings import SUFFIXES, read_reward_settings
-from console.serve.addresses import as_address
 from console.serve.configured_reward import check_configured
+from console.serve.typed_address import as_address
 from penstock.config import ConfigError
 from penstock.network.rpc import PortUnavailableError
 from penstock.process.log_setup import configure_logging

@@ -28,7 +28,7 @@ from console.view.run_view import (
     RunView,
     Step,
 )
-from console.view.sources import source_words
+from console.view.source_table import source_words
 from penstock.v1 import trainer_pb2
 
 QUIET_LINE_EVERY_S = 15.0

@@ -11,7 +11,7 @@ from console.config.run_folder import RunFolder
 from console.view.forecast_quality import lengths_table
 from console.view.formats import duration, number
 from console.view.outcome import audit_line, change, loss_by_length, restarts_text
-from console.view.sources import sources_table
+from console.view.source_table import sources_table
 
 Line = Mapping[str, float]
 

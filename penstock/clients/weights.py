@@ -29,7 +29,7 @@ from penstock.network.connection import Connection
 from penstock.network.rpc import DEFAULT_TIMEOUT_S, call, call_with_retry
 from penstock.process.logger import get_logger
 from penstock.security import NO_SECURITY, Security
-from penstock.security.addresses import check_url
+from penstock.security.registered_addresses import check_url
 from penstock.transfer.chunks import MAX_CHUNK_BYTES, chunk_digest
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 

@@ -8,7 +8,7 @@ Promises:
 - The target file appears by a rename, complete and every chunk checked, or not at all. What it makes of a version is
   proved tensor by tensor where it is used: by the engine before it loads, and where a delta is applied.
 - A source that sends wrong bytes, disconnects or stalls is left for another one, a bounded number of times
-  (`transfer.sources`).
+  (`transfer.content_sources`).
 - With a relay, received chunks are offered to others of the site while the rest is still on its way.
 """
 
@@ -31,12 +31,12 @@ from penstock.process.logger import get_logger
 from penstock.security import NO_SECURITY, Security
 from penstock.security.tls import ClientContexts
 from penstock.transfer.connections import Connections
+from penstock.transfer.content_sources import SourceKind, Sources
 from penstock.transfer.fetching import Fetching
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import ByteRate
 from penstock.transfer.relay import Relay
 from penstock.transfer.source_faults import SourceFaults
-from penstock.transfer.sources import SourceKind, Sources
 from penstock.v1 import weights_pb2
 
 NUM_CONNECTIONS = 4

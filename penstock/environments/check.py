@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from penstock.environments.wire import MAX_TURNS, answer_problem, messages_problem, read_tools
+from penstock.environments.environment_messages import MAX_TURNS, answer_problem, messages_problem, read_tools
 from penstock.errors import (
     BadCertificateError,
     BadTokenError,
@@ -23,8 +23,8 @@ from penstock.errors import (
     UnknownSessionError,
 )
 from penstock.network.rpc import call, open_channel
+from penstock.rewards.score_messages import CREDENTIALS_HINT
 from penstock.rewards.verdicts import CheckResult, CheckStatus, Note, ViolationError, health, reflection, run_check
-from penstock.rewards.wire import CREDENTIALS_HINT
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import environment_pb2, environment_pb2_grpc, types_pb2
 

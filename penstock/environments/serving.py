@@ -13,9 +13,9 @@ import uvloop
 from penstock.clock import SystemClock
 from penstock.config import ConfigError
 from penstock.environments.environment import EnvironmentFactory
+from penstock.environments.environment_messages import describe_environment, read_task
 from penstock.environments.loading import load_environment
 from penstock.environments.session import Session
-from penstock.environments.wire import describe_environment, read_task
 from penstock.errors import InternalError, InvalidFieldError, QueueFullError, UnknownSessionError
 from penstock.network.rpc import Server, Service, run_until_stopped, service_of
 from penstock.process.busy_time import BusyTracker

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from penstock.environments.environment import Environment, EnvironmentFactory
+from penstock.environments.environment_messages import MAX_TURNS, failed, read_action, write_opening, write_outcome
 from penstock.environments.types import Task, UnplayableError
-from penstock.environments.wire import MAX_TURNS, failed, read_action, write_opening, write_outcome
 from penstock.errors import InternalError, InvalidFieldError, TurnConflictError
 from penstock.process.logger import get_logger
 from penstock.rewards.outcomes import describe

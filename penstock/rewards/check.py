@@ -20,9 +20,16 @@ from penstock.errors import (
 )
 from penstock.network.rpc import call, open_channel
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
+from penstock.rewards.score_messages import (
+    ASSISTANT,
+    CREDENTIALS_HINT,
+    ENVIRONMENT,
+    GRADER_ERRORS,
+    check_score,
+    write_item,
+)
 from penstock.rewards.types import RewardItem, Turn
 from penstock.rewards.verdicts import CheckResult, CheckStatus, Note, ViolationError, health, reflection, run_check
-from penstock.rewards.wire import ASSISTANT, CREDENTIALS_HINT, ENVIRONMENT, GRADER_ERRORS, check_score, write_item
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_bytes

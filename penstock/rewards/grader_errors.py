@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.rewards.wire import GRADER_ERRORS
+from penstock.rewards.score_messages import GRADER_ERRORS
 from penstock.v1 import types_pb2
 
 WINDOW, LEAST = 64, 16

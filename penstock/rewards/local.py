@@ -10,8 +10,8 @@ from penstock.errors import InvalidFieldError
 from penstock.process.logger import get_logger
 from penstock.rewards.model import BatchReward, ModelAwayError
 from penstock.rewards.outcomes import clean_text, describe, is_own_cancellation, read_error
+from penstock.rewards.score_messages import read_item, write_score
 from penstock.rewards.types import RewardItem, RewardResult, ScoreStatus, UnscorableError
-from penstock.rewards.wire import read_item, write_score
 from penstock.v1 import reward_pb2, types_pb2
 
 _log = get_logger()

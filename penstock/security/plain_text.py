@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from penstock.config import ConfigError
-from penstock.security.addresses import as_ip
 from penstock.security.certificate_files import TlsFiles
+from penstock.security.registered_addresses import as_ip
 
 INSECURE_VARIABLE = "PENSTOCK_INSECURE"
 HOW_TO_ALLOW = f"set insecure: true in the configuration ({INSECURE_VARIABLE}=true for commands without one)"

@@ -20,9 +20,9 @@ from penstock import tracing
 from penstock.errors import DigestMismatchError, PenstockError, ServiceUnavailableError, UnknownVersionError
 from penstock.transfer.coding import CODING_HEADER, ZSTD
 from penstock.transfer.connections import Connections
+from penstock.transfer.content_sources import Source, SourceKind, Sources
 from penstock.transfer.partial import Landing, PartialContent
 from penstock.transfer.rate import ByteRate
-from penstock.transfer.sources import Source, SourceKind, Sources
 from penstock.transfer.span_read import SpanRead
 
 MIN_SPAN_BYTES, MAX_SPAN_BYTES = 4 * 1024**2, 64 * 1024**2

@@ -15,7 +15,7 @@ from penstock.errors import BadCertificateError, PenstockError, ServiceUnavailab
 from penstock.process.logger import get_logger
 from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.troubles import TROUBLES
-from penstock.transfer.sources import Source, SourceKind
+from penstock.transfer.content_sources import Source, SourceKind
 
 SAY_AGAIN_S = 60.0
 MAX_SAID = 256

@@ -30,7 +30,7 @@ from penstock.network.outage import Outage
 from penstock.process.busy_time import BusyTracker
 from penstock.process.grace_periods import ENGINE_STOP_S
 from penstock.process.tasks import end
-from penstock.rewards.wire import THIRD_PARTY
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import broker_pb2, generator_pb2, types_pb2
 from services.generator.config import GeneratorConfig

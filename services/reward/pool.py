@@ -27,7 +27,7 @@ from penstock.network.rpc import backoff_s
 from penstock.rewards import ModelAwayError, RewardModel, ScoreStatus
 from penstock.rewards.grader_errors import GraderErrors, is_grader_error, may_pass
 from penstock.rewards.outcomes import describe
-from penstock.rewards.wire import failed_score
+from penstock.rewards.score_messages import failed_score
 from penstock.tracing.measuring import measuring
 from penstock.tracing.recording import Value
 from penstock.tracing.sampled import BatchLinks

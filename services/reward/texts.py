@@ -25,7 +25,7 @@ from penstock.clients.sample_stream import cut_text
 from penstock.errors import InvalidFieldError
 from penstock.model.model_folder import FileTokenizer, TextDecoder, model_size
 from penstock.rewards.outcomes import describe
-from penstock.rewards.wire import ASSISTANT, ENVIRONMENT
+from penstock.rewards.score_messages import ASSISTANT, ENVIRONMENT
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import Int32, int32_array, int32_bytes
 from penstock.wire.mask_runs import run_spans

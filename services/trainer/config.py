@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import PUBLIC_ADDRESS, LocalPath, MeasuredConfig, Targets
-from penstock.security.addresses import checked_trusted_hosts
+from penstock.security.registered_addresses import checked_trusted_hosts
 from penstock.storage.addresses import StoredAddress
 from penstock.targets import checked_addresses
 from penstock.wire.pieces import MAX_CRITIC_PACK_TOKENS, MAX_GROUP_TOKENS

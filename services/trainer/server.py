@@ -14,7 +14,7 @@ from penstock.network.rpc import Server, run_until_stopped, service_of
 from penstock.process.bound_child import end_group_with_parent
 from penstock.process.grace_periods import CHECKPOINT_S
 from penstock.security import Security
-from penstock.security.addresses import OwnAddresses
+from penstock.security.registered_addresses import OwnAddresses
 from services.trainer.config import TrainerConfig, TrainingConfig
 from services.trainer.distributed.launch import Place, TorchrunRuns, check_size, check_trust, stay_on_loopback
 from services.trainer.folders.allowed_roots import Roots

@@ -11,9 +11,9 @@ from typing import Any
 
 from mcp_types import Tool
 
-from penstock.environments.imports.addresses import checked_timeout, http_address
 from penstock.environments.imports.mcp_connection import McpServer, McpServerError, list_tools
 from penstock.environments.imports.mcp_tools import McpLimits, McpTools
+from penstock.environments.imports.server_options import checked_timeout, http_address
 
 DEFAULT_MAX_CALLS, DEFAULT_MAX_CHARACTERS = 32, 16_384
 _OPTIONS = ("env", "max_calls", "max_characters", "shared", "timeout_s", "token", "tools")

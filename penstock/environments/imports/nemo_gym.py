@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.environments.environment import Environment
-from penstock.environments.imports.addresses import checked_timeout, http_address
+from penstock.environments.imports.server_options import checked_timeout, http_address
 from penstock.environments.types import Action, Message, Outcome, ScoreStatus, Task, ToolCall, UnplayableError
 
 if TYPE_CHECKING:

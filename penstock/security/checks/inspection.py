@@ -17,8 +17,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from penstock.config import ConfigError
-from penstock.security.addresses import is_named
 from penstock.security.certificate_files import Loaded, TlsFiles, load
+from penstock.security.registered_addresses import is_named
 
 LOOPBACK = "127.0.0.1"
 BACKDATED = timedelta(minutes=5)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from penstock.process.logger import get_logger
-from penstock.security.addresses import as_ip
 from penstock.security.certificate_files import TlsFiles
 from penstock.security.checks.diagnosis import MAX_S, Diagnosis, Server, diagnose
+from penstock.security.registered_addresses import as_ip
 
 MAX_WAIT_S = MAX_S + 0.5
 RECHECK_S = 5.0

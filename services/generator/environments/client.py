@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from penstock.environments.wire import answer_problem, messages_problem
+from penstock.environments.environment_messages import answer_problem, messages_problem
 from penstock.errors import (
     DeadlineError,
     InvalidFieldError,

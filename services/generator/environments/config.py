@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from penstock.config import StrictModel
-from penstock.environments.wire import MAX_TURNS
-from penstock.rewards.wire import THIRD_PARTY
+from penstock.environments.environment_messages import MAX_TURNS
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.targets import checked_address
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.environments.wire import read_tools
+from penstock.environments.environment_messages import read_tools
 from penstock.errors import InvalidFieldError
 from penstock.model.model_folder import TextDecoder
 from penstock.v1 import broker_pb2, environment_pb2, types_pb2

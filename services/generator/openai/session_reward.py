@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.network.rpc import call_with_retry, open_channel
-from penstock.rewards.wire import MAX_METADATA_BYTES, THIRD_PARTY, check_score
+from penstock.rewards.score_messages import MAX_METADATA_BYTES, THIRD_PARTY, check_score
 from penstock.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from services.generator.openai.endpoint import Agents

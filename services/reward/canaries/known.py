@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.config import ConfigError, StrictModel
 from penstock.rewards import RewardItem, Turn
-from penstock.rewards.wire import MAX_METADATA_BYTES, write_item
+from penstock.rewards.score_messages import MAX_METADATA_BYTES, write_item
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.score_rules import is_reward
 from services.reward.canaries.config import CanariesConfig

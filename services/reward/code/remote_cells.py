@@ -24,8 +24,8 @@ from penstock.rewards import ModelAwayError, RewardLoadError
 from penstock.security import Security
 from penstock.v1 import sandbox_pb2, sandbox_pb2_grpc
 from services.reward.code.cell import Job, Verdict
+from services.reward.code.program_messages import excess, job_request
 from services.reward.code.sandbox import Limits, SandboxError
-from services.reward.code.wire import excess, job_request
 
 PROBE_TIMEOUT_S = 5.0
 _AWAY = (ServiceUnavailableError, BadTokenError, ForbiddenError, NotOfferedError)

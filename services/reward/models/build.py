@@ -14,7 +14,7 @@ from functools import partial
 from penstock.rewards import BatchReward, RewardItem, RewardLoadError, RewardModel, RewardResult, load_reward
 from penstock.rewards.local import LocalModel
 from penstock.rewards.outcomes import read_error
-from penstock.rewards.wire import THIRD_PARTY
+from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
 from services.reward.code.code_reward import CodeReward
 from services.reward.config import ModelConfig, RewardModelConfig

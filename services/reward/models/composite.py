@@ -20,7 +20,7 @@ from penstock.rewards import RewardModel
 from penstock.rewards.grader_errors import is_grader_error
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.outcomes import MAX_COMPONENTS, MAX_NAME_CHARACTERS, clean_text
-from penstock.rewards.wire import failed_score
+from penstock.rewards.score_messages import failed_score
 from penstock.v1 import reward_pb2, types_pb2
 from penstock.wire.score_rules import MAX_DETAILS, MAX_REWARD, is_reward
 from services.reward.metrics import PART_SCORES

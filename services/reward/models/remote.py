@@ -17,7 +17,7 @@ from penstock.network.rpc import call, open_channel
 from penstock.rewards import ModelAwayError
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.outcomes import MAX_MESSAGE_CHARACTERS, MAX_NAME_CHARACTERS
-from penstock.rewards.wire import CREDENTIALS_HINT, THIRD_PARTY, check_score, failed_score
+from penstock.rewards.score_messages import CREDENTIALS_HINT, THIRD_PARTY, check_score, failed_score
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from penstock.wire.pieces import batched

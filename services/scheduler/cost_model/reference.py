@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from services.scheduler.cost_model.critic import CriticModel
+from services.scheduler.cost_model.critic_cost import CriticModel
 from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.layouts import layouts, usable_bytes
 from services.scheduler.cost_model.network import Network

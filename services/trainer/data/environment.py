@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.config import ConfigError
-from penstock.environments.wire import read_tools
+from penstock.environments.environment_messages import read_tools
 from penstock.errors import InvalidFieldError, NotOfferedError, PenstockError
 from penstock.network.connection import Connection
 from penstock.network.rpc import call_with_retry

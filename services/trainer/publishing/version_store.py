@@ -31,7 +31,7 @@ from penstock.errors import (
     UnknownVersionError,
 )
 from penstock.process.tasks import set_within
-from penstock.security.addresses import MAX_URL_CHARACTERS, OwnAddresses, Peer, check_url
+from penstock.security.registered_addresses import MAX_URL_CHARACTERS, OwnAddresses, Peer, check_url
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.wire.timestamps import duration
 from services.trainer.publishing.broadcasts import Broadcasts

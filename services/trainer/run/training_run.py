@@ -67,7 +67,7 @@ from services.trainer.run.monitor import RunMonitor
 from services.trainer.run.prompt_feeder import PromptFeeder, PromptSubmitter
 from services.trainer.run.replay_feed import replay_feed
 from services.trainer.run.run_errors import EXPECTED_ERRORS, is_broken, is_final
-from services.trainer.run.sources import fetch_sources, stored_sources
+from services.trainer.run.run_inputs import fetch_sources, stored_sources
 
 _METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 _ORDER = "order"

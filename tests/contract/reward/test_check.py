@@ -17,9 +17,9 @@ import pytest
 from penstock.errors import InvalidFieldError
 from penstock.network.rpc import call, open_channel, service_of, wait_until_serving
 from penstock.rewards.check import SERVICE_NAME, check_server
+from penstock.rewards.score_messages import GRADER_ERRORS
 from penstock.rewards.serving import reward_service
 from penstock.rewards.verdicts import CheckStatus, conforms
-from penstock.rewards.wire import GRADER_ERRORS
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model

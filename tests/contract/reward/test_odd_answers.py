@@ -12,7 +12,7 @@ import pytest
 from penstock.clients.scoring import ScoringSession
 from penstock.network.connection import Connection
 from penstock.network.rpc import wait_until_serving
-from penstock.rewards.wire import check_score
+from penstock.rewards.score_messages import check_score
 from penstock.v1 import types_pb2
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model

@@ -13,7 +13,7 @@ from penstock.clients.weights import WeightsClient
 from penstock.errors import PenstockError, from_rpc_error
 from penstock.network.rpc import open_channel, service_of
 from penstock.security import NO_SECURITY
-from penstock.security.addresses import OwnAddresses
+from penstock.security.registered_addresses import OwnAddresses
 from penstock.v1 import broker_pb2, weights_pb2, weights_pb2_grpc
 from services.broker.storage.memory_store import MemoryStore
 from services.trainer.publishing.version_store import TRUSTED_SETTING, WeightStore, WeightStoreService

@@ -20,7 +20,7 @@ from penstock.errors import (
 from penstock.model.digests import safetensors_digests
 from penstock.network.http_server import listen_http
 from penstock.security import Security
-from penstock.transfer.sources import MAX_FAILURES
+from penstock.transfer.content_sources import MAX_FAILURES
 from penstock.v1 import weights_pb2
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
@@ -38,7 +38,7 @@ async def store(tmp_path):
 
 @pytest.fixture
 async def downloader(monkeypatch):
-    monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.0] * 100))
+    monkeypatch.setattr("penstock.transfer.content_sources.backoff_s", lambda: iter([0.0] * 100))
     async with Downloader() as made:
         yield made
 
@@ -260,7 +260,7 @@ def test_a_manifest_names_plain_http_addresses_alone(tmp_path, url):
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 async def test_a_redirect_is_not_followed_and_shows_nobody_the_token(store, tmp_path, monkeypatch, status):
-    monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.0] * 100))
+    monkeypatch.setattr("penstock.transfer.content_sources.backoff_s", lambda: iter([0.0] * 100))
     asked = []
 
     async def elsewhere(request):

@@ -38,7 +38,7 @@ async def test_the_next_version_comes_by_the_connections_of_the_one_before(tmp_p
 async def test_a_connection_that_broke_between_two_versions_is_made_again_and_no_failure_of_the_source(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("penstock.transfer.sources.MAX_FAILURES", 1)
+    monkeypatch.setattr("penstock.transfer.content_sources.MAX_FAILURES", 1)
     async with site(tmp_path) as made:
         receiver = await made.receiver("a")
         await receiver.fetch(made.publish(1, size_bytes=SIZE_BYTES))

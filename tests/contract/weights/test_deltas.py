@@ -27,7 +27,7 @@ from tests.helpers.weights.sites import Receiver
 
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch) -> AsyncIterator[PublishingSite]:
-    monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.0] * 100))
+    monkeypatch.setattr("penstock.transfer.content_sources.backoff_s", lambda: iter([0.0] * 100))
     made = PublishingSite(tmp_path)
     async with AsyncExitStack() as stack:
         await made.start(stack)

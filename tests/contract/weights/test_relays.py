@@ -41,7 +41,7 @@ MB = 1_000_000
 
 @pytest.fixture(autouse=True)
 def _no_waiting_between_tries(monkeypatch):
-    monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.01] * 100))
+    monkeypatch.setattr("penstock.transfer.content_sources.backoff_s", lambda: iter([0.01] * 100))
 
 
 async def status(session, url, **headers):

@@ -13,7 +13,7 @@ from penstock.downloads.downloader import Downloader
 from penstock.errors import BadCertificateError
 from penstock.security import NO_SECURITY, Security
 from penstock.security.checks import troubles
-from penstock.transfer import sources
+from penstock.transfer import content_sources
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.waiting import until
 from tests.helpers.weights.sites import Site, site
@@ -24,7 +24,7 @@ MB = 1_000_000
 @pytest.fixture(autouse=True)
 def _looks_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(troubles, "RECHECK_S", 0.0)
-    monkeypatch.setattr(sources, "MAX_FAILURES", 2)
+    monkeypatch.setattr(content_sources, "MAX_FAILURES", 2)
 
 
 @pytest.fixture

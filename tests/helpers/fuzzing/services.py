@@ -35,7 +35,7 @@ from services.generator.engine.engine import UpdateMode
 from services.generator.service import GeneratorServicer
 from services.reward.code.cell import Verdict
 from services.reward.code.config import ProgramsConfig
-from services.reward.code.wire import limits_message
+from services.reward.code.program_messages import limits_message
 from services.reward.models.build import build_model
 from services.reward.sandbox.service import SandboxServicer
 from services.scheduler.config import LengthsConfig

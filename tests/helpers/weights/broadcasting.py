@@ -18,7 +18,7 @@ from penstock.downloads.downloader import Download, Downloader
 from penstock.errors import PenstockError
 from penstock.network.rpc import service_of
 from penstock.security import NO_SECURITY
-from penstock.transfer.sources import SourceKind
+from penstock.transfer.content_sources import SourceKind
 from penstock.v1 import weights_pb2
 from services.trainer.publishing.broadcasts import Broadcasts, BroadcastSettings
 from services.trainer.publishing.deltas import Published

@@ -8,7 +8,7 @@ from penstock.rewards import BatchReward, RewardItem, RewardResult, ScoreStatus,
 from penstock.rewards.function import FunctionReward
 from penstock.rewards.loading import RewardLoadError, as_reward, load_reward
 from penstock.rewards.local import LocalModel
-from penstock.rewards.wire import check_score, read_item, write_item
+from penstock.rewards.score_messages import check_score, read_item, write_item
 from penstock.v1 import reward_pb2, types_pb2
 
 OK, ABSTAINED, TIMEOUT, FAILED, INVALID = (

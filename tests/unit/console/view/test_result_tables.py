@@ -11,7 +11,7 @@ from console.config.run_folder import RunFolder
 from console.view.axis_ticks import ticks
 from console.view.outcome import read_lines
 from console.view.result_tables import newest_checkpoint, results_html
-from console.view.sources import source_words
+from console.view.source_table import source_words
 
 STEPS = [
     {"policy_version": version, "reward/mean": version / 40, "length/mean": 40.0, "length/max": 190,

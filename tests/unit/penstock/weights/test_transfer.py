@@ -9,9 +9,9 @@ import pytest
 
 from penstock.errors import DigestMismatchError, ServiceUnavailableError, UnknownVersionError
 from penstock.transfer import partial
+from penstock.transfer.content_sources import MAX_FAILURES, SourceKind, Sources
 from penstock.transfer.partial import PartialContent
 from penstock.transfer.rate import BURST_S, ByteRate
-from penstock.transfer.sources import MAX_FAILURES, SourceKind, Sources
 from penstock.v1 import weights_pb2
 from tests.helpers.virtual_time import VirtualLoop
 
@@ -150,7 +150,7 @@ async def test_a_content_stays_readable_until_the_last_user_closes_it(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr("penstock.transfer.sources.backoff_s", lambda: iter([0.0] * 100))
+    monkeypatch.setattr("penstock.transfer.content_sources.backoff_s", lambda: iter([0.0] * 100))
 
 
 async def test_relays_come_first_and_the_store_is_asked_again_when_one_fails():

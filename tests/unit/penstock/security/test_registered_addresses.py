@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidFieldError
 from penstock.security import resolving
-from penstock.security.addresses import OwnAddresses, Peer, TrustedHosts, check_url
+from penstock.security.registered_addresses import OwnAddresses, Peer, TrustedHosts, check_url
 from penstock.security.resolving import Resolver
 
 SETTING = "trusted_relay_hosts"

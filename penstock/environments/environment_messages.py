@@ -14,8 +14,8 @@ from penstock.environments.environment import EnvironmentFactory
 from penstock.environments.types import Action, Message, Opening, Outcome, ScoreStatus, Task, ToolCall
 from penstock.errors import InvalidFieldError
 from penstock.rewards.outcomes import MAX_NAME_CHARACTERS, clean_text
+from penstock.rewards.score_messages import read_item, write_score
 from penstock.rewards.types import RewardItem, RewardResult
-from penstock.rewards.wire import read_item, write_score
 from penstock.v1 import environment_pb2, reward_pb2, types_pb2
 from penstock.wire.codec import int32_array
 
