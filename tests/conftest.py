@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from penstock.memory.collector import collect_rarely
 from services.broker.records.store import Store
@@ -18,8 +20,12 @@ from tests.helpers.stores.stores import GROUPED_STORES, STORES, RedisServers, op
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
 
+# Their files share what takes seconds to make: the process from which the others of a trainer are forked.
+ONE_PROCESS_FOLDERS = ("tests/contract/trainer/meshes",)
+
 # What takes longest, the longest first: half a minute or more each.
 LONG_FILES = (
+    "contract/trainer/meshes/test_sharded_trainer.py",
     "e2e/deployments/test_slurm.py",
     "e2e/test_quickstart.py",
     "e2e/faults/test_broker_faults.py",
@@ -43,16 +49,29 @@ LONG_FILES = (
     "contract/broker/clocks/test_held_loop.py",
     "unit/console/plan/test_plan.py",
     "integration/benchmarks/test_bench.py",
-    "contract/trainer/meshes/test_sharded_auxiliary_models.py",
     "contract/broker/test_reload.py",
     "integration/console/test_full_disk.py",
     "integration/scheduler/test_length_transformer.py",
     "contract/generator/test_broken_links.py",
-    "contract/trainer/meshes/test_sharded_trainer.py",
     "contract/engines/test_engines.py",
     "contract/reward/test_code_attacks.py",
     "contract/broker/trajectories/test_large_groups.py",
 )
+
+
+class FilesAndFolders(LoadFileScheduling):
+    """Gives each file to one process of pytest, and a folder of `ONE_PROCESS_FOLDERS` with all of its files."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        folder = file.rpartition("/")[0]
+        return folder if folder in ONE_PROCESS_FOLDERS else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FilesAndFolders | None:
+    """None leaves it to xdist, as with any other `--dist` than `loadfile`."""
+    return FilesAndFolders(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_configure() -> None:

@@ -40,7 +40,8 @@ def test_two_shards_and_a_whole_copy_train_as_one_process(tmp_path, family, is_t
         assert_trains_as_one(three, one)
 
 
-@pytest.mark.parametrize("islands", [pytest.param([1, 1], marks=pytest.mark.grid), [1, 3]])
+@pytest.mark.grid
+@pytest.mark.parametrize("islands", [[1, 1], [1, 3]])
 def test_islands_of_other_sizes_train_as_one_process(model, islands):
     one = alone(model)
     with two_processes(model, processes=sum(islands), parallel={"islands": islands}) as many:

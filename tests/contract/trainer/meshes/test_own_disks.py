@@ -49,7 +49,11 @@ def saved(backend, root, storage: CheckpointStorage, *, step: int):
     return uploaded
 
 
-@pytest.mark.parametrize("changes", [{}, {"parallel": {"tensor": 2}, "dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"parallel": {"tensor": 2}, "dtype": "bfloat16"}, marks=pytest.mark.grid)],
+    ids=str,
+)
 def test_they_publish_and_save_what_two_on_one_disk_do_and_resume_each_other_exactly(model, tmp_path, run, changes):
     root = run.dir / "r" / "checkpoints"
     storage = CheckpointStorage(checked_address(f"{run.checkpoint_storage}/r"))

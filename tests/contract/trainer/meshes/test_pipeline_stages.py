@@ -91,6 +91,7 @@ def test_stages_that_are_sharded_train_write_and_resume_as_one_process(tmp_path,
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+@pytest.mark.grid
 def test_copies_of_sharded_stages_train_and_write_as_one_process(model, tmp_path):
     """Eight processes: `replicate`, `pipeline` and `shard` together; four packs at a time, of which some lack one."""
     one = alone(model, **COMPANY)

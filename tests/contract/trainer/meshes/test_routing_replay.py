@@ -36,7 +36,11 @@ def step(backend: Backend) -> float:
     return sum(each.sums["mismatch_kl"] for each in totals)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"replicate": 2}, {"islands": [1, 1]}], ids=["shard", "replicate", "islands"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, pytest.param({"replicate": 2}, marks=pytest.mark.grid), {"islands": [1, 1]}],
+    ids=["shard", "replicate", "islands"],
+)
 def test_each_process_replays_its_own_packs(tmp_path: Path, parallel: Mapping[str, int]) -> None:
     model = made(tmp_path / "model", "qwen3_moe", is_tied=False)
     changes = {"algorithm": REPLAY, "gradient_checkpointing": True}

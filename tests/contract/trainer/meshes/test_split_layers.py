@@ -30,6 +30,7 @@ def model(tmp_path_factory):
     return made(tmp_path_factory.mktemp("model"), "qwen2", is_tied=True)
 
 
+@pytest.mark.grid
 def test_copies_that_split_layers_train_as_one_process(model):
     """One of them has no work in some rounds."""
     one = alone(model)
@@ -50,7 +51,7 @@ def test_copies_that_split_layers_train_as_one_process(model):
 @pytest.mark.parametrize(
     ("family", "processes"),
     [
-        ("olmoe", 2),
+        pytest.param("olmoe", 2, marks=pytest.mark.grid),
         ("qwen3_moe", 4),
         *(pytest.param(family, 4, marks=pytest.mark.grid) for family in ("llama", "qwen2", "qwen3")),
     ],

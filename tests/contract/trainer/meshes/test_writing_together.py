@@ -46,7 +46,11 @@ def resume_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) if parts[0].dim() else parts[0] for name, parts in found.items()}
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"lora": True}, {"processes": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.grid), {"lora": True}, {"processes": 3}],
+    ids=str,
+)
 def test_many_processes_write_the_bytes_that_one_would_and_resume_each_other_exactly(model, tmp_path, changes):
     for name in ("of_many", "of_one"):
         (tmp_path / name).mkdir()
