@@ -21,6 +21,7 @@ from penstock.v1 import (
     scheduler_pb2,
     sessions_pb2,
     shards_pb2,
+    speed_pb2,
     trainer_pb2,
     weights_pb2,
 )
@@ -33,6 +34,7 @@ MODULES = (
     shards_pb2,
     trainer_pb2,
     critic_pb2,
+    speed_pb2,
     weights_pb2,
     generator_pb2,
     reward_pb2,

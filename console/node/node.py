@@ -40,9 +40,9 @@ from console.node.config import HostConfig, NodeConfig, read_machine
 from console.node.gpus import own_gpus, visible
 from console.node.host import HostAgent
 from console.node.rates import Meter, Replica, keep_measuring
-from console.node.reward_rates import RewardMeter
 from console.node.scoring import scoring_misfits
 from console.node.scoring_processes import ScoringProcesses
+from console.node.service_rates import ServiceMeter
 from console.node.trainer_processes import TrainerProcesses, is_training
 from console.node.training import missing_run, obstacle, training_place
 from penstock.clients.scheduler.inventory import find_address, report_node, say_leaving, this_machine
@@ -123,8 +123,8 @@ class NodeAgent:
         self._replicas: dict[str, list[Replica]] = {}
         """Generators of each running process."""
         self._meter = Meter(time_scale=time_scale)
-        self._reward_meter = RewardMeter(
-            config.generator.run_id, self._scoring.reward_targets, security=security, time_scale=time_scale
+        self._service_meter = ServiceMeter(
+            config.generator.run_id, self._scoring.measured_targets, security=security, time_scale=time_scale
         )
 
     async def run(self) -> None:
@@ -139,7 +139,7 @@ class NodeAgent:
             report_node(
                 config.scheduler,
                 self._description,
-                measure=lambda: [*self._meter.rates(), *self._reward_meter.rates()],
+                measure=lambda: [*self._meter.rates(), *self._service_meter.rates()],
                 start_s=lambda: self._meter.start_s,
                 move_s=lambda: self._trainer.move_s,
                 security=security,
@@ -150,7 +150,7 @@ class NodeAgent:
                 security=security,
                 relay_patience=lambda: relay_patience(config, self._relay),
             ),
-            self._reward_meter.keep_asking(),
+            self._service_meter.keep_asking(),
             self._follow(),
             self._services.watch(),
             CertificateWatch(security.tls_files, hosts=[LOOPBACK]).run(),

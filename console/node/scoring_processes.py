@@ -8,7 +8,7 @@ steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
@@ -58,7 +58,7 @@ class ScoringProcesses:
         self._gpus = gpus
         self._security = security
         self._running: dict[str, ScoringPlace] = {}
-        self._reward_targets: dict[str, str] = {}
+        self._targets: dict[str, str] = {}
         self._coming: list[ScoringPlace] = []
         self._retiring: list[asyncio.Task[None]] = []
 
@@ -98,13 +98,20 @@ class ScoringProcesses:
                 else {},
             )
             self._running[place.name] = place
-            if place.kind == REWARD:
-                self._reward_targets[place.name] = target
+            self._targets[place.name] = target
         self._coming = []
 
-    def reward_targets(self) -> Sequence[str]:
-        """Addresses of the reward workers that run here, host:port."""
-        return list(self._reward_targets.values())
+    def measured_targets(self) -> Mapping[str, str]:
+        """The kind of each process here whose speed says something about the plan's machines, by address, host:port.
+
+        Emulated generators stand for GPUs that scorers and a critic do not have.
+        """
+        kinds = {REWARD} if self._config.generator.engine.is_emulated else {REWARD, SCORER, CRITIC}
+        return {
+            target: self._running[name].kind
+            for name, target in self._targets.items()
+            if self._running[name].kind in kinds
+        }
 
     async def stop(self, *, within_s: float | None = None) -> None:
         """End them all."""
@@ -115,7 +122,7 @@ class ScoringProcesses:
         await self._services.stop(names, within_s=within_s)
         for name in names:
             del self._running[name]
-            self._reward_targets.pop(name, None)
+            del self._targets[name]
 
     def _successors(self, plan: pb.Plan, place: ScoringPlace) -> frozenset[str]:
         """Workers that the plan has in place of one here, which do not run on this machine yet; none of a critic."""

@@ -12,7 +12,8 @@ import structlog
 
 from console.config.config import RunConfig
 from console.config.derive import Addresses
-from console.node.reward_rates import RewardMeter
+from console.node.scoring import REWARD
+from console.node.service_rates import ServiceMeter
 from console.view.run_view import SAMPLES_PER_SECOND, STEP_S, TOKENS_PER_SECOND, RunView
 from penstock.clients.scheduler.inventory import report_node, this_machine
 from penstock.errors import PenstockError
@@ -33,8 +34,8 @@ async def report_machine(config: RunConfig, addresses: Addresses, view: RunView,
     node = this_machine(node_id=node_id, site=config.site, roles=roles)
     target = addresses.scheduler.target
     run_id = config.run.id if config.scheduler.problem is not None else ""
-    rewards = [addresses.reward.target] if run_id and addresses.reward.is_local else []
-    meter = RewardMeter(run_id, lambda: rewards, security=security)
+    rewards = {addresses.reward.target: REWARD} if run_id and addresses.reward.is_local else {}
+    meter = ServiceMeter(run_id, lambda: rewards, security=security)
 
     def measure() -> list[scheduler_pb2.MeasuredRate]:
         rewards_here = [] if _is_emulated(view) else meter.rates()

@@ -258,7 +258,9 @@ class MeasuredRate(_message.Message):
     role: Global___Role.ValueType
     """The role it was measured in."""
     tokens_per_second: _builtins.float
-    """Tokens per second: completion tokens for generators, trained tokens for trainers."""
+    """Tokens per second: completion tokens for generators, trained tokens for trainers, of prompts and completions for one
+    scorer and for a critic, as their SpeedService says.
+    """
     samples_per_second: _builtins.float
     """Samples per second."""
     token_s: _builtins.float
@@ -274,7 +276,8 @@ class MeasuredRate(_message.Message):
     """Generators: their pipeline stages; 0 means 1."""
     run_id: _builtins.str
     """Trainers: the run that all its training processes together trained at these rates while they computed, waits left
-    out. Plans of that run follow it. Empty: the rates are those of this machine, waits included.
+    out. Plans of that run follow it. Empty: the rates are those of this machine, waits included. Reward workers, scorers
+    and critics: the run that they serve.
     """
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:

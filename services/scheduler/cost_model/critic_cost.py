@@ -38,7 +38,9 @@ class CriticModel:
         tasks = tuple(task.model_copy(update={"is_service": False}) for task in problem.workload.critic_tasks)
         workload = problem.workload.model_copy(update={"train_tasks": tasks})
         # Rates of trainers were measured with the policy.
-        self._problem = problem.model_copy(update={"workload": workload, "measured_rates": ()})
+        own = (rate for rate in problem.measured_rates if rate.role == "critic")
+        rates = tuple(rate.model_copy(update={"role": "trainer"}) for rate in own)
+        self._problem = problem.model_copy(update={"workload": workload, "measured_rates": rates})
         self._demand = demand_of(self._problem)
         self._memory = PoolMemory(self._problem, self._demand, usable_bytes)
 
@@ -67,6 +69,10 @@ class CriticModel:
     def step_s(self, node: NodeClass, gpus: int) -> float:
         """Values, gradients and optimiser steps for the samples of one step."""
         return training_step(self._problem, self._demand, self._network, [(node, gpus)]).step_s
+
+    def compute_s(self, node: NodeClass, gpus: int) -> float:
+        """The part of it that computes; the rest is exchange between the GPUs, and overhead."""
+        return training_step(self._problem, self._demand, self._network, [(node, gpus)]).compute_s
 
     def error(self, plan: PlanDocument, nodes: Mapping[str, NodeClass]) -> str | None:
         """Why a plan's critic cannot be where it is; None if it can. Beside the trainer, memory is also the pool's."""

@@ -181,6 +181,9 @@ class CostModel:
             return math.inf
         if scorer_bytes(self.problem) > self.usable_bytes[node.name]:
             return 0.0
+        for rate in self.problem.measured_rates:
+            if rate.role == "scorer" and rate.gpu == node.gpu:
+                return rate.tokens_per_second / self.demand.trained_tokens
         peak = self.problem.gpu_types[node.gpu].tflops_bf16 * 1e12
         return peak * self.problem.cost_model.mfu(node.gpu, "infer") / self.demand.scored_flops
 

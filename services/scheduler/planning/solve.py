@@ -83,12 +83,22 @@ def make_plan(
 def _regenerated(
     model: CostModel, running: PlanDocument, *, time_left: TimeLeft, critic_machines: Collection[str] | None
 ) -> Solution:
-    """Generators around a plan's trainers and services; services that it lacks are placed as well."""
+    """Generators around a plan's trainers and services; services that it lacks are placed as well.
+
+    Workers with a GPU hold nothing that another one could not do again, so they move where that is faster.
+    """
 
     def search(rest: CostModel, time_left: TimeLeft) -> Solution:
         return regenerate(rest, running, time_left=time_left)
 
-    return with_services(model, search, time_left=time_left, kept=running, critic_machines=critic_machines)
+    def around(kept: PlanDocument, time_left: TimeLeft) -> Solution:
+        return with_services(model, search, time_left=time_left, kept=kept, critic_machines=critic_machines)
+
+    free = running.model_copy(update={"score": (), "reward_gpus": ()})
+    if free == running:
+        return around(running, time_left)
+    found = around(running, part_of(time_left, 0.5))
+    return max(found, around(free, time_left), key=lambda solution: solution.score.samples_per_second)
 
 
 def make_advised_plan(

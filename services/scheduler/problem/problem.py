@@ -108,13 +108,14 @@ class MeasuredRate(StrictModel):
     """A measured speed; it replaces the one that the cost model would compute."""
 
     gpu: Name
-    role: Literal["generator", "trainer"]
+    role: Literal["generator", "trainer", "scorer", "critic"]
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel degree of the measurement; generators only."""
     pp: int = Field(default=1, ge=1)
     """Its pipeline stages; generators only."""
     tokens_per_second: Positive
-    """Rate of completion tokens of a replica, or of trained tokens (prompt and completion) of one GPU."""
+    """Rate of completion tokens of a replica, or of trained or scored tokens (prompt and completion) of one GPU; a
+    critic's are those that it both values and trains on."""
 
 
 class Problem(StrictModel):

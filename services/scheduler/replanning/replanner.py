@@ -27,6 +27,7 @@ from services.scheduler.replanning.live_problem import Live, live_problem, machi
 from services.scheduler.replanning.migration import stopped_share
 from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge, worth
 from services.scheduler.replanning.reward_speed import reward_rates, with_reward_rates
+from services.scheduler.replanning.service_speed import Kind, in_words, service_rates, with_service_rates
 from services.scheduler.replanning.trainer_move import is_moved, moving_s, not_training
 from services.scheduler.replanning.trainer_speed import trainer_speed, with_trainer_speed
 from services.scheduler.solvers.interface import TimeLeft, part_of
@@ -60,6 +61,8 @@ class _Run:
     """Measured over computed rate of the GPUs that train."""
     reward_rates: Mapping[str, float] = field(default_factory=dict)
     """Measured samples per second of a reward worker, by GPU type."""
+    service_rates: Mapping[Kind, float] = field(default_factory=dict)
+    """Measured tokens per second of scorers and critic."""
     num_lengths: int = 0
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
@@ -130,7 +133,10 @@ class Replanner:
             now = with_lengths(planned, run.growth)
             run.trainer_speed = trainer_speed(now, in_force, views, run_id=run.task.run_id, before=run.trainer_speed)
             run.reward_rates = reward_rates(planned, in_force, views, run_id=run.task.run_id, before=run.reward_rates)
-            measured = with_reward_rates(planned, run.reward_rates)
+            run.service_rates = service_rates(
+                now, in_force, views, run_id=run.task.run_id, before=run.service_rates, slow=run.slow
+            )
+            measured = with_service_rates(with_reward_rates(planned, run.reward_rates), run.service_rates)
             live = live_problem(
                 with_trainer_speed(measured, in_force, run.trainer_speed),
                 views,
@@ -323,7 +329,7 @@ def _news(run: _Run, live: Live, found: pb.Plan) -> str:
     if run.reward_rates:
         each = (f"{rate:g} samples/s beside {gpu}" for gpu, rate in sorted(run.reward_rates.items()))
         news += f"A reward worker scores {', '.join(each)}. "
-    return news
+    return news + in_words(run.service_rates)
 
 
 def _named(machines: Collection[str]) -> str:

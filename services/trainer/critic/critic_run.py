@@ -20,6 +20,7 @@ import structlog
 from penstock.errors import FencedError, OffsetMismatchError, UnknownRunError, VersionConflictError, require
 from penstock.storage.addresses import Address
 from penstock.v1 import critic_pb2
+from services.trainer.compute.speed import Speed
 from services.trainer.critic.journal import Position
 from services.trainer.critic.kept_steps import KeptSteps, Model, pack_for, settings_of
 from services.trainer.critic.metrics import PACKS, POLICY_VERSION
@@ -62,6 +63,8 @@ class CriticRun:
         self._packs: list[critic_pb2.CriticPack] = []
         self._num_bytes = 0
         self._answers: list[critic_pb2.AccumulateGradientResponse] = []
+        self.speed = Speed()
+        """Of the trainer's calls; steps that are taken again after a restart do not count."""
 
     def open(self, request: critic_pb2.OpenCriticRequest) -> critic_pb2.OpenCriticResponse:
         """Become that run's critic, at that position.
@@ -97,7 +100,8 @@ class CriticRun:
         require(request.place.minibatch == 0, "place.minibatch", request.place.minibatch, "0 for values")
         pack = pack_for(model, request.pack, is_trained_on=False)
         PACKS.labels("evaluated").inc()
-        return model.values(pack)
+        with self.speed.computing(pack.num_tokens):
+            return model.values(pack)
 
     def accumulate(self, request: critic_pb2.AccumulateGradientRequest) -> critic_pb2.AccumulateGradientResponse:
         """Add a pack to the gradient, unless it is in it; raises as the proto says."""
@@ -116,7 +120,8 @@ class CriticRun:
         require(num_bytes <= MAX_GRADIENT_BYTES, "pack", f"{num_bytes} bytes", f"{MAX_GRADIENT_BYTES} in a minibatch")
         pack = pack_for(model, request.pack, is_trained_on=True)
         try:
-            loss, norm = model.accumulate(pack)
+            with self.speed.computing():
+                loss, norm = model.accumulate(pack)
         except NonFiniteLossError as error:
             _log.warning("a pack's loss is not finite", error=str(error))
             return critic_pb2.AccumulateGradientResponse(value_loss=math.nan)
@@ -165,10 +170,12 @@ class CriticRun:
         assert model is not None
         # Until the step is done, there is no model at any position.
         self._model = None
-        model.step(rate_factor=request.rate_factor, is_last=request.is_last)
+        with self.speed.computing():
+            model.step(rate_factor=request.rate_factor, is_last=request.is_last)
         self._position = self._position.after(is_last=request.is_last)
         self._forget_gradient()
         if request.is_last:
+            self.speed.settle()
             POLICY_VERSION.set(self._position.policy_version)
             self._kept.keep(model, self._position.policy_version, oldest=request.oldest_policy_version)
         self._model = model

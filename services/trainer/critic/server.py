@@ -1,4 +1,4 @@
-"""Runs a critic process: CriticService and health over gRPC."""
+"""Runs a critic process: CriticService, its speed and health over gRPC."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from penstock.network.metrics_server import serve_metrics
 from penstock.network.rpc import Server, run_until_stopped, service_of
 from penstock.security import Security
 from penstock.storage.fetched import beside_loop, fetched
+from services.trainer.compute.speed import speed_service
 from services.trainer.critic.config import CriticConfig
 from services.trainer.critic.critic_run import CriticRun
 from services.trainer.critic.service import CriticService
@@ -51,7 +52,9 @@ async def serve(config: CriticConfig) -> None:
     except OSError as error:
         raise ConfigError(f"state_dir: {config.state_dir}: {error}") from error
     service = CriticService(config.run_id, critic)
-    server = Server(listen=config.listen, services=[service_of(service)], security=security)
+    server = Server(
+        listen=config.listen, services=[service_of(service), speed_service(critic.speed)], security=security
+    )
 
     def announce() -> None:
         _log.info("critic listens", listen=config.listen, model=str(config.model_path), run_id=config.run_id)

@@ -25,6 +25,7 @@ from penstock.tracing.recording import Value
 from penstock.tracing.sampled import BatchLinks
 from penstock.v1 import broker_pb2
 from services.trainer.batches.packing import Pack, Trajectory, join, pack_trajectories
+from services.trainer.compute.speed import Speed
 from services.trainer.scorer.leased_samples import failed_result, result_of, trajectory_of
 from services.trainer.scorer.metrics import BATCH_SECONDS, HELD_SAMPLES, SAMPLES, TOKENS
 
@@ -79,6 +80,7 @@ class LogprobPool:
         self._model = model
         self._tokens_per_pack = tokens_per_pack
         self._max_batch_size = max_batch_size
+        self.speed = Speed()
 
     async def run(self) -> None:
         """Work until cancelled. Raises HungPassError."""
@@ -134,7 +136,8 @@ class LogprobPool:
     ) -> list[broker_pb2.ScoreResult]:
         """The results of a pack's samples, by its members."""
         try:
-            found = pack.by_member(self._model.logprobs(pack))
+            with self.speed.computing(pack.num_tokens):
+                found = pack.by_member(self._model.logprobs(pack))
         except RuntimeError as error:  # PyTorch's, memory that does not suffice among them
             _log.warning("a pack's pass failed", num_samples=len(leases), num_tokens=pack.num_tokens, error=str(error))
             if len(leases) == 1:
@@ -144,6 +147,7 @@ class LogprobPool:
                 for member, lease in leases.items()
                 for result in self._results(join(trajectories, [member]), {member: lease}, trajectories)
             ]
+        self.speed.settle()
         TOKENS.inc(pack.num_tokens)
         return [result_of(leases[member], logprobs) for member, logprobs in found]
 

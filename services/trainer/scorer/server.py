@@ -1,4 +1,4 @@
-"""Runs a scorer process: a worker of one run, and its health over gRPC."""
+"""Runs a scorer process: a worker of one run, and its health and speed over gRPC."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from penstock.process.grace_periods import DRAIN_S
 from penstock.security import Security
 from penstock.storage.fetched import fetched
 from penstock.v1 import broker_pb2
+from services.trainer.compute.speed import speed_service
 from services.trainer.scorer.config import ScorerConfig
 from services.trainer.scorer.pool import HungPassError, LogprobPool
 
@@ -46,7 +47,7 @@ async def serve(config: ScorerConfig) -> None:
         task=broker_pb2.SCORING_TASK_REFERENCE_LOGPROBS,
     )
     pool = await asyncio.to_thread(_pool, config, session)
-    server = Server(listen=config.listen, services=[], security=security)
+    server = Server(listen=config.listen, services=[speed_service(pool.speed)], security=security)
 
     async def drain() -> None:
         num_left = await session.drain(timeout_s=DRAIN_S)

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from penstock.v1 import scheduler_pb2 as pb
+from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of
 from services.scheduler.problem.plan_document import CriticPlace
 from tests.helpers.plans.planned_fleet import COOL_DOWN_S, KINDS, planned_fleet
-from tests.helpers.plans.problems import document
+from tests.helpers.plans.problems import document, problem
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -16,6 +17,7 @@ TASKS = (
     "workload.train_tasks=[{name: actor, kind: train}, {name: reference, kind: infer, is_service: true}, {name: critic,"
     " kind: infer, shares_weights: true, is_service: true}, {name: critic_train, kind: train, is_service: true}]"
 )
+REFERENCE = "workload.train_tasks=[{name: actor, kind: train}, {name: reference, kind: infer, is_service: true}]"
 REWARD = "workload.reward={seconds_per_sample: 0.01}"
 MOVES = [pb.ROLE_GENERATOR, pb.ROLE_CRITIC]
 
@@ -36,6 +38,10 @@ async def fleet():
         assert plan.critic == CriticPlace(node="h20-0", gpus=4)
         assert [each.node for each in plan.score] == list(plan.reward) == ["h20-0"]
         yield fleet
+
+
+def computed(role, rate):
+    return pb.MeasuredRate(role=role, tokens_per_second=rate, run_id="r")
 
 
 async def leave(fleet, name):
@@ -73,3 +79,20 @@ async def test_a_critic_moves_where_that_pays(fleet):
 
     assert document_of(revised).critic.node == "h800-new"
     assert "faster; the change moves the critic, which stops everything for 6" in revised.explanation
+
+
+async def test_scorers_that_are_slower_than_planned_are_given_other_gpus():
+    async with planned_fleet(registered=KINDS) as fleet:
+        stated = json.dumps(document("tiny_02", REFERENCE))
+        request = pb.CreatePlanRequest(run_id="r", problem_json=stated, keeps_trainers=True)
+        before = document_of((await fleet.ask("CreatePlan", request)).plan)
+        assert [each.node for each in before.score] == ["h800-0"]
+        model = CostModel(problem("tiny_02", REFERENCE))
+        expected = model.gpu_scoring_rate["h800"] * model.demand.trained_tokens
+
+        as_planned = {"h800-0": computed(pb.ROLE_SCORER, expected)}
+        assert document_of(await fleet.pass_time(2 * COOL_DOWN_S, rates=as_planned)) == before
+        slower = {"h800-0": computed(pb.ROLE_SCORER, expected / 10)}
+        revised = await fleet.pass_time(2 * COOL_DOWN_S, rates=slower)
+        assert [each.node for each in document_of(revised).score] == ["h20-0"]
+        assert f"A scorer computes {float(f'{expected / 10:.2g}'):g} tokens/s on H800." in revised.explanation

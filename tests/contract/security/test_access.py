@@ -34,6 +34,8 @@ from penstock.v1 import (
     sessions_pb2_grpc,
     shards_pb2,
     shards_pb2_grpc,
+    speed_pb2,
+    speed_pb2_grpc,
     trainer_pb2,
     trainer_pb2_grpc,
     weights_pb2,
@@ -52,6 +54,7 @@ MODULES = (
     (scheduler_pb2, scheduler_pb2_grpc),
     (sessions_pb2, sessions_pb2_grpc),
     (shards_pb2, shards_pb2_grpc),
+    (speed_pb2, speed_pb2_grpc),
     (trainer_pb2, trainer_pb2_grpc),
     (weights_pb2, weights_pb2_grpc),
 )
@@ -78,14 +81,14 @@ EXPECTED = {
     "generator": {
         *(*_READS, *_PLANS, *_SCORES, *_FETCHES),
         *("StreamLeases", "StreamTokens", "GetShardMap", "GetGenerator", "SetRelayPatience"),
-        *("RegisterNode", "ReportNode", "ListNodes"),
+        *("RegisterNode", "ReportNode", "ListNodes", "GetSpeed"),
         *("PutSession", "TakeSessions", "CheckSessions", "EndSessions"),
     },
     "reward": {*_READS, *_SCORES, "StreamScoring", "RunProgram", "ScoreAnswer", "GetSandbox"},
     "environment": {*_READS, *_SCORES, "PutTrajectories"},
     "observer": {
         *(*_READS, *_PLANS, "ListRuns", "AuditRun", "GetGenerator", "WatchRun"),
-        *("GetTrainer", "ListNodes", "GetLengthModel", "GetRewardModel", "GetSandbox"),
+        *("GetTrainer", "ListNodes", "GetLengthModel", "GetRewardModel", "GetSandbox", "GetSpeed"),
     },
     "broker": {
         *(*_PLANS, "ForecastLengths", "ReportLengths", "GetLengthModel"),

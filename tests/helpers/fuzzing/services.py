@@ -26,6 +26,7 @@ from penstock.v1 import (
     scheduler_pb2,
     sessions_pb2,
     shards_pb2,
+    speed_pb2,
     trainer_pb2,
     types_pb2,
     weights_pb2,
@@ -41,6 +42,7 @@ from services.reward.sandbox.service import SandboxServicer
 from services.scheduler.config import LengthsConfig
 from services.scheduler.server import make_forecaster
 from services.scheduler.service import SchedulerServicer
+from services.trainer.compute.speed import Speed, speed_service
 from services.trainer.critic.service import CriticService
 from services.trainer.publishing.version_store import WeightStore, WeightStoreService
 from services.trainer.service import TrainerService
@@ -58,6 +60,7 @@ SERVICES = [
         (scheduler_pb2, "SchedulerService"),
         (trainer_pb2, "TrainerService"),
         (critic_pb2, "CriticService"),
+        (speed_pb2, "SpeedService"),
         (weights_pb2, "WeightStoreService"),
         (generator_pb2, "GeneratorService"),
         (shards_pb2, "ShardService"),
@@ -190,6 +193,7 @@ def make_services() -> list[Service]:
         service_of(GeneratorServicer(StillGenerator())),
         service_of(ShardService(shards, shards)),
         service_of(CriticService("r", open_critic())),
+        speed_service(Speed()),
         environment_service(EnvironmentServicer(Done, max_sessions=8, max_idle_s=0.1)),
         service_of(
             SandboxServicer(

@@ -16,6 +16,7 @@ from penstock.errors import (
 )
 from penstock.v1 import critic_pb2
 from penstock.wire.codec import int32_bytes
+from services.trainer.compute.speed import Speed
 from tests.helpers.trainers.critics import POISON, critic_packs, make_critic, opening
 
 
@@ -91,6 +92,24 @@ def test_a_critic_that_died_is_where_it_was_and_can_go_back_to_every_step_since_
     for version in range(1, 6):
         again.step()
         assert again.values() == found[version]
+
+
+def test_its_speed_is_that_of_whole_steps_without_those_taken_again(folder):
+    now_s, slow = [0.0], lambda: Speed(monotonic_s=lambda: now_s.__setitem__(0, now_s[0] + 1.0) or now_s[0])
+    trainer = Trainer(make_critic(folder))
+    trainer.critic.speed = slow()
+    trainer.values()
+    assert trainer.critic.speed.tokens_per_second == 0.0
+    for _ in range(2):
+        # Six calls of a second each: four gradients and two optimiser steps.
+        trainer.step()
+    assert trainer.critic.speed.tokens_per_second == 8 / 13
+    trainer.values()
+    die(trainer.critic)
+    again = make_critic(folder)
+    again.speed = slow()
+    Trainer(again, 1).step()
+    assert again.speed.tokens_per_second == 0.0
 
 
 def test_with_a_storage_it_goes_on_on_any_machine_and_only_the_one_opened_last_takes_steps(

@@ -11,6 +11,7 @@ import pytest
 from penstock import tracing
 from penstock.v1 import broker_pb2, reward_pb2, types_pb2
 from penstock.wire.codec import float32_array, int32_bytes
+from services.trainer.compute.speed import Speed
 from services.trainer.scorer.frozen_model import FrozenModel
 from services.trainer.scorer.pool import HungPassError, LogprobPool
 from tests.helpers.traces import spans_in, tracing_to
@@ -61,8 +62,10 @@ class Source:
     def answer(self, results):
         self.results |= {result.lease_id: result for result in results}
 
-    async def answered(self, model):
-        pool = asyncio.create_task(pool_of(self, model).run())
+    async def answered(self, model, *, speed=None):
+        answering = pool_of(self, model)
+        answering.speed = speed or answering.speed
+        pool = asyncio.create_task(answering.run())
         try:
             async with asyncio.timeout(20):
                 await self._is_done.wait()
@@ -132,6 +135,20 @@ async def test_each_pass_is_a_span_with_links_to_what_is_sampled_and_what_fails(
     assert (span.name, span.links) == ("rl.reference.score", [f"{each.span_id:016x}" for each in linked])
     assert (span.attributes["rl.reference.samples"], span.attributes["rl.tokens"]) == ("3", "9")
     assert "out of memory" in span.span["status"]["message"]
+
+
+async def test_its_speed_is_that_of_passes_that_succeed_with_the_time_of_all():
+    now_s = [0.0]
+
+    class Slow(Model):
+        def logprobs(self, pack):
+            now_s[0] += 6.0
+            return super().logprobs(pack)
+
+    speed = Speed(monotonic_s=lambda: now_s[0])
+    source = Source([lease_of("poison", [POISON] * 10), lease_of("a", [5] * 10)])
+    await source.answered(Slow(), speed=speed)
+    assert speed.tokens_per_second == 12 / 12
 
 
 async def test_a_pack_of_which_nothing_counts_any_more_is_not_computed():
