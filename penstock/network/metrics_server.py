@@ -79,7 +79,7 @@ class _MetricsHandler(MetricsHandler):
         try:
             caller_of_http(
                 tokens,
-                self.server.revocations,
+                self.server.revocations.check,
                 authorization=self.headers.get("Authorization", ""),
                 connection=self.connection if hasattr(self.connection, "getpeercert") else None,
                 asks=self.server.asks,

@@ -5,11 +5,12 @@ Roles stand in the protos (option `roles`). Health is open to all; reflection to
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -18,7 +19,7 @@ from grpc_status import rpc_status
 from penstock.errors import BadTokenError, PenstockError, to_status
 from penstock.security.bearer_tokens import Tokens
 from penstock.security.handlers import Context, checked, wrapped
-from penstock.security.revocations import Revocations
+from penstock.security.revocations import LOOK_EVERY_S, OpenCallers, Revocations, serial_of_pem
 from penstock.security.roles import OPERATOR, Caller, allowed_roles, caller_of_context
 
 _OPEN_METHODS = ("/grpc.health.v1.Health/",)
@@ -37,12 +38,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         tokens: The accepted tokens.
-        revocations: Certificates that are refused.
+        revocations: Certificates that are refused; calls that go on when theirs is added end.
     """
 
     def __init__(self, tokens: Tokens, revocations: Revocations) -> None:
         self._tokens = tokens
-        self._revocations = revocations
+        self._open = OpenCallers(revocations)
+        self._cutting: set[asyncio.Task[None]] = set()
 
     async def intercept_service(
         self,
@@ -63,19 +65,42 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _admitted(self, method: str, authorization: str, request: Any, context: Context) -> AsyncIterator[Any]:
-        """The request, checked, of a caller that is let through; ends the call otherwise."""
-        try:
-            for certificate in context.auth_context().get("x509_pem_cert", ()):
-                self._revocations.check_pem(certificate)
-            caller = identify(self._tokens, authorization, caller_of_context(context))
-            if not method.startswith(_ANYBODY_METHODS):
-                caller = caller.restricted_to(roles_of(method), what=method)
-            if not caller.is_operator:
-                request = checked(request, caller.check_message)
-        except PenstockError as error:
-            await context.abort_with_status(rpc_status.to_status(to_status(error)))
-        _caller.set(caller)
-        yield request
+        """The request, checked, of a caller that is let through; the call ends otherwise, or once that is revoked."""
+        with ExitStack() as stack:
+            try:
+                serving = asyncio.current_task()
+                assert serving is not None
+                end = functools.partial(self._end, context, serving)
+                for certificate in context.auth_context().get("x509_pem_cert", ()):
+                    stack.enter_context(self._open.call(serial_of_pem(certificate), end))
+                caller = identify(self._tokens, authorization, caller_of_context(context))
+                if not method.startswith(_ANYBODY_METHODS):
+                    caller = caller.restricted_to(roles_of(method), what=method)
+                if not caller.is_operator:
+                    request = checked(request, caller.check_message)
+            except PenstockError as error:
+                await _abort(context, error)
+            _caller.set(caller)
+            yield request
+
+    def _end(self, context: Context, serving: asyncio.Task[Any], problem: BadTokenError) -> None:
+        """End a call that goes on."""
+
+        async def cut() -> None:
+            # First, and from here: a task that is cancelled while it waits for a slow receiver ends without a status.
+            with suppress(grpc.aio.AbortError, grpc.aio.UsageError, TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await _abort(context, problem)
+            serving.cancel()
+
+        task = asyncio.create_task(cut())
+        self._cutting.add(task)
+        task.add_done_callback(self._cutting.discard)
+
+
+async def _abort(context: Context, error: PenstockError) -> NoReturn:
+    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    raise AssertionError("unreachable: abort raises")
 
 
 def identify(

@@ -6,6 +6,7 @@ A route names its roles where it is added; routes that name none, and unknown pa
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Final
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from aiohttp.typedefs import Middleware
 from penstock.errors import BadTokenError, ForbiddenError
 from penstock.security.credentials import Security
 from penstock.security.http_caller import asks_for_certificates, caller_of_http
+from penstock.security.revocations import OpenCallers
 from penstock.security.roles import ANY, Role
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -31,7 +33,7 @@ class HttpAccess:
     """
 
     def __init__(self, security: Security, *, site: str = "", always_asks: bool = False) -> None:
-        self._tokens, self._revocations = security.tokens, security.revocations
+        self._tokens, self._open = security.tokens, OpenCallers(security.revocations)
         self._asks = always_asks or asks_for_certificates(security)
         self._site = site
         self.routes: dict[tuple[str, web.AbstractResource], frozenset[int]] = {}
@@ -53,7 +55,7 @@ class HttpAccess:
             return
         caller = caller_of_http(
             self._tokens,
-            self._revocations,
+            partial(self._open.connection, request.transport),
             authorization=request.headers.get("Authorization", ""),
             connection=request.get_extra_info("ssl_object"),
             asks=self._asks,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.security.access import identify
 from penstock.security.bearer_tokens import Tokens
 from penstock.security.credentials import Security
-from penstock.security.revocations import Revocations
 from penstock.security.roles import Caller, caller_of_certificate
 
 
@@ -20,7 +19,7 @@ def asks_for_certificates(security: Security) -> bool:
 
 def caller_of_http(
     tokens: Tokens,
-    revocations: Revocations,
+    admit: Callable[[int], None],
     *,
     authorization: str,
     connection: ssl.SSLObject | ssl.SSLSocket | None,
@@ -30,14 +29,14 @@ def caller_of_http(
 
     Args:
         tokens: Those that are accepted.
-        revocations: Certificates that are refused.
+        admit: Takes the serial number of the caller's certificate, and raises BadTokenError if it was revoked.
         authorization: The header.
         connection: The TLS connection, if it is one.
         asks: Refuse callers that show neither a token nor a certificate.
     """
     certificate = (connection.getpeercert() if connection is not None else None) or {}
     if "serialNumber" in certificate:
-        revocations.check(int(str(certificate["serialNumber"]), 16))
+        admit(int(str(certificate["serialNumber"]), 16))
     return identify(tokens, authorization, _caller_of(certificate), shows_what_is_asked=bool(certificate) or not asks)
 
 

@@ -3,13 +3,16 @@
     SERIAL NAME     of each, the serial number hexadecimal, a line; `penstock certs revoke` writes them
 
 The file is read again when it has changed. One that cannot be read leaves what was read before in force, with an error
-in the log. Servers refuse such callers at each call; streams that are open stay open.
+in the log. Servers refuse such callers at each call, and end the calls and connections that they have open within
+LOOK_EVERY_S of the change.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from cryptography import x509
@@ -18,6 +21,8 @@ from penstock.errors import BadTokenError
 from penstock.process.logger import get_logger
 
 REVOKED_FILE = "revoked"
+LOOK_EVERY_S = 1.0
+"""How often a server compares what its callers have open with the list."""
 _log = get_logger()
 
 
@@ -31,18 +36,16 @@ class Revocations:
 
     def check(self, serial: int) -> None:
         """Raise BadTokenError if the certificate of that serial number is in the list."""
-        if (name := self._current().get(serial)) is not None:
-            raise BadTokenError(
-                f"the certificate of {name!r} (serial {serial:x}) was revoked; issue its holder another one with: "
-                "penstock certs issue"
-            )
+        if (name := self.names().get(serial)) is not None:
+            raise _refusal(name, serial)
 
     def check_pem(self, certificate: bytes) -> None:
         """The same of a certificate as PEM."""
-        if self._current():
-            self.check(_serial(certificate))
+        if self.names():
+            self.check(serial_of_pem(certificate))
 
-    def _current(self) -> Mapping[int, str]:
+    def names(self) -> Mapping[int, str]:
+        """Holders of the certificates in the list as it is now, by serial number."""
         if self.path is None:
             return self._names
         try:
@@ -67,6 +70,64 @@ class Revocations:
         _log.error("the list of revoked certificates cannot be read", path=str(self.path), error=str(error))
 
 
+class OpenCallers:
+    """Ends what callers have open at one server, of one event loop, once their certificates are revoked.
+
+    Args:
+        revocations: The list that its server goes by.
+    """
+
+    def __init__(self, revocations: Revocations) -> None:
+        self._revocations = revocations
+        self._calls: dict[Callable[[BadTokenError], None], int] = {}
+        self._connections: dict[asyncio.Transport, int] = {}
+        self._is_looking = False
+
+    @contextmanager
+    def call(self, serial: int, end: Callable[[BadTokenError], None]) -> Iterator[None]:
+        """A call that goes on inside, and is ended by `end` if its certificate is revoked. Raises BadTokenError."""
+        self._revocations.check(serial)
+        self._calls[end] = serial
+        self._look_later()
+        try:
+            yield
+        finally:
+            self._calls.pop(end, None)
+
+    def connection(self, transport: asyncio.Transport | None, serial: int) -> None:
+        """A connection, None if it is gone, which is cut if its certificate is revoked. Raises BadTokenError."""
+        self._revocations.check(serial)
+        if transport is not None:
+            self._connections[transport] = serial
+            self._look_later()
+
+    def _look_later(self) -> None:
+        if not self._is_looking:
+            self._is_looking = True
+            asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        self._connections = {each: serial for each, serial in self._connections.items() if not each.is_closing()}
+        if names := self._revocations.names():
+            for end, serial in list(self._calls.items()):
+                if serial in names:
+                    del self._calls[end]
+                    end(_refusal(names[serial], serial))
+            for transport, serial in self._connections.items():
+                if serial in names:
+                    transport.abort()
+        if self._calls or self._connections:
+            self._look_later()
+
+
+def _refusal(name: str, serial: int) -> BadTokenError:
+    return BadTokenError(
+        f"the certificate of {name!r} (serial {serial:x}) was revoked; issue its holder another one with: "
+        "penstock certs issue"
+    )
+
+
 @functools.cache
 def revocations_beside(authority: Path | None) -> Revocations:
     """The list of the authorities in a file; one for all servers of this process."""
@@ -74,5 +135,6 @@ def revocations_beside(authority: Path | None) -> Revocations:
 
 
 @functools.lru_cache(maxsize=4096)
-def _serial(certificate: bytes) -> int:
+def serial_of_pem(certificate: bytes) -> int:
+    """The serial number of a certificate as PEM."""
     return x509.load_pem_x509_certificate(certificate).serial_number
