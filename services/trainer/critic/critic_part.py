@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.storage.addresses import Address
 from services.trainer.batches.packing import Pack
+from services.trainer.checkpoints.tensor_copies import write_copies
 from services.trainer.critic.config import CriticProcesses
 from services.trainer.distributed.memory_share import memory_share
 from services.trainer.distributed.rank_backend import COPIES_SHARE
@@ -110,12 +111,8 @@ class CriticPart:
     def save(self, directory: Path) -> Future[None]:
         """Copies its part and writes it in the background; without memory for a copy waits until it has."""
         state = self._state.collect(num_batches=self._num_steps)
-        num_bytes = sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in state.values())
-        if num_bytes <= COPIES_SHARE * memory_share(self._ranks.num_ranks):
-            return self._writer.submit(self._write, directory, {name: _copied(each) for name, each in state.items()})
-        written = self._writer.submit(self._write, directory, state)
-        wait([written])
-        return written
+        max_copied_bytes = COPIES_SHARE * memory_share(self._ranks.num_ranks)
+        return write_copies(self._writer, partial(self._write, directory), state, max_copied_bytes=max_copied_bytes)
 
     def load(self, source: Path | Address) -> None:
         """Continues from what `save` wrote; raises CheckpointMismatchError and then changes nothing."""
@@ -129,8 +126,3 @@ class CriticPart:
 
     def _write(self, directory: Path, tensors: dict[str, Tensor]) -> None:
         write_resume(tensors, directory, group=self._ranks.checkpoint_group)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """In CPU memory: the next step changes the original in place."""
-    return tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()

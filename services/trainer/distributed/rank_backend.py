@@ -1,5 +1,7 @@
 """One process' part of the backend: a Hugging Face causal LM with AdamW, whole, or a shard of it (`Ranks`).
 
+Its files are written by `checkpoints.rank_files`.
+
 Invariants:
 - One process and many run the same code; with one, calls that concern the others do nothing.
 - Dropout is off, so log-probs are those of the published policy; only an adapter's dropout can be enabled.
@@ -11,36 +13,30 @@ Invariants:
 from __future__ import annotations
 
 import math
-import shutil
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.config import ConfigError
 from penstock.model.routers import NoRoutersError, read_routers
 from penstock.storage.addresses import Address
-from penstock.storage.fetched import fetched
 from penstock.storage.storage import FileDigest
 from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.algorithms.loss import LossFunction, LossInputs, LossOutputs
 from services.trainer.batches.packing import Pack
-from services.trainer.data.tokenizer_files import copy_tokenizer
+from services.trainer.checkpoints.rank_files import RankFiles
 from services.trainer.distributed.memory_share import memory_share
 from services.trainer.model.attention import packed_inputs, register_packed_attention
 from services.trainer.model.backend import (
     CheckpointMismatchError,
-    CheckpointUnavailableError,
     LossTotals,
     NonFiniteGradientError,
     NonFiniteLossError,
@@ -56,18 +52,10 @@ from services.trainer.model.precision import compute_dtype, computing_in
 from services.trainer.model.ranks import Ranks
 from services.trainer.model.routing_replay import RoutingReplay
 from services.trainer.model.token_logprobs import TokenLogprobs
-from services.trainer.model_state.agreement import Writers
-from services.trainer.model_state.dcp import FOLDER as RESUME_FOLDER
-from services.trainer.model_state.dcp import write_resume
 from services.trainer.model_state.optimizer_state import TrainingState
-from services.trainer.model_state.shard_upload import upload_shards
-from services.trainer.model_state.weight_digests import digest_together
-from services.trainer.model_state.weight_file import Part, part_of, write_together
+from services.trainer.model_state.weight_file import Part, part_of
 from services.trainer.publishing.written_weights import WrittenWeights
 from services.trainer.run_sections import OptimizerConfig
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 MIN_DECAY = 0.1
 COPIES_SHARE = 0.5
@@ -131,10 +119,7 @@ class RankBackend:
                 *(() if self._critic is None else self._critic.elsewhere),
             },
         )
-        self._own_shard: str | None = None
-        """Name of the file that this process wrote into the newest checkpoint's `resume/`."""
-        self._checkpoint_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._publish_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
+        self._files = RankFiles(self._trained, self._state, model_path=model.path, ranks=self._ranks, parts=self._parts)
 
     @property
     def adapter(self) -> AdapterInfo | None:
@@ -245,33 +230,24 @@ class RankBackend:
 
     def close(self) -> None:
         """Waits for the files that are being written."""
-        for thread in (self._checkpoint_thread, self._publish_thread):
-            thread.shutdown(wait=True)
+        self._files.close()
 
     def write_weights(self, path: Path) -> Future[WrittenWeights]:
         """Copies this process' part in the published type, which a separate thread writes."""
-        copies = {name: part.copied() for name, part in self._parts(self._trained.state_tensors()).items()}
-        return self._publish_thread.submit(self._publish, path, copies)
+        return self._files.publish(path)
 
     def save(self, directory: Path) -> Future[None]:
         """Copies this process' part, which a separate thread writes; without memory for a copy waits until it has."""
-        resume = self._state.collect(num_batches=self._num_batches)
-        num_bytes = sum(
-            tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in resume.values()
-        )
-        if num_bytes <= COPIES_SHARE * memory_share(self._ranks.num_ranks):
-            return self._checkpoint_thread.submit(self._save, directory, _copied(resume))
-        written = self._checkpoint_thread.submit(self._save, directory, resume)
-        wait([written])
-        return written
+        max_copied_bytes = COPIES_SHARE * memory_share(self._ranks.num_ranks)
+        return self._files.save(directory, num_batches=self._num_batches, max_copied_bytes=max_copied_bytes)
 
     def upload(self, directory: Path, address: Address) -> Future[dict[str, FileDigest]]:
         """Copies this process' own shard, in the thread that wrote it."""
-        return self._checkpoint_thread.submit(self._upload, directory, address)
+        return self._files.upload(directory, address)
 
     def load(self, source: Path | Address) -> None:
         """Reads and checks everything before it changes anything."""
-        directory = self._on_disk(source)
+        directory = self._files.on_disk(source)
         if (directory / _FORMER_FOLDER).exists():
             raise CheckpointMismatchError(
                 f"{directory}: its critic or refreshed reference is in {_FORMER_FOLDER}/, which this version does not "
@@ -281,77 +257,11 @@ class RankBackend:
         self._num_batches = self._state.restore(directory, group=self._ranks.checkpoint_group, agree=self._ranks.agree)
         self.discard_gradients()
 
-    def _publish(self, path: Path, copies: dict[str, Part]) -> WrittenWeights:
-        writers = self._writers(self._ranks.publish_group)
-        begun_s = time.monotonic()
-        write_together(path, copies, writers=writers, metadata=self._trained.weights_metadata)
-        # The digests are those of the file.
-        copies.clear()
-        written_s = time.monotonic()
-        written = digest_together(path, writers=writers)
-        return replace(written, write_s=written_s - begun_s, digest_s=time.monotonic() - written_s)
-
-    def _upload(self, directory: Path, address: Address) -> dict[str, FileDigest]:
-        folder = self._own_folder(directory)
-        shard = None if self._own_shard is None else folder / RESUME_FOLDER / self._own_shard
-        writers = self._writers(self._ranks.checkpoint_group)
-        try:
-            return upload_shards(shard if shard is not None and shard.is_file() else None, address, writers=writers)
-        finally:
-            if folder != directory:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _own_folder(self, directory: Path) -> Path:
-        """Where this process writes its part of a checkpoint: in its folder, or beside it if that is elsewhere."""
-        is_beside = self._writers(None).is_beside
-        return directory if is_beside else directory.parent / f".process-{self._ranks.rank}"
-
-    def _on_disk(self, source: Path | Address) -> Path:
-        """The checkpoint's folder, fetched in all processes if it has an address."""
-        if isinstance(source, Path):
-            return source
-        directory, problem = Path(), ""
-        try:
-            directory = fetched("run.checkpoint_storage", source)
-        except (ConfigError, OSError) as error:
-            problem = str(error)
-        if not self._ranks.agree(not problem):
-            raise CheckpointUnavailableError(problem or f"{source}: another process could not fetch it")
-        return directory
-
-    def _save(self, directory: Path, resume: dict[str, Tensor]) -> None:
-        group = self._ranks.checkpoint_group
-        own_folder = self._own_folder(directory)
-        if own_folder != directory:
-            shutil.rmtree(own_folder, ignore_errors=True)
-            own_folder.mkdir(parents=True)
-        # DCP takes shards of one mesh alone; what is not sharded is a process' own, or the same in all.
-        own = {name: tensor for name, tensor in resume.items() if not self._ranks.is_copy(tensor)}
-        shard = write_resume(own, own_folder, group=group)
-        self._own_shard = None if shard is None else shard.name
-        write_together(
-            directory / self._trained.weights_file,
-            self._parts(self._state.weights_in(resume)),
-            writers=self._writers(group),
-            metadata=self._trained.weights_metadata,
-        )
-        if self._ranks.rank > 0:
-            return
-        try:
-            self._trained.complete(directory)
-        except SafetensorError as error:
-            raise OSError(f"{directory}: {error}") from error
-        copy_tokenizer(self._settings.path, directory)
-
     def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         dtype, rank = self._trained.published_dtype, self._ranks.rank
         parts = {name: part_of(tensor, dtype=dtype, rank=rank) for name, tensor in tensors.items()}
         is_copy = self._ranks.is_copy
         return {name: part.left_to_others() if is_copy(tensors[name]) else part for name, part in parts.items()}
-
-    def _writers(self, group: ProcessGroup | None) -> Writers:
-        ranks = self._ranks
-        return Writers(rank=ranks.rank, num_ranks=ranks.num_ranks, group=group, beside=ranks.beside)
 
     def _make_critic(self) -> Critic | None:
         rate = self._settings.critic_learning_rate
@@ -439,14 +349,6 @@ def _replay_of(settings: ModelSettings, network: Any) -> RoutingReplay | None:
         return RoutingReplay(network, read_routers(settings.path, field="algorithm.routing_replay"))
     except NoRoutersError as error:
         raise UnsupportedModelError(str(error)) from error
-
-
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in CPU memory: the next step changes the originals in place."""
-    return {
-        name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
-        for name, tensor in tensors.items()
-    }
 
 
 def totals_of(outputs: LossOutputs, *, num_tokens: int) -> tuple[float, LossTotals]:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.v1 import trainer_pb2
-from services.trainer.checkpoints import checkpoint
-from services.trainer.distributed import rank_backend
+from services.trainer.checkpoints import checkpoint, rank_files
 from services.trainer.reporting.events import RunEvents
 from services.trainer.reporting.metrics import JsonLines
 from services.trainer.run import training_run as run_module
@@ -51,7 +50,7 @@ def is_of_the_metrics(lines: JsonLines, text: str) -> bool:
 @pytest.mark.parametrize(
     ("owner", "name", "is_it"),
     [
-        pytest.param(rank_backend, "write_together", is_of_the_publication, id="publication"),
+        pytest.param(rank_files, "write_together", is_of_the_publication, id="publication"),
         pytest.param(checkpoint, "_write_state", is_of_the_checkpoint, id="checkpoint"),
         pytest.param(JsonLines, "_write", is_of_the_metrics, id="metrics"),
     ],
@@ -65,7 +64,7 @@ async def test_a_disk_that_is_full_at_one_moment_costs_no_sample(
     def refused(*args, **kwargs):
         if not is_it(*args, **kwargs):
             return original(*args, **kwargs)
-        if owner is rank_backend:
+        if owner is rank_files:
             # The kernel refuses it, and large files of other threads with it; small ones would take the log along.
             with largest_file(SMALLER_THAN_WEIGHTS):
                 return original(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.distributed import rank_backend
+from services.trainer.checkpoints import rank_files
 from services.trainer.publishing import delta_maker
 from services.trainer.publishing.delta_maker import DELTAS, Outcome
 from services.trainer.publishing.version_store import WeightStore
@@ -52,7 +52,7 @@ async def test_the_next_step_is_computed_while_a_version_is_written_and_digested
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Version 1 is digested only once step 2 was taken: a step that waited for it would never be."""
-    digest, finish, add = rank_backend.digest_together, TrainingStep.finish, WeightStore.add
+    digest, finish, add = rank_files.digest_together, TrainingStep.finish, WeightStore.add
     is_second_taken = threading.Event()
     order: list[str] = []
 
@@ -72,7 +72,7 @@ async def test_the_next_step_is_computed_while_a_version_is_written_and_digested
         order.append(f"version {version.manifest.policy_version}")
         add(store, version)
 
-    monkeypatch.setattr(rank_backend, "digest_together", slow_digest)
+    monkeypatch.setattr(rank_files, "digest_together", slow_digest)
     monkeypatch.setattr(TrainingStep, "finish", noted_finish)
     monkeypatch.setattr(WeightStore, "add", noted_add)
     await completed_run(tmp_path, model, num_steps=2)

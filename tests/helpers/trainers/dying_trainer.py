@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.clients.broker import BrokerClient
-from services.trainer.checkpoints import checkpoint
-from services.trainer.distributed import rank_backend
+from services.trainer.checkpoints import checkpoint, rank_files
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.publishing import delta_maker
 from services.trainer.publishing.publisher import WeightPublisher
@@ -104,7 +103,7 @@ IN_A_PUBLICATION = {
     "before it begins": Moment(
         owner=WeightPublisher, name="publish", is_it=lambda _, kwargs: kwargs["policy_version"] == FATAL_STEP
     ),
-    "before its file is written": Moment(owner=rank_backend, name="write_together", is_it=_named(_FILE)),
+    "before its file is written": Moment(owner=rank_files, name="write_together", is_it=_named(_FILE)),
     "before its file has its name": Moment(owner=os, name="replace", is_it=_named(_FILE, place=1)),
     "before it is offered": Moment(owner=WeightStore, name="add", is_it=_offered),
     "after it was offered": Moment(owner=WeightStore, name="add", is_it=_offered, is_after=True),

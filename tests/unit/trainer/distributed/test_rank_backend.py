@@ -15,6 +15,7 @@ from services.trainer.algorithms.dapo import DAPO
 from services.trainer.algorithms.loss import LossInputs, LossOutputs, LossSettings, policy_loss
 from services.trainer.algorithms.terms.correction import Correction
 from services.trainer.batches.packing import pack_trajectories
+from services.trainer.checkpoints import tensor_copies
 from services.trainer.distributed import rank_backend
 from services.trainer.distributed.rank_backend import RankBackend
 from services.trainer.model.backend import (
@@ -353,7 +354,7 @@ def test_a_checkpoint_without_memory_for_copies_is_written_before_training_goes_
     backend.save(tmp_path / "copied").result()
     needed = sum(path.stat().st_size for path in (tmp_path / "copied" / "resume").iterdir())
     copies = []
-    monkeypatch.setattr(rank_backend, "_copied", lambda tensors: copies.append(tensors) or tensors)
+    monkeypatch.setattr(tensor_copies, "_copied", lambda tensors: copies.append(tensors) or tensors)
     monkeypatch.setattr(rank_backend, "memory_share", lambda _: needed)
     written = backend.save(tmp_path / "waited")
     assert written.done()
