@@ -17,26 +17,20 @@ from contextlib import contextmanager
 from sortedcontainers import SortedList
 
 from penstock.errors import RunClosedError
-from penstock.v1 import broker_pb2, types_pb2
-from services.broker.dispatch.length_histogram import LengthCounts
-from services.broker.dispatch.situation import Order, QueuedGroup, Rank
+from services.broker.dispatch.situation import Order, Rank
 from services.broker.records.formats import check_format
 from services.broker.records.store import Delta, SampleId, Snapshot
 from services.broker.records_pb2 import GroupRecord, RenewalRecord, RunRecord, SampleRecord, SessionRecord, StepTally
 from services.broker.rules.admission import AdmissionRule
 from services.broker.rules.limits import Limits
 from services.broker.rules.sample_policy import Policy
-from services.broker.state import other_records, queue_entry
+from services.broker.state import other_records
 from services.broker.state.batch_index import BatchIndex
 from services.broker.state.batches import cut_at, cuts_between, head_of, ids, num_groups, read_record
 from services.broker.state.group_records import GroupRecords
 from services.broker.state.lease_ends import LeaseEnds
 from services.broker.state.news import News
-from services.broker.state.queue_entry import FinishedKey, Leases, QueueEntry, predicted_tokens, remove_leases
-
-_QUEUED, _LEASED = broker_pb2.SAMPLE_STATE_QUEUED, broker_pb2.SAMPLE_STATE_LEASED
-_FINISHED, _SCORING = broker_pb2.SAMPLE_STATE_FINISHED, broker_pb2.SAMPLE_STATE_SCORING
-_SEALING = broker_pb2.SAMPLE_STATE_SEALING
+from services.broker.state.run_queues import RunQueues
 
 FORMAT = 6
 """Format version of the records that this code writes; it reads all older ones. 2: see `ParcelRecord`. 3: see
@@ -72,18 +66,11 @@ class RunState:
         self.run = run
         self.groups = GroupRecords()
         self.index = BatchIndex()
-        self.queues: dict[Order, SortedList[Rank]] = {order: SortedList() for order in Order}
-        self.queued_lengths = LengthCounts()
-        """Forecast lengths of the queued samples."""
-        self.leased_lengths = LengthCounts()
-        """Forecast lengths of the samples that generators hold."""
-        self.finished: SortedList[FinishedKey] = SortedList()
-        self.generation_leases: Leases = {}
-        self.scoring_leases: Leases = {}
+        self._queues = RunQueues()
+        self.queued_lengths, self.leased_lengths = self._queues.queued_lengths, self._queues.leased_lengths
+        self.finished, self.sealing = self._queues.finished, self._queues.sealing
+        self.generation_leases, self.scoring_leases = self._queues.generation_leases, self._queues.scoring_leases
         self.generation_ends, self.scoring_ends = LeaseEnds(), LeaseEnds()
-        self.sealing: set[SampleId] = set()
-        """Samples whose token shard has not said yet how many tokens they have."""
-        self._waiting: dict[int, set[str]] = {types_pb2.PURPOSE_TRAIN: set(), types_pb2.PURPOSE_EVALUATE: set()}
         self._others = other_records.OtherRecords()
         self.tallies = self._others.tallies
         """By step: the tally of its groups that no longer have a record."""
@@ -91,9 +78,7 @@ class RunState:
         """By generator: the last renewal of its leases."""
         self.sessions = self._others.sessions
         """By id: agents' sessions."""
-        self._entries: dict[str, QueueEntry] = {}
         self._stored = {}
-        self._news = News(is_all=True)
         self._forget(run.SerializeToString(deterministic=True))
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -101,11 +86,11 @@ class RunState:
     @property
     def queue(self) -> SortedList[Rank]:
         """Groups with samples to lease, in order of arrival; a rank ends with the group's sequence."""
-        return self.queues[Order.ARRIVAL]
+        return self._queues.queued_in(Order.ARRIVAL)
 
     def queued_in(self, order: Order) -> SortedList[Rank]:
         """The queue in an order; by arrival if the run keeps no other."""
-        return self.queues[order] if len(self.queues[order]) == len(self.queue) else self.queue
+        return self._queues.queued_in(order)
 
     def check_open(self) -> None:
         """Raise RunClosedError if the run is closed."""
@@ -149,12 +134,11 @@ class RunState:
 
     def num_waiting(self, purpose: int) -> int:
         """Groups of a purpose none of whose samples was ever leased."""
-        return len(self._waiting[purpose])
+        return self._queues.num_waiting(purpose)
 
     def take_news(self) -> News:
         """What changed since the last call, whether it was committed, undone or taken over."""
-        news, self._news = self._news, News()
-        return news
+        return self._queues.take_news()
 
     def lease_end_s(self, sample: SampleRecord) -> float:
         """When the lease ends under which a generator holds a sample."""
@@ -166,9 +150,7 @@ class RunState:
 
     def num_held(self, purpose: int) -> tuple[int, int]:
         """Groups of a purpose of which a generator holds a sample; and others of which one waits for its score."""
-        entries = [entry for entry in self._entries.values() if entry.purpose == purpose]
-        num_leased = sum(bool(entry.generation) for entry in entries)
-        return num_leased, sum(bool(entry.finished or entry.scoring) and not entry.generation for entry in entries)
+        return self._queues.num_held(purpose)
 
     # -- changing ------------------------------------------------------------------------------------------------------
 
@@ -420,76 +402,17 @@ class RunState:
         self.index.forget(name)
         self.groups.remove(name)
 
-    # -- the queues ----------------------------------------------------------------------------------------------------
-
     def _index(self, group: GroupRecord) -> None:
         self.num_changes += 1
         if not self.index.add(group):
             return
-        group_id = group.group_id
-        entry = self._entries[group_id] = QueueEntry(group.purpose, length=predicted_tokens(group))
-        num_queued = 0
-        for index, sample in enumerate(group.samples):
-            if sample.state == _QUEUED:
-                num_queued += 1
-            else:
-                self._index_sample(entry, group, index, sample)
-        self.leased_lengths.add(entry.length, len(entry.generation))
-        if num_queued:
-            self._queue(entry, group, num_queued, is_started=self.index.is_started(group_id))
-            if not any(sample.num_leases for sample in group.samples):
-                self._waiting[group.purpose].add(group_id)
-
-    def _queue(self, entry: QueueEntry, group: GroupRecord, num_queued: int, *, is_started: bool) -> None:
-        """Place a group in the queues; by length only if the run's dispatch uses lengths."""
-        self._news.has_queued = True
-        queued = QueuedGroup(
-            sequence=group.sequence,
-            is_evaluation=group.purpose == types_pb2.PURPOSE_EVALUATE,
-            is_started=is_started,
-            predicted_tokens=entry.length,
+        self._queues.add(
+            group,
+            is_started=self.index.is_started(group.group_id),
+            by_length_of=self.limits.groups_per_step if self.policy.dispatches_by_length else None,
         )
-        entry.ranks[Order.ARRIVAL] = queued.rank_by_arrival
-        if self.policy.dispatches_by_length:
-            entry.ranks[Order.LENGTH] = queued.rank_by_length(self.limits.groups_per_step)
-        for order, rank in entry.ranks.items():
-            self.queues[order].add(rank)
-        entry.num_queued = num_queued
-        self.queued_lengths.add(entry.length, num_queued)
-
-    def _index_sample(self, entry: QueueEntry, group: GroupRecord, index: int, sample: SampleRecord) -> None:
-        key = (group.group_id, index)
-        if sample.state == _LEASED:
-            self.generation_leases.setdefault(sample.generator_id, {})[sample.lease_id] = key
-            entry.generation.append((sample.generator_id, sample.lease_id))
-            self._news.holders.add(sample.generator_id)
-        elif sample.state == _SCORING:
-            self.scoring_leases.setdefault(sample.worker_id, {})[sample.scoring_lease_id] = key
-            entry.scoring.append((sample.worker_id, sample.scoring_lease_id))
-        elif sample.state == _SEALING:
-            self.sealing.add(key)
-            entry.sealing.append(key)
-        elif sample.state == _FINISHED:
-            finished = queue_entry.finished_key(group, index)
-            self.finished.add(finished)
-            entry.finished.append(finished)
-            self._news.has_finished = True
 
     def _unindex(self, name: str) -> None:
         self.num_changes += 1
         self.index.remove(name)
-        entry = self._entries.pop(name, None)
-        if entry is None:
-            return
-        for order, rank in entry.ranks.items():
-            self.queues[order].discard(rank)
-        self.queued_lengths.add(entry.length, -entry.num_queued)
-        self.leased_lengths.add(entry.length, -len(entry.generation))
-        for finished in entry.finished:
-            self.finished.discard(finished)
-        self._news.holders.update(holder for holder, _lease_id in entry.generation)
-        remove_leases(self.generation_leases, entry.generation)
-        remove_leases(self.scoring_leases, entry.scoring)
-        self.sealing.difference_update(entry.sealing)
-        for groups in self._waiting.values():
-            groups.discard(name)
+        self._queues.remove(name)
