@@ -22,22 +22,20 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import structlog
 
-from penstock.clients.sample_stream import SampleStream
 from penstock.errors import InvalidFieldError
 from penstock.process.tasks import end, set_within
 from penstock.tracing import within
 from penstock.v1 import broker_pb2, types_pb2
-from penstock.wire.codec import Int32, int32_array
 from services.generator.decoding.activity import Decoding
 from services.generator.decoding.conversing import converse
-from services.generator.decoding.kv_headroom import KvHeadroom, RunningSample
+from services.generator.decoding.kv_headroom import KvHeadroom
 from services.generator.decoding.lease_request import to_request
+from services.generator.decoding.lease_work import GiveBack, LeaseWork
 from services.generator.decoding.rollout_parts import RolloutParts
 from services.generator.decoding.slots import Slots
 from services.generator.decoding.traces import LeaseTrace, lease_span
@@ -48,7 +46,6 @@ from services.generator.engine.engine import (
     GenerateRequest,
     RequestRefusedError,
 )
-from services.generator.environments.dialogue import Dialogue
 from services.generator.environments.error_policy import EnvironmentAwayError
 from services.generator.environments.transcript import read_transcript
 from services.generator.environments.turn_tokens import TurnTokens
@@ -65,71 +62,6 @@ _FINISH_REASONS = {
 _log = structlog.get_logger()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Work:
-    """One lease in hand."""
-
-    lease: broker_pb2.Lease
-    owner: Rollouts
-    parts: list[Int32] = field(default_factory=list)
-    """Completion tokens decoded here, for the text."""
-    is_in_slot: bool = True
-    is_finished: bool = False
-    """Whether its last chunk is on its way."""
-    dialogue: Dialogue | None = None
-    """Its session with the environment, until that is closed."""
-    stream: SampleStream = field(init=False)
-    """Set as soon as it is opened, with this lease as its listener."""
-    tokens: TurnTokens = field(init=False)
-    """Into that stream; set once it is known whether routes come with them."""
-    task: asyncio.Task[None] | None = None
-    trace: LeaseTrace | None = None
-    """If the sample is sampled."""
-
-    def settled(self) -> None:
-        """The last chunk is stored."""
-        self.owner.settle(self)
-
-    def refused(self, error: broker_pb2.ChunkError) -> None:
-        """The broker refuses its tokens."""
-        self.owner.refuse(self, error)
-
-    # -- as `Conversing` -----------------------------------------------------------------------------------------------
-
-    async def decode(self, request: GenerateRequest) -> tuple[list[int], FinishReason]:
-        """See `Conversing.decode`."""
-        before = len(self.parts)
-        reason = await self.owner.decode_part(self, request)
-        return [token_id for part in self.parts[before:] for token_id in part.tolist()], reason
-
-    def give(self, token_ids: Sequence[int]) -> None:
-        """See `Conversing.give`."""
-        self.owner.give(self, token_ids)
-
-    async def stored(self) -> None:
-        """See `Conversing.stored`."""
-        await self.stream.wait_until_stored()
-
-    def leave_slot(self) -> None:
-        """See `Conversing.leave_slot`."""
-        self.owner.leave_slot(self)
-
-    async def enter_slot(self) -> None:
-        """See `Conversing.enter_slot`."""
-        await self.owner.enter_slot(self)
-
-
-class _GiveBack:
-    """Hears how the return of a refused sample ended; if even that is refused, the lease is left to expire."""
-
-    def settled(self) -> None:
-        """The sample is back in the queue."""
-
-    def refused(self, error: broker_pb2.ChunkError) -> None:
-        """It is not; its lease is no longer renewed."""
-        _log.info("return of a sample refused; its lease will expire", lease_id=error.lease_id, reason=error.reason)
-
-
 class Rollouts:
     """The samples of one generator; at most `max_concurrent_samples` are decoded at once."""
 
@@ -137,7 +69,7 @@ class Rollouts:
         self._parts = parts
         self._slots = Slots(max_concurrent_samples)
         self._num_guests = 0
-        self._works: dict[str, _Work] = {}
+        self._works: dict[str, LeaseWork] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.refused_chunks: Counter[str] = Counter()
         """By the broker's reason, since this process started."""
@@ -190,7 +122,7 @@ class Rollouts:
         if not (num_slots > 0 and self.is_accepting and self._parts.held.is_trusted and self.decoding.may_begin):
             return 0
         context = self._parts.engine.max_model_len
-        held = [_to_held(work, context) for work in self._works.values() if work.is_in_slot]
+        held = [work.to_running(context) for work in self._works.values() if work.is_in_slot]
         self._headroom.note_load(held, self._parts.engine.stats())
         return self._headroom.num_more(held, most=num_slots)
 
@@ -199,7 +131,7 @@ class Rollouts:
         if lease.lease_id in self._works:
             _log.info("lease received twice", lease_id=lease.lease_id)
             return
-        work = _Work(lease=lease, owner=self, trace=LeaseTrace.of(lease))
+        work = LeaseWork(lease=lease, runner=self, trace=LeaseTrace.of(lease))
         work.stream = self._parts.tokens.open(
             lease.key,
             lease_id=lease.lease_id,
@@ -213,12 +145,12 @@ class Rollouts:
         if not self.is_accepting:
             self._give_back(work)
             return
-        self._headroom.note_begun(_to_held(work, self._parts.engine.max_model_len))
+        self._headroom.note_begun(work.to_running(self._parts.engine.max_model_len))
         work.task = self._keep(asyncio.create_task(self._run(work)))
         # Sample sizes are recorded from the first one on.
         self._parts.on_change()
 
-    def settle(self, work: _Work) -> None:
+    def settle(self, work: LeaseWork) -> None:
         """A lease's last chunk is stored."""
         self.forget(work.lease.lease_id)
         if work.dialogue is not None:
@@ -229,14 +161,14 @@ class Rollouts:
         work = self._works.get(lease_id)
         if work is None:
             return
-        _log.info("sample dropped", lease_id=lease_id, reason=reason, **_named(work))
+        _log.info("sample dropped", lease_id=lease_id, reason=reason, **work.named)
         if work.trace is not None:
             work.trace.end(reason)
         work.stream.discard()
         self._parts.metrics.samples.labels("dropped").inc()
         self.forget(lease_id)
 
-    def refuse(self, work: _Work, error: broker_pb2.ChunkError) -> None:
+    def refuse(self, work: LeaseWork, error: broker_pb2.ChunkError) -> None:
         """The broker refused a chunk: drop the sample, or give it back from where the broker has it."""
         lease = work.lease
         self.refused_chunks[error.reason] += 1
@@ -250,7 +182,7 @@ class Rollouts:
                 lease.key,
                 lease_id=lease.lease_id,
                 offset=error.next_offset,
-                listener=_GiveBack(),
+                listener=GiveBack(),
                 token_shard=lease.token_shard,
             )
             stream.finish(types_pb2.FINISH_REASON_ABORTED)
@@ -328,7 +260,7 @@ class Rollouts:
             self._slots.release()
             raise
 
-    async def _run(self, work: _Work) -> None:
+    async def _run(self, work: LeaseWork) -> None:
         try:
             with within(lease_span(work.lease, work.trace)):
                 await self._decode(work)
@@ -348,7 +280,7 @@ class Rollouts:
             self._give_back(work)
             self._parts.on_engine_failure(error)
 
-    async def _decode(self, work: _Work) -> None:
+    async def _decode(self, work: LeaseWork) -> None:
         parts = self._parts
         request = to_request(work.lease, end_token_ids=parts.end_token_ids, records_routes=parts.records_routes)
         work.tokens = TurnTokens(work.stream, has_routes=request.has_routes)
@@ -367,7 +299,7 @@ class Rollouts:
             parts.metrics.environment_sessions.labels(_status_of(score)).inc()
         self._finish(work, reason, score)
 
-    async def decode_part(self, work: _Work, request: GenerateRequest) -> FinishReason:
+    async def decode_part(self, work: LeaseWork, request: GenerateRequest) -> FinishReason:
         """Decode a request into a sample's stream; returns why it ended."""
         parts, reason = self._parts, None
         with self.decoding.one(), self.decoding.awaiting():
@@ -389,20 +321,20 @@ class Rollouts:
             with self.decoding.not_awaiting():
                 await self._parts.tokens.wait_for_room()
 
-    def give(self, work: _Work, token_ids: Sequence[int]) -> None:
+    def give(self, work: LeaseWork, token_ids: Sequence[int]) -> None:
         """Append tokens that a sample's environment gave."""
         held = self._parts.held.current
         work.parts.append(np.asarray(token_ids, np.int32))
         work.tokens.give(token_ids, policy_version=0 if held is None else held.policy_version)
 
-    async def enter_slot(self, work: _Work) -> None:
+    async def enter_slot(self, work: LeaseWork) -> None:
         """Wait for a slot for a sample that left its own."""
         await self._wait_for_slot()
         work.is_in_slot = True
         self._note_waiting()
         self._parts.on_change()
 
-    def leave_slot(self, work: _Work) -> None:
+    def leave_slot(self, work: LeaseWork) -> None:
         """Give a sample's slot up while it waits for its environment."""
         self._free_slot(work)
         self._note_waiting()
@@ -412,8 +344,8 @@ class Rollouts:
         num_waiting = self._num_unfinished - self.num_in_slots
         self._parts.metrics.environment_waiting.set(max(0, num_waiting))
 
-    def _finish(self, work: _Work, reason: FinishReason, score: types_pb2.Score | None = None) -> None:
-        text = "" if reason is FinishReason.ABORTED else self._parts.text.decode(self._completion(work))
+    def _finish(self, work: LeaseWork, reason: FinishReason, score: types_pb2.Score | None = None) -> None:
+        text = "" if reason is FinishReason.ABORTED else self._parts.text.decode(work.completion())
         work.is_finished = True
         work.stream.finish(_FINISH_REASONS[reason], text=text, score=score)
         self._parts.metrics.samples.labels(reason.value).inc()
@@ -422,16 +354,10 @@ class Rollouts:
         self._free_slot(work)
         self._parts.on_change()
 
-    def _completion(self, work: _Work) -> Sequence[int]:
-        token_ids: list[int] = int32_array(work.lease.prefix_token_ids, "prefix_token_ids").tolist()
-        for part in work.parts:
-            token_ids.extend(part.tolist())
-        return token_ids
+    def _log_failed(self, work: LeaseWork, reason: str) -> None:
+        _log.warning("sample failed", reason=reason, **work.named)
 
-    def _log_failed(self, work: _Work, reason: str) -> None:
-        _log.warning("sample failed", reason=reason, **_named(work))
-
-    def _give_back(self, work: _Work) -> None:
+    def _give_back(self, work: LeaseWork) -> None:
         work.is_finished = True
         if work.trace is not None:
             work.trace.end("given back")
@@ -447,7 +373,7 @@ class Rollouts:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _free_slot(self, work: _Work) -> None:
+    def _free_slot(self, work: LeaseWork) -> None:
         if work.is_in_slot:
             work.is_in_slot = False
             self._slots.release()
@@ -457,22 +383,7 @@ class Rollouts:
             self._empty.set()
 
 
-def _named(work: _Work) -> dict[str, str | int]:
-    key = work.lease.key
-    return {"group_id": key.group_id, "sample_index": key.sample_index}
-
-
 def _status_of(score: types_pb2.Score | None) -> str:
     if score is None:
         return "unscored"
     return types_pb2.ScoreStatus.Name(score.status).removeprefix("SCORE_STATUS_").lower()
-
-
-def _to_held(work: _Work, max_model_len: int) -> RunningSample:
-    num_prompt_tokens = len(work.lease.prompt.token_ids) // 4
-    limit = min(work.lease.prompt.sampling.max_new_tokens, max_model_len - num_prompt_tokens)
-    return RunningSample(
-        num_prompt_tokens=num_prompt_tokens,
-        num_new_tokens=work.stream.num_tokens,
-        max_new_tokens=max(1, limit),
-    )
