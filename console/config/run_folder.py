@@ -47,6 +47,8 @@ class ProcessRecord:
     """starting, ready, restarting, paused, stopped or failed."""
     address: str = ""
     """host:port it serves; empty if it serves none."""
+    metrics: str = ""
+    """host:port of its metrics; empty if it serves none."""
     num_restarts: int = 0
     """Restarts so far."""
     why: str = ""
@@ -106,7 +108,8 @@ def read_record(path: Path) -> ProcessRecord | None:
         record = ProcessRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    texts, numbers = (record.name, record.state, record.address, record.why), (record.pid, record.num_restarts)
+    texts = (record.name, record.state, record.address, record.metrics, record.why)
+    numbers = (record.pid, record.num_restarts)
     is_sound = all(isinstance(each, str) for each in texts) and all(isinstance(each, int) for each in numbers)
     return record if is_sound and isinstance(record.since_s, int | float) and math.isfinite(record.since_s) else None
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from console.config.run_folder import ProcessRecord
 from console.inspect.certificates import certificate_lines
 from console.inspect.exposure import exposure_lines
 from console.inspect.find_run import Target, ask, find_run, get_trainer
+from console.launch.metrics_targets import run_targets
 from console.launch.supervisor import ProcessState
 from console.view.forecast_quality import Document, fetch_lengths, length_lines
 from console.view.formats import duration, plain_console, plain_table
@@ -67,6 +68,8 @@ class Picture:
     """Services that other machines can reach in plain text."""
     advice: Sequence[Advice] = ()
     """What limits the run and would help; empty without the run's folder."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """Where the run's processes on this machine serve their metrics, host:port by name."""
 
 
 def status_command(run: str | None, *, broker: str | None, runs_dir: Path, is_watched: bool, as_json: bool) -> int:
@@ -110,6 +113,7 @@ def pictures(target: Target) -> Iterator[Picture]:
             problem=problem,
             problem_for_s=asked_s - (since_s or asked_s),
             processes=_processes_down(target),
+            metrics=_metrics(target),
             trainer=trainer,
             trainer_problem=trainer_problem,
             lengths=asyncio.run(fetch_lengths(target.run_id, target.scheduler, Security.from_environment())),
@@ -139,6 +143,11 @@ def _ask_trainer(target: Target) -> tuple[trainer_pb2.GetTrainerResponse | None,
 def _processes_down(target: Target) -> list[ProcessRecord]:
     records = target.folder.records() if target.folder is not None else []
     return [record for record in records if record.state != ProcessState.READY or not record.is_alive]
+
+
+def _metrics(target: Target) -> dict[str, str]:
+    records = target.folder.records() if target.folder is not None else []
+    return {record.name: record.metrics for record in records if record.metrics and record.is_alive}
 
 
 def _advice(target: Target, run: broker_pb2.GetRunResponse | None) -> list[Advice]:
@@ -172,6 +181,7 @@ def render(picture: Picture) -> RenderableType:
         parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
     parts += [Text(line) for line in (*_trainer_lines(picture), *picture.certificates, *picture.exposure)]
     parts += [Text(_process_line(record)) for record in picture.processes]
+    parts += [Text(line) for line in _metrics_lines(picture)]
     parts += [Text(f"advice: {one.text}") for one in picture.advice]
     return Group(*parts)
 
@@ -196,6 +206,12 @@ def _process_line(record: ProcessRecord) -> str:
     since = f" since {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(record.since_s))}" if is_dated else ""
     why = f": {record.why}" if record.why else ""
     return f"process {record.name} is {state}{since}, restarted {record.num_restarts} times{why}"
+
+
+def _metrics_lines(picture: Picture) -> Iterator[str]:
+    if picture.metrics and picture.target.folder is not None:
+        served = ", ".join(f"{name} {address}" for name, address in picture.metrics.items())
+        yield f"metrics for Prometheus ({run_targets(picture.target.folder)}): {served}"
 
 
 def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
@@ -263,6 +279,7 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "lengths": picture.lengths,
         "certificates": list(picture.certificates),
         "exposure": list(picture.exposure),
+        "metrics": dict(picture.metrics),
         "advice": [{"text": one.text, "numbers": dict(one.numbers)} for one in picture.advice],
         "processes_down": [
             {"name": record.name, "state": record.state, "why": record.why, "since_s": record.since_s or None}

@@ -30,12 +30,13 @@ from console.config.run_folder import ProcessRecord, RunFolder
 from console.devices.run_devices import RunDevices
 from console.launch.cpu_pinning import Cores
 from console.launch.embedded_redis import redis_spec, redis_url
+from console.launch.metrics_targets import TARGETS_VARIABLE, run_targets
 from console.launch.ports import free_addresses
 from console.launch.probes import service_problem
 from console.launch.service_group import ServiceProcesses, log_options
 from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceSpec, console_argv, service_environment
 from console.node.config import HostConfig, read_machine
-from penstock.config import StrictModel
+from penstock.config import MeasuredConfig
 from penstock.process.grace_periods import STOP_GRACE_S
 from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.rewards.serving import OF_THE_CLUSTER
@@ -66,7 +67,12 @@ class Launcher:
         self._config = config
         self._folder = folder
         self.services = ServiceProcesses(
-            folder, security=security, log=config.log, on_change=self._take_change, on_wait=on_wait
+            folder,
+            security=security,
+            log=config.log,
+            on_change=self._take_change,
+            on_wait=on_wait,
+            targets=run_targets(folder),
         )
         self._on_change = on_change
         self._cores: Cores | None = None
@@ -149,6 +155,7 @@ class Launcher:
     def _launch_environment(self, endpoint: Endpoint) -> None:
         section = self._config.environment
         assert section is not None
+        metrics = f"127.0.0.1:{self.services.metrics_port('environment')}"
         judges = Security.from_environment(JUDGES, insecure=self._config.insecure)
 
         async def is_ready() -> bool:
@@ -162,27 +169,31 @@ class Launcher:
                 name="environment",
                 kind="environment",
                 argv=console_argv(
-                    "env", "serve", section.target, "--listen", endpoint.listen or "", *log_options(self._config.log)
+                    *("env", "serve", section.target, "--listen", endpoint.listen or "", "--metrics-listen", metrics),
+                    *log_options(self._config.log),
                 ),
                 address=endpoint.target,
+                metrics=metrics,
                 env=service_environment(inherited | plain, num_threads=1),
                 log_path=self._folder.log_of("environment"),
                 is_ready=is_ready,
                 stop_grace_s=STOP_GRACE_S["environment"],
-            )
+            ),
+            serves_tls=judges.serves_tls,
         )
 
     def _launch_node(self, path: Path) -> None:
         # A machine that has the run's broker ends last.
         role = "host" if isinstance(read_machine(path), HostConfig) else "node"
         name = f"{role}-{path.stem.removeprefix('node-')}"
+        own = {**self._tracing, **self._gpus_of(name), TARGETS_VARIABLE: str(run_targets(self._folder, name))}
         self.services.launch(
             ServiceSpec(
                 name=name,
                 kind="node",
                 argv=console_argv("node", str(path)),
                 address="",
-                env=service_environment({**os.environ, **self._tracing, **self._gpus_of(name)}, num_threads=1),
+                env=service_environment({**os.environ, **own}, num_threads=1),
                 log_path=self._folder.log_of(name),
                 # A node serves nothing; its generators show whether it works.
                 is_ready=lambda: asyncio.sleep(0, result=True),
@@ -190,7 +201,7 @@ class Launcher:
             )
         )
 
-    def _launch(self, name: str, settings: StrictModel, endpoint: Endpoint) -> None:
+    def _launch(self, name: str, settings: MeasuredConfig, endpoint: Endpoint) -> None:
         kind = name.partition("-")[0]
         threads = {
             "critic": self._config.trainer.num_threads,

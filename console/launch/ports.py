@@ -22,6 +22,17 @@ def free_addresses(count: int) -> list[str]:
         return [f"{_LOOPBACK}:{one.getsockname()[1]}" for one in sockets]
 
 
+def held_port() -> socket.socket:
+    """A socket that holds a free loopback port for a server that sets SO_REUSEADDR, as those over HTTP do.
+
+    Linux lets such a server listen on a port that is bound here and not listened on, and gives it to nobody else.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((_LOOPBACK, 0))
+    return held
+
+
 def free_block(count: int) -> int:
     """The first of `count` consecutive loopback ports that are free now. Raises OSError if none is found.
 

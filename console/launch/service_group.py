@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from console.config.derive import write_config
 from console.config.run_folder import ProcessRecord, RunFolder
 from console.config.sections import LogSection
 from console.launch.disk_watch import FolderRefusedError
+from console.launch.metrics_targets import MetricsTargets
 from console.launch.probes import service_problem
 from console.launch.supervisor import (
     ProcessState,
@@ -26,7 +28,7 @@ from console.launch.supervisor import (
     console_argv,
     service_environment,
 )
-from penstock.config import StrictModel
+from penstock.config import MeasuredConfig
 from penstock.process.disk import failure_message
 from penstock.process.grace_periods import STOP_GRACE_S
 from penstock.process.tasks import end
@@ -50,8 +52,11 @@ class ServiceProcesses:
         on_change: Callable[[ProcessRecord], None] = lambda record: None,
         on_wait: Callable[[str, str, float], None] = lambda name, problem, waited_s: None,
         pauses: bool = True,
+        targets: Path | None = None,
     ) -> None:
         """Without `pauses`, the first service that dies too often ends `watch`.
+
+        `targets` is where Prometheus reads what serves metrics; if None, as `MetricsTargets` finds it.
 
         `on_wait` is called now and then while `wait_ready` waits for a service: its name, why, and for how long.
         """
@@ -61,6 +66,7 @@ class ServiceProcesses:
         self._log = log
         self._on_change = on_change
         self._pauses = pauses
+        self._targets = MetricsTargets(folder, targets)
         self._problems: dict[str, str] = {}
         """Why services are not up, by name."""
         self._on_wait = on_wait
@@ -77,7 +83,7 @@ class ServiceProcesses:
     def launch_service(
         self,
         kind: str,
-        settings: StrictModel,
+        settings: MeasuredConfig,
         *,
         name: str,
         target: str,
@@ -86,8 +92,11 @@ class ServiceProcesses:
     ) -> None:
         """Start `penstock serve kind` with these settings; its health at `target` shows when it is up.
 
-        One without a target serves nothing, and counts as up at once.
+        One without a target serves nothing, and counts as up at once. Others serve their metrics, too: on a port of
+        loopback unless the settings name a place.
         """
+        if target and settings.metrics_address is None:
+            settings = settings.model_copy(update={"metrics_port": self.metrics_port(name)})
         path = self._folder.services / f"{name}.yaml"
         write_config(settings, path)
 
@@ -104,6 +113,7 @@ class ServiceProcesses:
                 kind=kind,
                 argv=console_argv("serve", kind, "--config", str(path), "--name", name, *log_options(self._log)),
                 address=target,
+                metrics=settings.metrics_address or "" if target else "",
                 env=service_environment({**os.environ, **(environment or {})}, num_threads=num_threads),
                 log_path=self._folder.log_of(name),
                 is_ready=is_ready,
@@ -111,8 +121,21 @@ class ServiceProcesses:
             )
         )
 
-    def launch(self, spec: ServiceSpec) -> None:
-        """Start a process and keep it running."""
+    def metrics_port(self, name: str) -> int:
+        """A port of loopback for the metrics of a service, the same one until it is stopped."""
+        return self._targets.port_of(name)
+
+    def launch(self, spec: ServiceSpec, *, serves_tls: bool | None = None) -> None:
+        """Start a process and keep it running.
+
+        Args:
+            spec: What to start.
+            serves_tls: Whether its metrics are served over TLS; None: as this process's credentials say.
+        """
+        if spec.metrics:
+            tls = self._security.serves_tls if serves_tls is None else serves_tls
+            with self._noting_refusals():
+                self._targets.add(spec.name, spec.kind, spec.metrics, serves_tls=tls)
         process = SupervisedProcess(spec, on_change=self._note, on_refused_write=self.take_refusal, pauses=self._pauses)
         self._processes[spec.name] = process
         task = self._tasks[spec.name] = asyncio.create_task(process.run(), name=spec.name)
@@ -154,6 +177,8 @@ class ServiceProcesses:
     async def stop(self, names: Iterable[str], *, within_s: float | None = None) -> None:
         """Stop the running processes of these names, concurrently, and forget them; `within_s` as of one process."""
         stopped = [name for name in names if name in self._processes]
+        with self._noting_refusals():
+            self._targets.remove(stopped)
         await asyncio.gather(*(self._processes[name].stop(within_s=within_s) for name in stopped))
         tasks = [self._tasks.pop(name) for name in stopped]
         for name in stopped:
@@ -162,6 +187,8 @@ class ServiceProcesses:
 
     def kill(self) -> None:
         """End everything at once, without waiting for it."""
+        with self._noting_refusals():
+            self._targets.clear()
         for process in self._processes.values():
             process.kill()
 
@@ -184,6 +211,13 @@ class ServiceProcesses:
     def take_refusal(self, error: OSError, path: Path | None = None) -> None:
         """A write to the folder failed, or to `path`, which may be elsewhere: `watch` raises that."""
         self._fail(FolderRefusedError(failure_message(self._folder.path, error, refused=path)))
+
+    @contextmanager
+    def _noting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.take_refusal(error, self._targets.path)
 
     def _note(self, record: ProcessRecord) -> None:
         self.records[record.name] = record

@@ -70,6 +70,8 @@ class ServiceSpec:
     """Command line."""
     address: str
     """host:port it serves, for status; empty if it serves none."""
+    metrics: str = ""
+    """host:port of its metrics, for status; empty if it serves none."""
     env: Mapping[str, str]
     """Its whole environment."""
     log_path: Path
@@ -217,6 +219,7 @@ class SupervisedProcess:
                 pid=pid,
                 started_ticks=(started_ticks_of(pid) or 0) if pid else 0,
                 address=self.spec.address,
+                metrics=self.spec.metrics,
                 state=state.value,
                 num_restarts=self.num_restarts,
                 why=self._why,

@@ -22,7 +22,7 @@ from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import service_environment
 from console.node.callers import num_callers
 from console.node.config import HostConfig
-from penstock.config import NetworkConfig
+from penstock.config import MeasuredConfig
 from penstock.process.tasks import race
 from penstock.security import Security
 from penstock.security.checks.inspection import LOOPBACK
@@ -83,7 +83,7 @@ class HostAgent:
             own = {} if "redis_url" in broker.model_fields_set else {"redis_url": redis_url(self._folder)}
             self._launch(f"broker-{index}" if index else "broker", broker.model_copy(update=own), broker.listen)
 
-    def _launch(self, name: str, settings: NetworkConfig, listen: str) -> None:
+    def _launch(self, name: str, settings: MeasuredConfig, listen: str) -> None:
         own = settings.model_copy(update={"insecure": settings.insecure or self._config.insecure})
         target = local_endpoint(listen).target
         self._services.launch_service(name.partition("-")[0], own, name=name, target=target)

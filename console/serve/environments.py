@@ -23,14 +23,31 @@ from penstock.tracing.settings import run_of
 
 
 def serve_environment(
-    target: str, *, listen: str, max_sessions: int, max_idle_s: float, level: str, log_format: str
+    target: str,
+    *,
+    listen: str,
+    metrics_listen: str | None,
+    max_sessions: int,
+    max_idle_s: float,
+    level: str,
+    log_format: str,
 ) -> None:
     """Serve a class until SIGTERM or SIGINT. Raises ConfigError."""
     begin_logs("environment", run_id=run_of(), level=level, log_format=log_format)
     tracing.configure("environment", instance="environment", run_id=run_of())
-    as_address(listen)
+    for address in (listen, metrics_listen):
+        if address is not None:
+            as_address(address)
     try:
-        uvloop.run(serve_async(target, listen=listen, max_sessions=max_sessions, max_idle_s=max_idle_s))
+        uvloop.run(
+            serve_async(
+                target,
+                listen=listen,
+                metrics_listen=metrics_listen,
+                max_sessions=max_sessions,
+                max_idle_s=max_idle_s,
+            )
+        )
     except (EnvironmentLoadError, PortUnavailableError) as error:
         raise ConfigError(str(error)) from error
 

@@ -17,6 +17,9 @@ def serve(
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on.")
     ] = "127.0.0.1:7320",
+    metrics_listen: Annotated[
+        str | None, typer.Option("--metrics-listen", metavar="HOST:PORT", help="Address of its Prometheus metrics.")
+    ] = None,
     max_sessions: Annotated[int, typer.Option("--max-sessions", min=1, help="Limit on open sessions.")] = 1024,
     max_idle_s: Annotated[
         float, typer.Option("--max-idle-s", min=1, help="Close a session after this many seconds without a call.")
@@ -34,6 +37,7 @@ def serve(
     serve_environment(
         target,
         listen=listen,
+        metrics_listen=metrics_listen,
         max_sessions=max_sessions,
         max_idle_s=max_idle_s,
         level=log_level,

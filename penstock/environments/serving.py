@@ -12,11 +12,13 @@ import uvloop
 
 from penstock.clock import SystemClock
 from penstock.config import ConfigError
+from penstock.environments import metrics
 from penstock.environments.environment import EnvironmentFactory
 from penstock.environments.environment_messages import describe_environment, read_task
 from penstock.environments.loading import load_environment
 from penstock.environments.session import Session
 from penstock.errors import InternalError, InvalidFieldError, QueueFullError, UnknownSessionError
+from penstock.network.metrics_server import serve_metrics
 from penstock.network.rpc import Server, Service, run_until_stopped, service_of
 from penstock.process.busy_time import BusyTracker
 from penstock.process.log_setup import configure_logging
@@ -82,9 +84,10 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
                 raise QueueFullError(f"{len(self._sessions)} sessions are open, as many as this server holds")
             session = Session(self._factory, name=self._description.name, threads=self._threads)
             self._sessions[name] = session
+            metrics.SESSIONS.inc()
         self._note_call(name)
         try:
-            with self._working("rl.environment.reset", name, {}):
+            with self._working("reset", name, {}):
                 return await session.reset(task)
         except (InvalidFieldError, InternalError):
             self._drop(name)
@@ -98,7 +101,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
             raise UnknownSessionError(f"session_id: {request.session_id[:100]!r} is not open here")
         self._note_call(request.session_id)
         try:
-            with self._working("rl.environment.step", request.session_id, {"rl.turn": request.turn}) as measured:
+            with self._working("step", request.session_id, {"rl.turn": request.turn}) as measured:
                 response = await session.step(request)
                 if response.status not in (types_pb2.SCORE_STATUS_UNSPECIFIED, types_pb2.SCORE_STATUS_OK):
                     measured.error = response.message
@@ -120,13 +123,17 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         return self._description
 
     @contextmanager
-    def _working(self, name: str, session: str, attributes: Mapping[str, Value]) -> Iterator[Measured]:
+    def _working(self, call: str, session: str, attributes: Mapping[str, Value]) -> Iterator[Measured]:
         self._busy.begin()
+        outcome = "refused"
         try:
-            with measuring_detail(name, {"rl.session": session, **attributes}) as measured:
+            attributes = {"rl.session": session, **attributes}
+            with metrics.CALL_S.labels(call).time(), measuring_detail(f"rl.environment.{call}", attributes) as measured:
                 yield measured
+            outcome = "failed" if measured.error else "ok"
         finally:
             self._busy.end()
+            metrics.CALLS.labels(call, outcome).inc()
 
     async def record_work(self) -> None:
         """Record the periods in which it was at work, until cancelled; those of the last seconds at the end."""
@@ -172,6 +179,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         session = self._sessions.pop(name, None)
         self._called_s.pop(name, None)
         if session is not None:
+            metrics.SESSIONS.dec()
             closing = asyncio.create_task(session.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -186,6 +194,7 @@ async def serve_async(
     target: EnvironmentFactory | str,
     *,
     listen: str = DEFAULT_LISTEN,
+    metrics_listen: str | None = None,
     max_sessions: int = DEFAULT_MAX_SESSIONS,
     max_idle_s: float = DEFAULT_MAX_IDLE_S,
 ) -> None:
@@ -194,6 +203,7 @@ async def serve_async(
     Args:
         target: A subclass of Environment, a function that makes one, or the name of either as `module:Class`.
         listen: Address to listen on, host:port; port 0 takes a free one, which is logged.
+        metrics_listen: Address of its Prometheus metrics, host:port; None serves none.
         max_sessions: Most sessions open at once.
         max_idle_s: A session without a call for this long is closed, seconds.
 
@@ -205,7 +215,9 @@ async def serve_async(
         servicer = EnvironmentServicer(factory, max_sessions=max_sessions, max_idle_s=max_idle_s)
     except InvalidFieldError as error:
         raise ConfigError(f"environment: {error}") from error
-    server = Server(listen=listen, services=[environment_service(servicer)], security=third_party_security())
+    security = third_party_security()
+    serve_metrics(metrics_listen, security)
+    server = Server(listen=listen, services=[environment_service(servicer)], security=security)
 
     def announce() -> None:
         address = f"{listen.rpartition(':')[0]}:{server.port}"

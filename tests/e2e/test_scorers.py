@@ -11,18 +11,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from console.config.run_folder import RunFolder
+from console.launch.metrics_targets import run_targets
 from console.page.run_data import RunData
 from console.recording.reader import read_groups
 from quickstart.prepare import Prepared
-from tests.e2e.runs import assert_balanced, assert_logs_are_json, running, small_run
+from tests.e2e.runs import RUN_ID, assert_balanced, assert_logs_are_json, running, small_run
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
 from tests.helpers.models.tiny_model import make_tiny_model
+from tests.helpers.observability.prometheus import PROMETHEUS, prometheus
 from tests.helpers.serving import serving
 from tests.helpers.traces import spans_in
 from tests.helpers.trainers.training import run_alone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
 NUM_STEPS = 3
+SERVICES = ("broker", "scheduler", "generator-0", "reward", "scorer-0", "scorer-1", "critic", "trainer")
 
 
 @pytest.fixture
@@ -99,11 +102,15 @@ async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_
     )  # fmt: skip
     document |= {"scorers": 2, "record": True}
     with running(document, tmp_path) as run:
+        if PROMETHEUS is not None:
+            async with prometheus(tmp_path / "prometheus", runs_dir=tmp_path / "runs") as seen:
+                await seen.until_up({f"{RUN_ID}/{name}": f"penstock-{name.partition('-')[0]}" for name in SERVICES})
         run.wait_for_step(1)
         run.kill("scorer-0")
         run.kill("critic")
         assert run.end() == 0, run.text
         apart = run.metrics()
+    assert not run_targets(run.folder).exists()
     assert_balanced(run.summary(), num_samples=NUM_STEPS * 8 * 4)
     restarts = run.summary()["restarts"]
     assert (restarts["scorer-0"], restarts["critic"]) == (1, 1)
@@ -111,7 +118,7 @@ async def test_a_killed_scorer_and_critic_cost_no_sample_and_losses_and_weights_
 
     assert_the_page_shows_the_gap_that_the_trainer_reports(run.folder, apart)
     assert_one_trace_holds_each_group(run.folder.path)
-    for name in ("broker", "scheduler", "generator-0", "reward", "scorer-0", "scorer-1", "critic", "trainer"):
+    for name in SERVICES:
         assert_logs_are_json(run.folder.logs, name)
 
     recorded = {each.group.prompt.group_id: each.group for each in read_groups(run.folder.path / "trajectories.jsonl")}

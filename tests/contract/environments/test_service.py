@@ -5,6 +5,7 @@ import threading
 from contextlib import asynccontextmanager
 
 import pytest
+from prometheus_client import REGISTRY
 
 from penstock.environments import Action, Environment, Message, Opening, Outcome, Task, UnplayableError
 from penstock.environments.serving import EnvironmentServicer, environment_service
@@ -106,7 +107,13 @@ async def test_calls_are_answered_once_and_repeated_ones_as_before():
             await step(stub, 1, "two")
 
 
-async def test_unusable_answers_are_named_and_never_scored():
+def counted(call_, outcome):
+    labels = {"call": call_, "outcome": outcome}
+    return REGISTRY.get_sample_value("penstock_environment_calls_total", labels) or 0
+
+
+async def test_unusable_answers_are_named_counted_and_never_scored():
+    refused, failed = counted("reset", "refused"), counted("step", "failed")
     async with served(Echo) as (_, stub):
         for text, problem in (
             ("raise", "boom"),
@@ -121,6 +128,8 @@ async def test_unusable_answers_are_named_and_never_scored():
             assert problem in answer.message
         with pytest.raises(InvalidFieldError, match="no answer"):
             await reset(stub, "unplayable", answer="")
+        assert (counted("reset", "refused") - refused, counted("step", "failed") - failed) == (1, 5)
+        assert REGISTRY.get_sample_value("penstock_environment_sessions") == 5
         with pytest.raises(InvalidFieldError, match="session_id"):
             await reset(stub, "")
 

@@ -86,9 +86,21 @@ class Prometheus:
 
     async def has_read(self, address: str) -> bool:
         """Whether the newest scrape of a service succeeded."""
+        return address in await self.up()
+
+    async def up(self) -> dict[str, str]:
+        """The jobs of the targets whose newest scrape succeeded, by instance."""
         found = await self.query("targets")
         targets = [] if found is None else found["activeTargets"]
-        return any(target["labels"]["instance"] == address and target["health"] == "up" for target in targets)
+        return {one["labels"]["instance"]: one["labels"]["job"] for one in targets if one["health"] == "up"}
+
+    async def until_up(self, jobs: dict[str, str]) -> None:
+        """Wait until what answers is exactly what has these jobs, by instance."""
+
+        async def is_so() -> bool:
+            return await self.up() == jobs
+
+        await self.until(is_so, f"not {jobs} up", 120.0)
 
     async def ever_fired(self) -> set[str]:
         """Names of all alerts that have fired since it was started.
@@ -146,8 +158,12 @@ async def prometheus(
     more_rules: Sequence[Path] = (),
     alertmanager: str | None = None,
     scrape_every: str = SCRAPE_EVERY,
+    runs_dir: Path | None = None,
 ) -> AsyncIterator[Prometheus]:
-    """A server with the deployed rules, time divided by `factor`; what it scrapes is said by `Prometheus.watch`."""
+    """A server with the deployed rules, time divided by `factor`.
+
+    It scrapes what `Prometheus.watch` says, and by the deployed job the runs in `runs_dir`.
+    """
     assert PROMETHEUS is not None
     folder.mkdir()  # noqa: ASYNC240 -- a moment
     address = f"127.0.0.1:{free_port()}"
@@ -163,6 +179,8 @@ async def prometheus(
         ],
     }
     settings["rule_files"] += map(str, more_rules)
+    if runs_dir is not None:
+        settings["scrape_configs"].append(_job_of_runs(runs_dir))
     if alertmanager is not None:
         settings["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]}
     path = folder / "prometheus.yml"
@@ -181,5 +199,16 @@ async def prometheus(
 
 def job_names() -> set[str]:
     """The jobs of the deployed configuration."""
-    settings = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-    return {job["job_name"] for job in settings["scrape_configs"]}
+    return {job["job_name"] for job in _jobs()}
+
+
+def _job_of_runs(runs_dir: Path) -> dict[str, Any]:
+    """The deployed job of runs that `penstock run` started, with this folder in place of the deployed one."""
+    [job] = [job for job in _jobs() if job["job_name"] == "penstock-run"]
+    [found] = job["file_sd_configs"]
+    return job | {"file_sd_configs": [found | {"files": [str(runs_dir / Path(each).name) for each in found["files"]]}]}
+
+
+def _jobs() -> list[dict[str, Any]]:
+    jobs: list[dict[str, Any]] = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    return jobs

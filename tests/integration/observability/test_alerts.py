@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from console.serve.serve import ServiceKind
+from penstock.process.grace_periods import LAST_ACT_S
 from tests.helpers.console import ROOT
 from tests.helpers.headings import anchors_of
+from tests.helpers.observability.prometheus import job_names
 
 FOLDER = ROOT / "deploy" / "observability"
 PROMTOOL = shutil.which("promtool")
@@ -38,6 +41,11 @@ def rules(name: str) -> list[dict[str, object]]:
 def test_prometheus_takes_the_configuration_and_the_rules() -> None:
     promtool("check", "config", FOLDER / "prometheus.yml")
     promtool("check", "rules", FOLDER / "alerts.yml", FOLDER / "recording.yml")
+
+
+def test_every_kind_of_service_is_scraped() -> None:
+    kinds = {*map(str, ServiceKind), *LAST_ACT_S}
+    assert job_names() == {*(f"penstock-{kind}" for kind in kinds), "penstock-run"}
 
 
 @needs_promtool

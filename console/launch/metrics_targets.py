@@ -1,0 +1,76 @@
+"""Where the services of a folder serve their metrics, as a file that Prometheus' `file_sd_configs` read.
+
+Prometheus allows a * in the last part of a path alone. So the file of a run lies beside its folder, where one pattern
+finds those of all runs; a machine of a plan has its own inside its folder, or where the run that started it says.
+
+Invariants:
+- A service keeps its address until it is stopped, also while it is restarted: nobody else is given its port.
+- The file names those that are to be up, and is gone when there are none: whoever is missing is down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from console.config.derive import local_endpoint
+from console.config.run_folder import RunFolder
+from console.launch.ports import held_port
+from penstock.process.durable_files import replace_file
+
+TARGETS_VARIABLE = "PENSTOCK_METRICS_TARGETS"
+"""The file of a `penstock node` that a run has started."""
+SUFFIX = ".prometheus.json"
+
+
+class MetricsTargets:
+    """The file at `path`, of the services of `folder`."""
+
+    def __init__(self, folder: RunFolder, path: Path | None = None) -> None:
+        """Without `path`, where the environment says, else in the folder."""
+        told = os.environ.get(TARGETS_VARIABLE)
+        self.path = path or (Path(told) if told else folder.path / "prometheus.json")
+        is_inside = self.path.parent == folder.path
+        self._owner = folder.path.name if is_inside else self.path.name.removesuffix(SUFFIX)
+        self._groups: dict[str, dict[str, object]] = {}
+        self._held: dict[str, socket.socket] = {}
+
+    def port_of(self, name: str) -> int:
+        """A port of loopback for a service that states no address, the same one until it is removed."""
+        if name not in self._held:
+            self._held[name] = held_port()
+        port: int = self._held[name].getsockname()[1]
+        return port
+
+    def add(self, name: str, kind: str, address: str, *, serves_tls: bool) -> None:
+        """Name a service that is started. Raises OSError: the file cannot be written."""
+        labels = {"job": f"penstock-{kind}", "instance": f"{self._owner}/{name}"}
+        labels |= {"__scheme__": "https"} if serves_tls else {}
+        self._groups[name] = {"targets": [local_endpoint(address).target], "labels": labels}
+        self._write()
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Forget services that were stopped. Raises OSError: the file cannot be written."""
+        found = [name for name in names if self._groups.pop(name, None) is not None]
+        for name in self._held.keys() & found:
+            self._held.pop(name).close()
+        if found:
+            self._write()
+
+    def clear(self) -> None:
+        """Forget all of them. Raises OSError: the file cannot be deleted."""
+        self.remove(list(self._groups))
+
+    def _write(self) -> None:
+        if self._groups:
+            replace_file(self.path, json.dumps(list(self._groups.values()), indent=2) + "\n")
+        else:
+            self.path.unlink(missing_ok=True)
+
+
+def run_targets(folder: RunFolder, node: str = "") -> Path:
+    """The file of a run's services, or of those of a machine that the run starts, beside the run's folder."""
+    return folder.path.with_name(f"{folder.path.name}{f'.{node}' if node else ''}{SUFFIX}")
