@@ -1,7 +1,7 @@
 /** What does it cost? GPUs and prices by site, the plan against what was measured, and what one more machine would bring. */
 
 import { el, fill, notice, table } from "./dom.js";
-import { dollarsText, numberText, printable, valueText } from "./format.js";
+import { dollarsText, numberText, printable } from "./format.js";
 import { load, query } from "./load.js";
 import { chosenRun, runChoice } from "./runs.js";
 
@@ -88,7 +88,7 @@ function purchaseTable(purchases) {
   const rows = purchases.map((each) => [
     gpusText(each.gpus),
     printable(each.site),
-    `+${numberText(each.gain * 100)} %`,
+    `+${percentText(each.gain)}`,
     dollarsText(each.dollars_per_hour),
     dollarsText(each.dollars_per_million_tokens),
   ]);
@@ -102,29 +102,61 @@ function purchaseTable(purchases) {
   );
 }
 
+/** Rows of the plan against what was measured: a title, the names of both values, how they are written. */
+const ROWS = [
+  { title: "Tokens a second", measured: "tokens_per_second", planned: "expected_tokens_per_second", text: numberText },
+  { title: "At most, by the plan's bound", planned: "bound_tokens_per_second", text: numberText },
+  { title: "Samples a second", measured: "samples_per_second", text: numberText },
+  {
+    title: "A million tokens",
+    measured: "cost_per_million_tokens",
+    planned: "cost_per_million_tokens",
+    text: dollarsText,
+  },
+  { title: "Generators idle", measured: "generator_idle_ratio", text: percentText },
+  { title: "Trainer idle", measured: "trainer_idle_ratio", text: percentText },
+];
+
 /**
- * @param {Record<string, any> | null} plan `expected_NAME` stands beside the measured `NAME`
+ * @param {Record<string, any> | null} plan the one followed last
  * @param {Record<string, any>} measured `over` says in which time
  */
 function planTable(plan, measured) {
-  const { over, ...found } = measured;
-  const { explanation, ...rest } = plan ?? {};
-  const planned = Object.fromEntries(
-    Object.entries(rest).map(([name, value]) => [name.replace(/^expected_/, ""), value]),
-  );
-  const names = [...new Set([...Object.keys(planned), ...Object.keys(found)])];
-  const ratio = (/** @type {any} */ expected, /** @type {any} */ value) =>
-    typeof expected === "number" && typeof value === "number" && expected ? `${numberText(value / expected)} ×` : "-";
-  const rows = names.map((name) => {
-    const cells = [printable(name.replaceAll("_", " ")), valueText(found[name])];
-    return plan ? [...cells, valueText(planned[name]), ratio(planned[name], found[name])] : cells;
-  });
-  const title = `${plan ? "The plan against what was measured" : "Measured"}${over ? ` over ${printable(over)}` : ""}`;
-  const head = ["", "Measured", ...(plan ? ["Planned", "Of the plan"] : [])];
+  const rows = ROWS.map(({ title, measured: found, planned, text }) => {
+    const [value, expected] = [numberOf(measured, found), numberOf(plan, planned)];
+    if (value === null && expected === null) return null;
+    const ratio = value !== null && expected ? percentText(value / expected) : "-";
+    return plan ? [title, text(value), text(expected), ratio] : [title, text(value)];
+  }).filter((row) => row !== null);
+  const over = measured.over ? ` over ${printable(measured.over)}` : "";
+  const title = `${plan ? "The plan against what was measured" : "Measured"}${over}`;
+  const head = ["", "Measured", ...(plan ? ["Planned", "Of plan"] : [])];
+  const why = ["Why this plan", plan?.revision && `revision ${plan.revision}`, plan?.solver && `found by ${plan.solver}`];
   return [
-    names.length > 0 && el("section", {}, el("h2", {}, title), table(head, rows, { numbers: [1, 2, 3], label: title })),
-    explanation && el("details", {}, el("summary", {}, "Why this plan"), el("pre", {}, printable(explanation))),
+    rows.length > 0 && el("section", {}, el("h2", {}, title), table(head, rows, { numbers: [1, 2, 3], label: title })),
+    plan?.explanation &&
+      el(
+        "details",
+        {},
+        el("summary", {}, printable(why.filter(Boolean).join(", "))),
+        el("pre", {}, printable(plan.explanation)),
+      ),
   ];
+}
+
+/**
+ * @param {Record<string, any> | null} values
+ * @param {string | undefined} name
+ * @returns {number | null}
+ */
+function numberOf(values, name) {
+  const value = name === undefined ? null : values?.[name];
+  return typeof value === "number" && Number.isFinite(value) ? value : null;
+}
+
+/** @param {number | null} share */
+function percentText(share) {
+  return share === null ? "-" : `${numberText(Number((100 * share).toPrecision(3)))} %`;
 }
 
 /** @param {string[]} advice */

@@ -265,8 +265,21 @@ COST: Answer = {
             "dollars_per_million_tokens": 0.4171,
         }
     ],
-    "plan": {"samples_per_second": 30.0, "generators": 5},
-    "measured": {"samples_per_second": 27.4, "trainer_idle_ratio": 0.11},
+    "plan": {
+        "revision": "3",
+        "expected_tokens_per_second": 18_000.0,
+        "cost_per_million_tokens": 0.3627,
+        "solver": "streamrl",
+        "explanation": "35.1 samples/s by the cost model rm1, limited by generation; generators idle 4%, trainers 9%",
+    },
+    "measured": {
+        "tokens_per_second": 15_494.4,
+        "samples_per_second": 27.4,
+        "generator_idle_ratio": None,
+        "trainer_idle_ratio": 0.11,
+        "over": "the newest steps",
+        "cost_per_million_tokens": 0.4213,
+    },
     "advice": ["One more L4 in waw would bring 4 % more samples a second."],
 }
 

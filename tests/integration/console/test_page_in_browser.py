@@ -22,7 +22,7 @@ VIEWS = {
     "time": "of decoding on generator-1",
     "time?sample=g100-0%2F0&at=100": "Without sample g100-0/0",
     "problems": "generator-0 was restarted",
-    "cost": "One more L4 in waw",
+    "cost": "Tokens a second 15,494.4 18,000 86.1 %",
     "weights": "Version by machine",
 }
 LONG_VIEWS = {

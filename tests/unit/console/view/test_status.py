@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 from google.protobuf.duration_pb2 import Duration
 from rich.console import Console
 
+from console.config.run_folder import RunFolder
 from console.inspect.find_run import Target
 from console.inspect.status import Picture, as_document, render
 from penstock.v1 import broker_pb2
@@ -41,3 +44,13 @@ def test_a_broker_that_falls_behind_is_named_with_what_it_asks_for() -> None:
     calm = picture_of(broker_pb2.GetRunResponse(run_id="r"))
     assert not any("busy" in shown for shown in lines_of(calm))
     assert as_document(calm)["flush_interval_s"] is as_document(calm)["heartbeat_interval_s"] is None
+
+
+def test_where_metrics_are_served_is_shown_with_the_file_that_tells_prometheus(tmp_path: Path) -> None:
+    served = {"broker": "127.0.0.1:1", "trainer": "h:2"}
+    run = replace(picture_of(broker_pb2.GetRunResponse(run_id="r")), metrics=served)
+    here = replace(run, target=Target(run_id="r", broker="b:1", folder=RunFolder(tmp_path / "r")))
+    file = tmp_path / "r.prometheus.json"
+    assert f"metrics for Prometheus ({file}): broker 127.0.0.1:1, trainer h:2" in " ".join(lines_of(here))
+    assert as_document(here)["metrics"] == served
+    assert not any("metrics" in line for line in lines_of(replace(here, metrics={})))
