@@ -8,7 +8,8 @@ longer retained is an error (NotRetainedError), never a gap.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -67,12 +68,13 @@ class StepExport:
         heard_s, delays = loop.time(), backoff_s()
         while True:
             try:
-                async for response in self._one_stream():
-                    heard_s, delays = loop.time(), backoff_s()
-                    self.outage.answered()
-                    self.history = response.history
-                    self.next_version = response.policy_version + (not response.HasField("group"))
-                    yield response
+                async with aclosing(self._one_stream()) as responses:
+                    async for response in responses:
+                        heard_s, delays = loop.time(), backoff_s()
+                        self.outage.answered()
+                        self.history = response.history
+                        self.next_version = response.policy_version + (not response.HasField("group"))
+                        yield response
                 return
             except PenstockError as error:
                 may_heal = error.is_retryable or (self.waits_for_run and isinstance(error, UnknownRunError))
@@ -84,7 +86,7 @@ class StepExport:
                     self.outage.failed(error)
             await asyncio.sleep(next(delays))
 
-    async def _one_stream(self) -> AsyncIterator[_Response]:
+    async def _one_stream(self) -> AsyncGenerator[_Response, None]:
         request = broker_pb2.ExportTrajectoriesRequest(
             run_id=self.run_id,
             from_policy_version=self.next_version,

@@ -64,7 +64,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 async def _guarded(method: str, request: Any, context: Context) -> AsyncIterator[Any]:
     try:
         yield checked(request, _refuse_undecodable)
-    except (grpc.aio.AbortError, asyncio.CancelledError):
+    except (grpc.aio.BaseError, asyncio.CancelledError):
+        # The call has ended: aborted, or its client is gone.
         raise
     except Exception as error:
         await _abort(error, context, method)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
+
+from penstock.process.tasks import uninterrupted
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Around = Callable[[Any, Context], AbstractAsyncContextManager[Any]]
@@ -25,17 +28,30 @@ def wrapped(
     request_deserializer: Callable[[bytes], Any] | None,
     response_serializer: Callable[[Any], bytes] | None,
 ) -> Any:
-    """A handler whose calls are served inside `around`."""
+    """A handler whose calls are served inside `around`.
+
+    A generator of responses is closed when its call ends, however that happens: gRPC itself leaves one whose client is
+    gone to the garbage collector, which closes it and those inside it at once, each in a task of its own.
+    """
     behaviour = behaviour_of(handler)
 
     async def unary(request: Any, context: Context) -> Any:
         async with around(request, context) as taken:
             return await behaviour(taken, context)
 
-    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+    async def stream(request: Any, context: Context) -> None:
         async with around(request, context) as taken:
-            async for response in behaviour(taken, context):
-                yield response
+            served = behaviour(taken, context)
+            if inspect.isawaitable(served):
+                # Wrapped already: it sends its responses itself.
+                await served
+                return
+            try:
+                async for response in served:
+                    await context.write(response)
+            finally:
+                # gRPC cancels a call whose client is gone, also after a response that could not be sent.
+                await uninterrupted(served.aclose())
 
     return getattr(grpc, f"{_kind(handler)}_rpc_method_handler")(
         stream if handler.response_streaming else unary,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
@@ -133,15 +134,17 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     ) -> AsyncIterator[broker_pb2.StreamLeasesResponse]:
         """See `lease_stream`."""
         stream = LeaseStream(self._run_registry, await first_request(request_iterator), self._membership)
-        async for response in stream.serve(request_iterator):
-            yield response
+        async with aclosing(stream.serve(request_iterator)) as responses:
+            async for response in responses:
+                yield response
 
     async def StreamTokens(
         self, request_iterator: AsyncIterator[broker_pb2.StreamTokensRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
         """See `token_stream`."""
-        async for response in serve_tokens(self._run_registry, request_iterator, self._shard_maps):
-            yield response
+        async with aclosing(serve_tokens(self._run_registry, request_iterator, self._shard_maps)) as responses:
+            async for response in responses:
+                yield response
 
     async def GetShardMap(
         self, request: broker_pb2.GetShardMapRequest, context: _Context
@@ -156,24 +159,29 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     ) -> AsyncIterator[broker_pb2.StreamScoringResponse]:
         """See `scoring_stream`."""
         stream = ScoringStream(self._run_registry, await first_request(request_iterator))
-        async for response in stream.serve(request_iterator):
-            yield response
+        async with aclosing(stream.serve(request_iterator)) as responses:
+            async for response in responses:
+                yield response
 
     @takes_bytes
     async def PutTrajectories(
         self, request_iterator: AsyncIterator[broker_pb2.PutTrajectoriesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.PutTrajectoriesResponse]:
         """See `trajectory_stream`."""
-        async for response in serve_puts(self._run_registry, cast("AsyncIterator[bytes]", request_iterator)):
-            yield response
+        async with aclosing(
+            serve_puts(self._run_registry, cast("AsyncIterator[bytes]", request_iterator))
+        ) as responses:
+            async for response in responses:
+                yield response
 
     async def StreamMicrobatches(
         self, request_iterator: AsyncIterator[broker_pb2.StreamMicrobatchesRequest], context: _Context
     ) -> AsyncIterator[broker_pb2.StreamMicrobatchesResponse]:
         """Serve a trainer; responses are already serialized, which the server accepts (`penstock.network.guard`)."""
         stream = MicrobatchStream(self._run_registry, await first_request(request_iterator))
-        async for response in stream.serve(request_iterator):
-            yield cast("broker_pb2.StreamMicrobatchesResponse", response)
+        async with aclosing(stream.serve(request_iterator)) as responses:
+            async for response in responses:
+                yield cast("broker_pb2.StreamMicrobatchesResponse", response)
 
     async def AckStep(self, request: broker_pb2.AckStepRequest, context: _Context) -> broker_pb2.AckStepResponse:
         """Mark a step trained; see `delivery.acknowledge`."""
@@ -284,5 +292,6 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     ) -> AsyncIterator[broker_pb2.ExportTrajectoriesResponse]:
         """Retained steps, and with follow later ones; see `export_stream`."""
         check_run_id(request.run_id)
-        async for response in export(self._run_registry, request):
-            yield response
+        async with aclosing(export(self._run_registry, request)) as responses:
+            async for response in responses:
+                yield response

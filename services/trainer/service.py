@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -166,9 +167,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
         """Events from the requested one on; the stream stays open while the server drains, until the run has ended."""
         run = self._named(request.run_id)
-        events = run.events.follow(from_sequence=request.from_sequence, incarnation=request.incarnation)
-        async for event in events:
-            yield event
+        following = run.events.follow(from_sequence=request.from_sequence, incarnation=request.incarnation)
+        async with aclosing(following) as events:
+            async for event in events:
+                yield event
 
     async def StopRun(
         self, request: trainer_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -7,7 +7,8 @@ large the group is. The pieces joined at the receiver are exactly the group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from itertools import accumulate
 
 from penstock.errors import ServiceUnavailableError
@@ -83,12 +84,13 @@ async def read_pieces(
     else:
         parts = _group_parts(replica, record, has_text, left_out)
     waiting: bytearray | None = None
-    async for part in parts:
-        waiting = waiting if waiting is not None else bytearray()
-        waiting += part
-        while len(waiting) > PIECE_BYTES:
-            yield types_pb2.GroupPiece(data=bytes(waiting[:PIECE_BYTES]))
-            del waiting[:PIECE_BYTES]
+    async with aclosing(parts):
+        async for part in parts:
+            waiting = waiting if waiting is not None else bytearray()
+            waiting += part
+            while len(waiting) > PIECE_BYTES:
+                yield types_pb2.GroupPiece(data=bytes(waiting[:PIECE_BYTES]))
+                del waiting[:PIECE_BYTES]
     if waiting is not None:
         yield types_pb2.GroupPiece(data=bytes(waiting), is_last=True)
 
@@ -102,7 +104,7 @@ def cut_group(group: types_pb2.TrajectoryGroup) -> Iterator[types_pb2.GroupPiece
 
 async def _group_parts(
     replica: RunReplica, group: GroupRecord, has_text: bool, left_out: Counter[str] | None
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """Serialized messages whose concatenation is one message of all: protobuf appends repeated fields."""
     prompts = await replica.payloads.prompts([group.group_id])
     if group.group_id not in prompts:
@@ -123,7 +125,9 @@ async def _group_parts(
             head = types_pb2.TrajectoryGroup()
 
 
-async def _put_parts(replica: RunReplica, record: GroupRecord, left_out: Counter[str] | None) -> AsyncIterator[Packed]:
+async def _put_parts(
+    replica: RunReplica, record: GroupRecord, left_out: Counter[str] | None
+) -> AsyncGenerator[Packed, None]:
     """The bytes of the group itself, without the tag and the length that precede it in the payload."""
     whole = slice_of(record)
     # The end first: a payload stored whole is present whole or not at all.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -126,7 +126,9 @@ def _version_after_rewinds(state: RunState, cursor: Cursor) -> int:
     return min(cursor.next_version, *(rewind.policy_version + 1 for rewind in unheard))
 
 
-async def export(run_registry: RunRegistry, request: broker_pb2.ExportTrajectoriesRequest) -> AsyncIterator[_Response]:
+async def export(
+    run_registry: RunRegistry, request: broker_pb2.ExportTrajectoriesRequest
+) -> AsyncGenerator[_Response, None]:
     """All responses of an ExportTrajectories call."""
     require(request.from_policy_version >= 0, "from_policy_version", request.from_policy_version, "at least 0")
     cursor = Cursor(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 import structlog
 
@@ -93,17 +93,19 @@ class LeaseStream:
         self._owner: broker_pb2.RunOwner | None = None
         """The run's owner as last reported to the generator."""
 
-    async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncIterator[_Response]:
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamLeasesRequest]) -> AsyncGenerator[_Response, None]:
         """All responses, until the run is closed or the client disconnects."""
         busy = _Response(idle=broker_pb2.LeaseIdle(reason="the broker is busy: the stream waits for its turn"))
-        async for sign in signs_during(self._open(), busy, every_s=MAX_SILENCE_S):
-            yield sign
+        async with aclosing(signs_during(self._open(), busy, every_s=MAX_SILENCE_S)) as signs:
+            async for sign in signs:
+                yield sign
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()
         with self._replica.leasing(self._wake, self._hello.generator_id) as wake, self._leaving():
-            async for sign in signs_during(self._replica.attend(), busy, every_s=MAX_SILENCE_S):
-                yield sign
+            async with aclosing(signs_during(self._replica.attend(), busy, every_s=MAX_SILENCE_S)) as signs:
+                async for sign in signs:
+                    yield sign
             async with Intake(requests, self._on_request, wake) as intake:
                 while not intake.is_ended:
                     self._run_registry.check_serving()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -76,7 +76,9 @@ class MicrobatchStream:
         self._followed: asyncio.Future[_Delivery] | None = None
         """The delivery made by another call's commit."""
 
-    async def serve(self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]) -> AsyncIterator[_Frame]:
+    async def serve(
+        self, requests: AsyncIterator[broker_pb2.StreamMicrobatchesRequest]
+    ) -> AsyncGenerator[_Frame, None]:
         """All responses, until the run is closed or the client disconnects."""
         self._consumer = await self._replica.transact(self._attach)
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.

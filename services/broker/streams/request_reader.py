@@ -36,7 +36,9 @@ async def wait_for_event(event: Wake, timeout_s: float) -> bool:
     return await event.take_within(timeout_s)
 
 
-async def signs_during(work: Coroutine[Any, Any, None], sign: _Answer, *, every_s: float) -> AsyncIterator[_Answer]:
+async def signs_during(
+    work: Coroutine[Any, Any, None], sign: _Answer, *, every_s: float
+) -> AsyncGenerator[_Answer, None]:
     """A sign of life now and then until `work` is done, whose error is raised; none if that is quick."""
     task = asyncio.create_task(work)
     try:

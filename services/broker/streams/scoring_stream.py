@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 
 from penstock.errors import InvalidFieldError, require
 from penstock.names import check_run_id
@@ -64,10 +65,11 @@ class ScoringStream:
         self._receipts_taken = asyncio.Event()
         self._wake = Wake()
 
-    async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncIterator[_Response]:
+    async def serve(self, requests: AsyncIterator[broker_pb2.StreamScoringRequest]) -> AsyncGenerator[_Response, None]:
         """All responses, until the run is closed or the client disconnects."""
-        async for sign in signs_during(self._open(), _Response(), every_s=MAX_SILENCE_S):
-            yield sign
+        async with aclosing(signs_during(self._open(), _Response(), every_s=MAX_SILENCE_S)) as signs:
+            async for sign in signs:
+                yield sign
         # Loop time, not the clock's: this paces the stream and decides nothing about the run.
         loop = asyncio.get_running_loop()
         spoke_s = loop.time()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ async def serve_tokens(
     run_registry: RunRegistry,
     requests: AsyncIterator[broker_pb2.StreamTokensRequest],
     shard_maps: ShardMaps | None = None,
-) -> AsyncIterator[broker_pb2.StreamTokensResponse]:
+) -> AsyncGenerator[broker_pb2.StreamTokensResponse, None]:
     """Answer each request in turn; one commit holds all its chunks.
 
     An idle stream ends with OK when a run it wrote to is closed, and with UNAVAILABLE when the process drains.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from functools import partial
 
@@ -49,7 +49,7 @@ _Request = broker_pb2.PutTrajectoriesRequest
 _Response = broker_pb2.PutTrajectoriesResponse
 
 
-async def serve_puts(run_registry: RunRegistry, requests: AsyncIterator[bytes]) -> AsyncIterator[_Response]:
+async def serve_puts(run_registry: RunRegistry, requests: AsyncIterator[bytes]) -> AsyncGenerator[_Response, None]:
     """Answer each request in turn; requests arrive serialized.
 
     The stream ends with OK when its run is closed and no answer is due, and with UNAVAILABLE when the process drains.

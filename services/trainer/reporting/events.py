@@ -13,7 +13,7 @@ import asyncio
 import math
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from penstock.clock import Clock
 from penstock.v1 import trainer_pb2
@@ -119,7 +119,7 @@ class RunEvents:
 
     async def follow(
         self, *, from_sequence: int = 0, incarnation: str = ""
-    ) -> AsyncIterator[trainer_pb2.WatchRunResponse]:
+    ) -> AsyncGenerator[trainer_pb2.WatchRunResponse, None]:
         """Events from `from_sequence` of that incarnation on, all of another one, then live; ends after RunFinished."""
         wanted = max(1, from_sequence) if incarnation in ("", self.incarnation) else 1
         while True:
