@@ -26,6 +26,28 @@ def model_section(folder: Path, missing: list[str]) -> Document:
         return {}
 
 
+def pass_constants(probes: Sequence[Probe], notes: list[str]) -> Document:
+    """Keys of `cost_model`: shares of the matrix rate that passes without and with gradients reach, by GPU type.
+
+    Types whose machines did not measure them keep the cost model's shares, which are of the peak on data sheets.
+    """
+    shares: dict[str, dict[str, list[float]]] = {"mfu_infer": {}, "mfu_train": {}}
+    for probe in probes:
+        if probe.passes is None or probe.matrix_tflops_bf16 is None or probe.accelerators is None:
+            continue
+        rates = {"mfu_infer": probe.passes.forward_tflops, "mfu_train": probe.passes.forward_backward_tflops}
+        for key, rate in rates.items():
+            shares[key].setdefault(probe.accelerators.kind, []).append(rate / probe.matrix_tflops_bf16)
+    found: Document = {}
+    for key, by_kind in shares.items():
+        measured = {kind: float(median(values)) for kind, values in by_kind.items()}
+        if faster := [kind for kind, share in measured.items() if share > 1]:
+            notes.append(f"{key}: passes were faster than the matrix product on {', '.join(faster)}; planned as fast")
+        if measured:
+            found[key] = getattr(CostConstants(), key) | {kind: min(1.0, share) for kind, share in measured.items()}
+    return found
+
+
 def decode_constants(probes: Sequence[Probe], notes: list[str]) -> Document:
     """Keys of `cost_model`: the fixed time of a decode step, and the time of each sequence in it.
 

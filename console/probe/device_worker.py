@@ -1,7 +1,7 @@
 """Measures one device, a GPU or a share of the CPUs, while all devices of the machine do the same: a child process.
 
-The rates are of what PyTorch reaches: a large bfloat16 matrix product, a copy within the device's memory, and sums over
-all devices by gloo (CPUs) or NCCL (GPUs), as a trainer's processes add up gradients.
+The rates are of what PyTorch reaches: a large bfloat16 matrix product, a copy within the device's memory, sums over all
+devices by gloo (CPUs) or NCCL (GPUs), as a trainer's processes add up gradients, and passes of a model's layers.
 """
 
 from __future__ import annotations
@@ -46,8 +46,23 @@ def main() -> None:
         worker.tell(copied_GBps=_copy_rate(device, seconds) / 1e9)
         if count > 1 and settings["sums"]:
             worker.tell(**_sums(device, count, seconds))
+    if settings["passes"]:
+        _measure_passes(worker, device, count, seconds)
     if count > 1:
         dist.destroy_process_group()
+
+
+def _measure_passes(worker: Worker, device: torch.device, count: int, seconds: float) -> None:
+    """A model that this version of transformers does not know costs nothing but these rates."""
+    # Takes seconds.
+    from console.probe.layer_passes import layer_passes
+
+    _meet(count)
+    try:
+        for found in layer_passes(device, worker.settings["model"], lambda work: _seconds_each(work, device, seconds)):
+            worker.tell(**found)
+    except (OSError, ValueError) as error:
+        worker.tell(passes_problem=str(error))
 
 
 def _meet(count: int) -> None:

@@ -30,6 +30,7 @@ from console.probe.probe_file import (
     Disk,
     MeasuredLink,
     MeasuredReward,
+    Passes,
     Probe,
 )
 from console.probe.probe_text import clock_difference
@@ -38,8 +39,8 @@ from penstock.memory.machine_memory import total_bytes
 from penstock.process.packages import ENGINE_PACKAGES, installed_version
 from penstock.security import Security
 
-SKIPPABLE = ("allreduce", "disk", "decode")
-DEVICES_LIMIT_S, REWARD_LIMIT_S, DECODE_LIMIT_S = 45.0, 50.0, 150.0
+SKIPPABLE = ("allreduce", "passes", "disk", "decode")
+DEVICES_LIMIT_S, REWARD_LIMIT_S, DECODE_LIMIT_S = 60.0, 50.0, 150.0
 LIMIT_S = 170.0
 """Of all measurements, so that the command takes less than three minutes: what no time is left for is not measured."""
 _LINK_TRANSFERS, _DISK_TRANSFERS = 3, 3
@@ -58,7 +59,7 @@ class ProbeOptions:
     """The machine's name; its host name if None."""
     site: str
     model: Path | None
-    """Model to decode with; a small one is made if None."""
+    """Model to decode with, whose layers' passes are measured; a small one is made if None."""
     peers: Sequence[str] = ()
     """Machines to measure the network to, host:port."""
     skip: Sequence[str] = ()
@@ -112,6 +113,7 @@ class Measurements:
             matrix_tflops_bf16=_mean(devices, "tflops"),
             memory_GBps=_mean(devices, "copied_GBps"),
             allreduce=_allreduce(devices),
+            passes=_passes(devices, model=self._options.model),
             disk=disk,
             decode=decode,
             reward=reward,
@@ -132,13 +134,17 @@ class Measurements:
         elif has_mig:
             self._absent["allreduce"] = "NCCL does not join MIG instances"
         sums = "allreduce" not in self._absent
-        what = "matrix rate, memory and all-reduce" if sums else "matrix rate and memory"
+        parts = ["matrix rate", "memory", *(["all-reduce"] if sums else [])]
+        parts += ["passes"] if "passes" not in self._absent else []
+        what = " and ".join((", ".join(parts[:-1]), parts[-1]))
         say(f"measuring {what} of {count} x {accelerators.kind} (up to {DEVICES_LIMIT_S:g} s)")
         common = {
             "kind": "cuda" if gpus else "cpu",
             "count": 1 if has_mig else count,
             "seconds": self._options.seconds,
             "sums": sums,
+            "passes": "passes" not in self._absent,
+            "model": self._model,
         }
         # Of a GPU in MIG mode a process sees one instance: one stands for all.
         ranks = range(1 if has_mig else count)
@@ -150,9 +156,11 @@ class Measurements:
             limit_s=DEVICES_LIMIT_S,
         )
         names = {"matrix": "tflops", "memory": "copied_GBps", "allreduce": "bus_GBps"}
+        names["passes"] = "forward_backward_tflops"
         for name, key in names.items():
             if name not in self._absent and not all(key in answer for answer in outcome.answers):
-                self._fail(name, outcome.problem or "no answer")
+                refused = (answer[f"{name}_problem"] for answer in outcome.answers if f"{name}_problem" in answer)
+                self._fail(name, outcome.problem or next(refused, "no answer"))
         return outcome.answers
 
     def _decode(self) -> Decode | None:
@@ -164,10 +172,10 @@ class Measurements:
             return None
         limit_s = min(DECODE_LIMIT_S, self._end_s - time.monotonic() - self._after_decode_s())
         say(f"measuring decode steps with {engine} (up to {limit_s:.0f} s)")
-        model, gpus = self._options.model, self._machine.gpus
+        gpus = self._machine.gpus
         settings = {
             "engine": engine,
-            "model": None if model is None else str(model.expanduser().absolute()),
+            "model": self._model,
             "num_threads": self._machine.num_threads,
             "seconds": limit_s / 3,
         }
@@ -221,6 +229,12 @@ class Measurements:
             return None
         return MeasuredReward.model_validate(answer)
 
+    @property
+    def _model(self) -> str | None:
+        """The path of the model to measure with, for a child process."""
+        model = self._options.model
+        return None if model is None else str(model.expanduser().absolute())
+
     def _fail(self, name: str, reason: str) -> None:
         self._absent[name] = reason
         self.has_failed = True
@@ -269,6 +283,14 @@ class Measurements:
 def _mean(answers: Sequence[Mapping[str, Any]], key: str) -> float | None:
     found = [answer[key] for answer in answers if key in answer]
     return mean(found) if found and len(found) == len(answers) else None
+
+
+def _passes(answers: Sequence[Mapping[str, Any]], *, model: Path | None) -> Passes | None:
+    forward, both = (_mean(answers, key) for key in ("forward_tflops", "forward_backward_tflops"))
+    if forward is None or both is None:
+        return None
+    name = "widths of the probe" if model is None else model.name
+    return Passes(model=name, forward_tflops=forward, forward_backward_tflops=both)
 
 
 def _allreduce(answers: Sequence[Mapping[str, Any]]) -> AllReduce | None:

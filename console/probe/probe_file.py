@@ -55,6 +55,16 @@ class AllReduce(StrictModel):
     """Of a sum of a few bytes."""
 
 
+class Passes(StrictModel):
+    """Passes of a model's layers over one sample, without its optimiser."""
+
+    model: Text
+    """Folder's name, or whose widths the probe took."""
+    forward_tflops: Rate
+    """10^12 FLOP/s of each device, with all devices at work."""
+    forward_backward_tflops: Rate
+
+
 class Disk(StrictModel):
     """One file, written and read in order."""
 
@@ -141,6 +151,7 @@ class Probe(StrictModel):
     memory_GBps: Rate | None = None
     """Bytes read and written by a copy inside each device's memory, with all devices at work."""
     allreduce: AllReduce | None = None
+    passes: Passes | None = None
     disk: Disk | None = None
     decode: Decode | None = None
     reward: MeasuredReward | None = None

@@ -23,6 +23,11 @@ def summary(probe: Probe) -> list[str]:
         lines.append(
             f"  all-reduce  {sums.bus_GBps:.3g} GB/s each by {sums.backend}, {sums.latency_us:.0f} us at least"
         )
+    if (passes := probe.passes) is not None:
+        lines.append(
+            f"  passes      {passes.forward_tflops:.4g} TFLOP/s each forward, {passes.forward_backward_tflops:.4g} "
+            f"forward and backward ({passes.model})"
+        )
     if (disk := probe.disk) is not None:
         lines.append(f"  disk        {disk.write_GBps:.3g} GB/s written, {disk.read_GBps:.3g} GB/s read")
     if (decode := probe.decode) is not None:

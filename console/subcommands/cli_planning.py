@@ -96,7 +96,7 @@ def probe(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         str | None, typer.Option("--listen", metavar="HOST:PORT", help="Answer --with of others; measure nothing.")
     ] = None,
     skip: Annotated[
-        list[str] | None, typer.Option("--skip", metavar="WHAT", help="Leave out allreduce, disk or decode.")
+        list[str] | None, typer.Option("--skip", metavar="WHAT", help="Leave out allreduce, passes, disk or decode.")
     ] = None,
     seconds: Annotated[
         float, typer.Option("--seconds", min=0.05, max=5, help="Length of each measurement except decode.")

@@ -47,6 +47,8 @@ def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
     assert found["memory_GBps"] > 0
     assert found["allreduce"]["backend"] == "gloo"
     assert found["allreduce"]["bus_GBps"] > 0
+    assert found["passes"]["forward_tflops"] > 0
+    assert found["passes"]["forward_backward_tflops"] > 0
     assert found["disk"]["write_GBps"] > 0
     assert found["absent"] == {"decode": "left out by --skip"}
     assert "measuring the disk" in probed.stderr

@@ -91,8 +91,8 @@ class Machines:
 
     def probe(self, host: str, *more: str) -> dict[str, Any]:
         """What a machine finds out about itself."""
-        named = ("--name", host, "--site", SITES[host], "--seconds", "0.4", "--skip", "decode", "--json")
-        probed = self.run(host, *COMMAND, "probe", *named, *more)
+        named = ("--name", host, "--site", SITES[host], "--seconds", "0.4", "--json")
+        probed = self.run(host, *COMMAND, "probe", *named, "--skip", "decode", "--skip", "passes", *more)
         assert probed.returncode == 0, probed.stderr
         found: dict[str, Any] = json.loads(probed.stdout)
         return found

@@ -10,6 +10,7 @@ from console.plan.build_problem import Sources, build_problem, write_problem
 from console.plan.lengths import MAX_VALUES, output_lengths
 from console.recording.writer import open_writer
 from penstock.config import ConfigError
+from services.scheduler.problem.cost_constants import CostConstants
 from services.scheduler.problem.problem import read_problem
 from tests.helpers.brokers.recordings import recorded
 from tests.helpers.console import penstock_in_process, write_rows
@@ -67,6 +68,18 @@ def test_machines_types_and_links_are_those_that_were_probed(sources):
     assert (model.q_heads, model.kv_heads, model.head_dim, model.ffn, model.tied_embeddings) == (4, 2, 16, 128, True)
     assert (workload.prompts_per_step, workload.group_size, workload.staleness) == (16, 4, 2)
     assert workload.output_len.moments()[0] == len(recorded().trajectory.token_ids) / 4
+
+
+def test_passes_say_which_share_of_its_matrix_rate_a_type_trains_and_scores_with(sources):
+    first, second, third = two_sites()
+    rates = {"model": "m", "forward_tflops": 125.0, "forward_backward_tflops": 100.0}
+    problem = built(sources, {**first, "passes": rates}, second, third).problem
+    assert [problem.cost_model.mfu("A100-80", kind) for kind in ("infer", "train")] == [0.5, 0.4]
+    stated = CostConstants()
+    assert problem.cost_model.mfu("L4", "train") == stated.mfu("L4", "train")
+    fast = built(sources, {**first, "passes": {**rates, "forward_tflops": 500.0}}, second, third)
+    assert fast.problem.cost_model.mfu("A100-80", "infer") == 1.0
+    assert any("faster than the matrix product on A100-80" in note for note in fast.notes)
 
 
 def test_the_written_problem_is_the_same_and_plans_have_the_machines_names(sources, tmp_path):

@@ -13,7 +13,8 @@ from console.probe.children import Outcome, run_children
 from tests.helpers.console import penstock_in_process
 from tests.helpers.recorded_gpus import A100, Card, install_nvidia_smi, uuid_of
 
-GOOD = {"tflops": 240.0, "copied_GBps": 1500.0, "backend": "nccl", "bus_GBps": 200.0, "latency_us": 15.0}
+PASSES = {"forward_tflops": 120.0, "forward_backward_tflops": 96.0}
+GOOD = {"tflops": 240.0, "copied_GBps": 1500.0, "backend": "nccl", "bus_GBps": 200.0, "latency_us": 15.0, **PASSES}
 
 
 @pytest.fixture
@@ -49,6 +50,7 @@ def test_gpus_are_measured_together_and_one_of_them_decodes(probe):
     assert found["accelerators"]["kind"] == "A100-40"
     assert (found["matrix_tflops_bf16"], found["memory_GBps"]) == (250.0, 1500.0)
     assert found["allreduce"] == {"backend": "nccl", "bus_GBps": 200.0, "latency_us": 15.0}
+    assert found["passes"] == {"model": "widths of the probe", **PASSES}
     assert found["decode"]["weight_bytes"] == 2.0
     (worker, settings, environment), (decoder, _, one) = calls
     assert (worker, decoder) == ("device_worker", "decode_worker")
@@ -62,11 +64,17 @@ def test_gpus_are_measured_together_and_one_of_them_decodes(probe):
 
 def test_what_fails_is_absent_with_its_reason_and_the_exit_status_says_so(probe):
     said = "NCCL error: unhandled system error"
+    unknown = {**GOOD, "passes_problem": "a mixture of experts"}
+    del unknown["forward_backward_tflops"]
+    result, found, _ = probe([Card(name=A100)] * 2, [unknown, unknown], "--skip", "decode")
+    assert (result.exit_code, found["passes"], found["absent"]["passes"]) == (1, None, "a mixture of experts")
     partly = {"tflops": 240.0, "copied_GBps": 1500.0}
-    result, found, _ = probe([Card(name=A100)] * 2, [partly, partly], "--skip", "decode", problem=said)
+    skipped = ("--skip", "decode", "--skip", "passes")
+    result, found, _ = probe([Card(name=A100)] * 2, [partly, partly], *skipped, problem=said)
     assert result.exit_code == 1
     assert found["matrix_tflops_bf16"] == 240.0
-    assert found["absent"] == {"disk": "left out by --skip", "decode": "left out by --skip", "allreduce": said}
+    left_out = dict.fromkeys(("disk", "decode", "passes"), "left out by --skip")
+    assert found["absent"] == {**left_out, "allreduce": said}
 
 
 def test_of_mig_instances_one_is_measured_for_all(probe):
@@ -82,7 +90,7 @@ def test_of_mig_instances_one_is_measured_for_all(probe):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--skip", "lunch"), "--skip: 'lunch' is none of allreduce, disk, decode"),
+        (("--skip", "lunch"), "--skip: 'lunch' is none of allreduce, passes, disk, decode"),
         (("--model", "nowhere"), "--model: nowhere holds no config.json"),
         (("--site", "a b"), "--name and --site: site"),
         (("--with", "far"), "--with: 'far'"),
