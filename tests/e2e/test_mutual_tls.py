@@ -24,13 +24,13 @@ SECRETS = (TOKEN.encode(), b"authorization", b"bearer")
 NUM_STEPS = 2
 SERVICES = ("broker", "scheduler", "reward", "scorer", "critic", "trainer", "generator")
 ROLES = {"scheduler": "broker", "scorer": "reward", "critic": "observer"}
-"""Of a service's certificate, where it is not its own name. A critic calls nobody: the least role will do."""
+"""Of a service's certificate, where it is not its own name. A critic makes no calls: the least role is enough."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def credentials(security):
-    """The environment of who has these files."""
+    """Environment variables of a process that has these files."""
     files = {"CA": security.ca_file, "CERT": security.cert_file, "KEY": security.key_file}
     return {**{f"PENSTOCK_TLS_{name}": str(path) for name, path in files.items()}, "PENSTOCK_TOKEN": TOKEN}
 
@@ -126,11 +126,46 @@ async def assert_roles_are_kept_apart(certificate, *, broker, critic):
             await refused(broker_pb2_grpc.BrokerServiceStub(channel).StreamScoring().read(), kind)
 
 
+def service_settings(task, folder, *, own, reached):
+    """The configuration of every service, but for where it listens; others are called where they are `reached`."""
+    model = {"model_path": str(task.model_dir)}
+    return {
+        "broker": {"redis_url": "memory://", "scheduler": reached["scheduler"]},
+        "scheduler": {},
+        "reward": {
+            "run_id": RUN_ID,
+            "worker_id": "reward-0",
+            "broker": reached["broker"],
+            "tokenizer_path": str(task.model_dir),
+            "reward": {"model": "exact_match"},
+        },
+        "scorer": {"run_id": RUN_ID, "worker_id": "scorer-0", "broker": reached["broker"], "device": "cpu", **model},
+        "critic": {"run_id": RUN_ID, "state_dir": str(folder / "critic"), "device": "cpu", **model},
+        "trainer": {
+            "weights_listen": own["weights"],
+            "weights_url": reached["weights"],
+            "state_dir": None,
+            "allowed_roots": [str(folder), str(task.model_dir.parent)],
+        },
+        "generator": {
+            "generator_id": "gen-0",
+            "site": "here",
+            "run_id": RUN_ID,
+            "broker": reached["broker"],
+            "weights": reached["trainer"],
+            **model,
+            "dtype": "float32",
+            "cache_dir": str(folder / "cache"),
+            "engine": {"engine": "transformers", "max_concurrent_samples": 32, "num_threads": 1},
+        },
+    }
+
+
 async def test_services_train_by_certificates_of_their_roles_and_no_credential_passes_in_the_clear(
     task, tmp_path, certificate, monkeypatch
 ):
     own = dict(zip((*SERVICES, "weights"), free_addresses(len(SERVICES) + 1), strict=True))
-    # Nobody calls a scorer.
+    # A scorer is never called.
     scorer_listens = own.pop("scorer")
     document = quick_run(
         task,
@@ -143,48 +178,8 @@ async def test_services_train_by_certificates_of_their_roles_and_no_credential_p
     document["scorers"] = 0
     with ExitStack() as stack:
         at = stack.enter_context(recording(own, SECRETS))
-        told = {name: recorder.address for name, recorder in at.items()}
-        settings = {
-            "broker": {"redis_url": "memory://", "scheduler": told["scheduler"]},
-            "scheduler": {},
-            "reward": {
-                "run_id": RUN_ID,
-                "worker_id": "reward-0",
-                "broker": told["broker"],
-                "tokenizer_path": str(task.model_dir),
-                "reward": {"model": "exact_match"},
-            },
-            "scorer": {
-                "run_id": RUN_ID,
-                "worker_id": "scorer-0",
-                "broker": told["broker"],
-                "model_path": str(task.model_dir),
-                "device": "cpu",
-            },
-            "critic": {
-                "run_id": RUN_ID,
-                "model_path": str(task.model_dir),
-                "state_dir": str(tmp_path / "critic"),
-                "device": "cpu",
-            },
-            "trainer": {
-                "weights_listen": own["weights"],
-                "weights_url": told["weights"],
-                "state_dir": None,
-                "allowed_roots": [str(tmp_path), str(task.model_dir.parent)],
-            },
-            "generator": {
-                "generator_id": "gen-0",
-                "site": "here",
-                "run_id": RUN_ID,
-                "broker": told["broker"],
-                "weights": told["trainer"],
-                "model_path": str(task.model_dir),
-                "dtype": "float32",
-                "cache_dir": str(tmp_path / "cache"),
-                "engine": {"engine": "transformers", "max_concurrent_samples": 32, "num_threads": 1},
-            },
-        }
+        reached = {name: recorder.address for name, recorder in at.items()}
+        settings = service_settings(task, tmp_path, own=own, reached=reached)
         listen = {**own, "scorer": scorer_listens}
         for kind in SERVICES:
             env = credentials(certificate(kind, {"generator": "gen"}.get(kind, kind)))
@@ -192,8 +187,8 @@ async def test_services_train_by_certificates_of_their_roles_and_no_credential_p
         for name, value in credentials(certificate("operator", "anna")).items():
             monkeypatch.setenv(name, value)
         wait_for_listeners(own.values())
-        document["endpoints"] = {name: told[name] for name in ("broker", "scheduler", "reward", "trainer", "critic")}
-        document["endpoints"]["generators"] = [told["generator"]]
+        document["endpoints"] = {name: reached[name] for name in ("broker", "scheduler", "reward", "trainer", "critic")}
+        document["endpoints"]["generators"] = [reached["generator"]]
         with running(document, tmp_path) as run:
             status = run.end()
             logs = {kind: (tmp_path / f"{kind}.log").read_text()[-3000:] for kind in SERVICES}
@@ -201,7 +196,7 @@ async def test_services_train_by_certificates_of_their_roles_and_no_credential_p
             assert_balanced(run.summary(), num_samples=NUM_STEPS * 4 * 4)
             # Without a scorer's log-probs no group would have been ready.
             assert "loss/value_loss" in run.metrics()[-1]
-            await assert_roles_are_kept_apart(certificate, broker=told["broker"], critic=told["critic"])
+            await assert_roles_are_kept_apart(certificate, broker=reached["broker"], critic=reached["critic"])
     assert {name for name, recorder in at.items() if recorder.first_bytes} == {*own}
     for name, recorder in at.items():
         assert set(recorder.first_bytes) == {TLS_HANDSHAKE}, name

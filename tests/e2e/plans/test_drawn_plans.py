@@ -26,6 +26,7 @@ from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.console import ROOT, write_rows
 from tests.helpers.models.tiny_model import make_tiny_mixture, make_tiny_model
 from tests.helpers.plans.drawn_clusters import STEPS, clusters, run_of
+from tests.helpers.plans.free_ports import move_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.flaky(reruns=0), pytest.mark.timeout(3600)]
 
@@ -99,6 +100,7 @@ def carry_out(problem, plan, model_dir, folder):
     shutil.copy(ROOT / "examples" / "environment_python" / "guess.py", folder)
     run |= {"environment": "guess:Guess", "record": True}
     write_deployment(written, CostModel(problem), plan, run=run, address="127.0.0.1")
+    move_ports(written)
     with penstock("run", str(written / "run.yaml"), cwd=folder, run_dir=folder / "runs" / "drawn") as run:
         assert run.end() == 0, run.text
         log = run.folder.log_of("trainer").read_text()

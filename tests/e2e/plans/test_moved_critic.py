@@ -16,6 +16,7 @@ from services.scheduler.problem.problem import Problem
 from tests.e2e.plans.machines import started
 from tests.e2e.plans.moved_runs import last_step, on_policy, plans, storage_of, train
 from tests.e2e.runs import RUN_ID, running
+from tests.helpers.plans.free_ports import move_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.grid, pytest.mark.timeout(600)]
 
@@ -70,6 +71,7 @@ def deploy(task, folder):
     write_deployment(
         out, CostModel(problem), PlanDocument.model_validate(PLAN), run=run, address="127.0.0.1", moves_trainer=True
     )
+    move_ports(out)
     document = yaml.safe_load((out / "run.yaml").read_text())
     nodes = {Path(path).stem.removeprefix("node-"): Path(path) for path in document["scheduler"].pop("nodes")}
     return document, {name: yaml.safe_load(path.read_text()) for name, path in nodes.items()}
