@@ -12,19 +12,24 @@ import grpc
 
 from penstock.environments.environment_messages import MAX_TURNS, answer_problem, messages_problem, read_tools
 from penstock.errors import (
-    BadCertificateError,
-    BadTokenError,
     DeadlineError,
     InvalidFieldError,
     NotOfferedError,
     PenstockError,
-    ServiceUnavailableError,
     TurnConflictError,
     UnknownSessionError,
 )
 from penstock.network.rpc import call, open_channel
-from penstock.rewards.score_messages import CREDENTIALS_HINT
-from penstock.rewards.verdicts import CheckResult, CheckStatus, Note, ViolationError, health, reflection, run_check
+from penstock.rewards.verdicts import (
+    CheckResult,
+    CheckStatus,
+    Note,
+    ViolationError,
+    health,
+    reaching,
+    reflection,
+    run_check,
+)
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import environment_pb2, environment_pb2_grpc, types_pb2
 
@@ -101,13 +106,8 @@ class _Checked:
 
     async def opens(self) -> str:
         try:
-            self._opening = await self._reset(self._name)
-        except (BadTokenError, BadCertificateError) as error:
-            raise ViolationError(f"{error}; {CREDENTIALS_HINT}") from error
-        except ServiceUnavailableError as error:
-            raise ViolationError(f"no server answers at {self._target}: {error}") from error
-        except NotOfferedError as error:
-            raise ViolationError(f"{self._target} does not serve {SERVICE_NAME}") from error
+            with reaching(self._target, SERVICE_NAME):
+                self._opening = await self._reset(self._name)
         except InvalidFieldError as error:
             raise ViolationError(f"{error}; name a row that it can play with --row") from error
         if problem := messages_problem(self._opening.messages, is_needed=False):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.config import ConfigError
+from penstock.process.json_child import JsonChild, NoAnswerError
 from penstock.reasoning_gym.source import PACKAGE, ReasoningGymSource, require_package
 
 ROW_TIMEOUT_S = 60.0
@@ -59,8 +56,12 @@ class RowDrawer:
         """`field` of the configuration is named in errors. Raises ConfigError: the package is missing."""
         require_package(f"{field}: {source}")
         self._field, self._source, self._default_seed = field, source, default_seed
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ender: weakref.finalize[Any, Any] | None = None
+        self._child = JsonChild(
+            [sys.executable, str(WORKER), *import_folders()],
+            answer_timeout_s=ROW_TIMEOUT_S,
+            start_timeout_s=START_TIMEOUT_S,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+        )
         self._lock = threading.Lock()
 
     def draw(self, indices: Sequence[int]) -> list[DrawnRow]:
@@ -70,46 +71,15 @@ class RowDrawer:
 
     def close(self) -> None:
         """End the child."""
-        self._process = None
-        if self._ender is not None:
-            self._ender()
+        self._child.close()
 
     def _draw_one(self, index: int) -> DrawnRow:
         spec = self._source.spec(index, default_seed=self._default_seed)
-        answer = self._ask({"row": spec})
+        try:
+            answer = self._child.ask({"row": spec})
+        except NoAnswerError as error:
+            raise ConfigError(f"{self._field}: {self._source} made no row {index} in {error.timeout_s:g} s") from error
         if "invalid" in answer:
             raise ConfigError(f"{self._field}: {answer['invalid']}")
         spec["version"] = answer["version"]
         return DrawnRow(answer["question"], answer["answer"], json.dumps({"reasoning_gym": spec}))
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        timeout_s = ROW_TIMEOUT_S + (START_TIMEOUT_S if self._process is None else 0.0)
-        if self._process is None:
-            env = {**os.environ, "PYTHONHASHSEED": "0"}
-            self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), *import_folders()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-            )
-            # Also if `close` is never called.
-            self._ender = weakref.finalize(self, _end, self._process)
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(timeout_s, process.kill)
-        timer.start()
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-            line = process.stdout.readline()
-        finally:
-            timer.cancel()
-        if not line:
-            self.close()
-            raise ConfigError(f"{self._field}: {self._source} made no row {request['row']['index']} in {timeout_s:g} s")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()

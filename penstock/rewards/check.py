@@ -10,26 +10,31 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 
 from penstock.errors import (
-    BadCertificateError,
-    BadTokenError,
     DeadlineError,
     InvalidFieldError,
     NotOfferedError,
     PenstockError,
-    ServiceUnavailableError,
 )
 from penstock.network.rpc import call, open_channel
 from penstock.rewards.model import DEFAULT_MAX_BATCH_SIZE
 from penstock.rewards.score_messages import (
     ASSISTANT,
-    CREDENTIALS_HINT,
     ENVIRONMENT,
     GRADER_ERRORS,
     check_score,
     write_item,
 )
 from penstock.rewards.types import RewardItem, Turn
-from penstock.rewards.verdicts import CheckResult, CheckStatus, Note, ViolationError, health, reflection, run_check
+from penstock.rewards.verdicts import (
+    CheckResult,
+    CheckStatus,
+    Note,
+    ViolationError,
+    health,
+    reaching,
+    reflection,
+    run_check,
+)
 from penstock.security import NO_SECURITY, Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from penstock.wire.codec import int32_bytes
@@ -82,14 +87,8 @@ class _Checked:
         self._wants_token_ids = False
 
     async def answers(self) -> str:
-        try:
+        with reaching(self._target, SERVICE_NAME):
             await self._score([_item(1)])
-        except (BadTokenError, BadCertificateError) as error:
-            raise ViolationError(f"{error}; {CREDENTIALS_HINT}") from error
-        except ServiceUnavailableError as error:
-            raise ViolationError(f"no server answers at {self._target}: {error}") from error
-        except NotOfferedError as error:
-            raise ViolationError(f"{self._target} does not serve {SERVICE_NAME}") from error
         return "scores a sample"
 
     async def reports_health(self) -> str:

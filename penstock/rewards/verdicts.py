@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -11,7 +12,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from penstock.errors import PenstockError
+from penstock.errors import (
+    BadCertificateError,
+    BadTokenError,
+    NotOfferedError,
+    PenstockError,
+    ServiceUnavailableError,
+)
+from penstock.rewards.score_messages import CREDENTIALS_HINT
 
 
 class CheckStatus(StrEnum):
@@ -53,6 +61,19 @@ async def run_check(name: str, check: Callable[[], Awaitable[str]]) -> CheckResu
         return CheckResult(name=name, status=CheckStatus.NOTED, detail=str(note))
     except (ViolationError, PenstockError) as error:
         return CheckResult(name=name, status=CheckStatus.FAILED, detail=str(error))
+
+
+@contextmanager
+def reaching(target: str, service: str) -> Iterator[None]:
+    """Around the first call: that the server cannot be called is a violation. Raises ViolationError."""
+    try:
+        yield
+    except (BadTokenError, BadCertificateError) as error:
+        raise ViolationError(f"{error}; {CREDENTIALS_HINT}") from error
+    except ServiceUnavailableError as error:
+        raise ViolationError(f"no server answers at {target}: {error}") from error
+    except NotOfferedError as error:
+        raise ViolationError(f"{target} does not serve {service}") from error
 
 
 async def health(channel: grpc.aio.Channel, service: str, *, timeout_s: float) -> str:

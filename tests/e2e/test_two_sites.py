@@ -55,20 +55,6 @@ tls = ssl.create_default_context(cafile=os.environ["PENSTOCK_TLS_CA"])
 tls.load_cert_chain(os.environ["PENSTOCK_TLS_CERT"], os.environ["PENSTOCK_TLS_KEY"])
 print(urllib.request.urlopen("https://localhost:9464/metrics", context=tls, timeout=20).read().decode())
 """
-WAIT = """
-import socket, sys, time
-for address in sys.argv[1:]:
-    host, port = address.split(":")
-    end_s = time.monotonic() + 120
-    while True:
-        try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-            break
-        except OSError as error:
-            if time.monotonic() > end_s:
-                sys.exit(f"nothing listens at {address}: {error}")
-            time.sleep(0.1)
-"""
 
 
 class Fleet:
@@ -122,8 +108,8 @@ class Fleet:
 
     def wait_for_listeners(self, *addresses: str) -> None:
         """Until something listens at each, seen from `control`."""
-        waited = self._host("control").run(sys.executable, "-c", WAIT, *addresses, env=self._env(), timeout_s=150)
-        assert waited.returncode == 0, waited.stderr + self.logs()
+        problem = self._host("control").wait_for_listeners(*addresses, env=self._env())
+        assert not problem, problem + self.logs()
 
     def fetched_bytes(self, host: str) -> dict[str, int]:
         """Bytes of weights that a generator has got so far, by source."""

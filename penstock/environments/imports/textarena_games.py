@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import json
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.environments.environment import Environment
 from penstock.environments.types import Action, Message, Opening, Outcome, ScoreStatus, Task, UnplayableError
+from penstock.process.json_child import JsonChild, NoAnswerError
 
 WORKER = Path(__file__).with_name("textarena_worker.py")
 CALL_TIMEOUT_S = 30.0
@@ -48,40 +47,22 @@ class Games:
             raise ValueError(f"python: {python}: no such file")
         self.game = game
         self.options = dict(options)
-        self._python = python or sys.executable
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child = JsonChild(
+            [python or sys.executable, str(WORKER)],
+            answer_timeout_s=CALL_TIMEOUT_S,
+            start_timeout_s=START_TIMEOUT_S,
+            stderr=subprocess.DEVNULL,
+        )
         self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The child's answer; one call at a time. Raises GamesEndedError."""
         with self._lock:
-            timeout_s = CALL_TIMEOUT_S + (START_TIMEOUT_S if self._process is None else 0.0)
-            if self._process is None:
-                self._process = subprocess.Popen(
-                    [self._python, str(WORKER)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
-                weakref.finalize(self, _end, self._process)
-            process = self._process
-            assert process.stdin is not None
-            assert process.stdout is not None
-            timer = threading.Timer(timeout_s, process.kill)
-            timer.start()
             try:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(json.dumps(request).encode() + b"\n")
-                    process.stdin.flush()
-                line = process.stdout.readline()
-            finally:
-                timer.cancel()
-            if not line:
-                self._process = None
-                _end(process)
-                raise GamesEndedError(f"{self.game} did not answer within {timeout_s:g} s, or its process ended")
-            found: dict[str, Any] = json.loads(line)
-            return found
+                return self._child.ask(request)
+            except NoAnswerError as error:
+                message = f"{self.game} did not answer within {error.timeout_s:g} s, or its process ended"
+                raise GamesEndedError(message) from error
 
 
 class TextArenaSession(Environment):
@@ -138,8 +119,3 @@ class TextArenaSession(Environment):
         for turn in self._turns:
             self._games.ask({"session": self._name, "step": turn})
         return self._games.ask({"session": self._name, "step": text})
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()

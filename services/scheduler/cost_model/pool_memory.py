@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from penstock.model.decoder_shape import ModelShape
 from penstock.model.training_memory import TrainingMode, frozen_bytes, working_bytes
 from services.scheduler.cost_model.demand import Demand
+from services.scheduler.problem.plan_mesh_check import problem_shape
 from services.scheduler.problem.problem import NodeClass, Problem
 
 
@@ -99,22 +100,8 @@ class PoolMemory:
 
 def model_shape(problem: Problem) -> ModelShape:
     """The numbers of the problem's model that memory and traffic depend on; it states `ffn` or experts."""
-    model = problem.model
-    assert model.token_ffn is not None
-    return ModelShape(
-        num_params=model.params,
-        num_layers=model.layers,
-        hidden=model.hidden,
-        feed_forward=model.token_ffn,
-        query_width=model.q_heads * model.head_dim,
-        key_width=model.kv_heads * model.head_dim,
-        vocab=model.vocab,
-        is_tied=model.tied_embeddings,
-        num_chosen_experts=model.experts_per_token or 0,
-        expert_params=model.expert_params,
-        num_dense_layers=model.num_dense_layers,
-        dense_feed_forward=model.ffn or model.token_ffn,
-    )
+    assert problem.model.token_ffn is not None
+    return problem_shape(problem)
 
 
 def scorer_bytes(problem: Problem) -> float:

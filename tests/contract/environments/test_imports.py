@@ -125,7 +125,7 @@ async def test_games_of_textarena_are_played_and_played_again_after_their_proces
             assert texts[turn][0] == texts[turn][1]
             if texts[turn][0][1]:
                 break
-            os.kill(servicer._sessions["one"]._made._games._process.pid, signal.SIGKILL)
+            os.kill(servicer._sessions["one"]._made._games._child._process.pid, signal.SIGKILL)
         else:
             turn += 1
             while not answer.done:

@@ -9,7 +9,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,20 +39,6 @@ class Guess(played.Guess):
         return super().step(action)
 """
 """Sessions take longer than training, so that a generator that is killed has some."""
-WAIT = """
-import socket, sys, time
-for address in sys.argv[1:]:
-    host, port = address.split(":")
-    end_s = time.monotonic() + 120
-    while True:
-        try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-            break
-        except OSError as error:
-            if time.monotonic() > end_s:
-                sys.exit(f"nothing listens at {address}: {error}")
-            time.sleep(0.1)
-"""
 
 
 class Hosts:
@@ -93,9 +78,8 @@ class Hosts:
         return self.sites.hosts[host].run(*COMMAND, *arguments, env=self._env(host), timeout_s=120)
 
     def wait_for_listeners(self, *addresses: str) -> None:
-        command = (sys.executable, "-c", WAIT, *addresses)
-        waited = self.sites.hosts["control"].run(*command, env=self._env("control"), timeout_s=150)
-        assert waited.returncode == 0, waited.stderr + self.logs()
+        problem = self.sites.hosts["control"].wait_for_listeners(*addresses, env=self._env("control"))
+        assert not problem, problem + self.logs()
 
     def logs(self) -> str:
         """The end of every log."""

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,20 @@ from typing import IO, Any
 from tests.helpers.sites.link import Link, open_tun
 
 _MTU = 1500
+_WAIT = """
+import socket, sys, time
+for address in sys.argv[1:]:
+    host, port = address.split(":")
+    end_s = time.monotonic() + 120
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+            break
+        except OSError as error:
+            if time.monotonic() > end_s:
+                sys.exit(f"nothing listens at {address}: {error}")
+            time.sleep(0.1)
+"""
 
 
 def find_obstacle() -> str | None:
@@ -89,6 +104,11 @@ class Host:
         return subprocess.run(
             self.command(*command), env=dict(env), capture_output=True, text=True, timeout=timeout_s, check=False
         )
+
+    def wait_for_listeners(self, *addresses: str, env: Mapping[str, str]) -> str:
+        """Wait until something listens at each, seen from here; returns the problem, empty if all do within 120 s."""
+        waited = self.run(sys.executable, "-c", _WAIT, *addresses, env=env, timeout_s=150)
+        return waited.stderr if waited.returncode else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
