@@ -16,20 +16,21 @@ from tests.helpers.serving import channel_to
 
 pytestmark = pytest.mark.slow
 
-NUM_ROUNDS = 1000 if IS_LONG else 20
+NUM_ROUNDS = [1000] if IS_LONG else [4, pytest.param(20, marks=pytest.mark.grid)]
 SEED = random.randrange(1 << 32) if IS_LONG else 21
 
 
 @pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("num_rounds", NUM_ROUNDS)
 @pytest.mark.parametrize("method", methods(*SERVICES), ids=lambda method: method.name)
 async def test_nonsense_is_refused_with_a_reason(
-    method: MethodDescriptor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: MethodDescriptor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rounds: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
     print(f"seed {SEED}")
     fuzzer = Fuzzer(SEED, names=("r", "n", "g"))
     async with channel_to(*make_services()) as channel:
-        for _ in range(NUM_ROUNDS):
+        for _ in range(num_rounds):
             for request in fuzzer.requests(method, valid_requests(method)):
                 await answer(channel, method, request)
         assert await answer(channel, method, b"\xff\xff") == grpc.StatusCode.INVALID_ARGUMENT

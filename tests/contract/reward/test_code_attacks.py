@@ -57,6 +57,7 @@ KINDS = [
     pytest.param("container", marks=[pytest.mark.docker, pytest.mark.timeout(1800)]),
     "remote",
 ]
+"""Each attack in one shape, in turns, so that each shape is tried; in all of them in the grids."""
 EACH_OF_A_SERVICE = 10
 """Every so many attacks go to a service, whose programs are run as its sandbox runs them here."""
 
@@ -73,15 +74,16 @@ async def configured(kind: str) -> AsyncIterator[CodeConfig]:
         yield CodeConfig(sandbox="remote", sandbox_service=target, **limits)
 
 
+@pytest.mark.parametrize("has_all_shapes", [False, pytest.param(True, marks=pytest.mark.grid)], ids=["turns", "all"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_no_attack_escapes_or_scores(kind: str, tmp_path: Path) -> None:
+async def test_no_attack_escapes_or_scores(kind: str, has_all_shapes: bool, tmp_path: Path) -> None:
     if why := reason_to_skip(kind):
         pytest.skip(why)
     async with configured(kind) as config:
-        await attack(kind, config, tmp_path)
+        await attack(kind, config, tmp_path, has_all_shapes=has_all_shapes)
 
 
-async def attack(kind: str, config: CodeConfig, tmp_path: Path) -> None:
+async def attack(kind: str, config: CodeConfig, tmp_path: Path, *, has_all_shapes: bool) -> None:
     secret, name = f"SECRET-{secrets.token_hex(8)}", f"penstock-{secrets.token_hex(8)}"
     path, mark = tmp_path / "tests.json", tmp_path / "mark"
     path.write_text(secret)
@@ -100,7 +102,10 @@ async def attack(kind: str, config: CodeConfig, tmp_path: Path) -> None:
         assert alone.strip() == secret
         attacks = [(title, shape) for title in ATTACKS for shape in suites(secret) if _is_apt(title, shape)]
         assert len(attacks) >= 200
-        attacks = attacks[:: EACH_OF_A_SERVICE if kind == "remote" else 1]
+        if kind == "remote":
+            attacks = attacks[::EACH_OF_A_SERVICE]
+        elif not has_all_shapes:
+            attacks = _in_turns(attacks)
         items = [
             RewardItem(completion=program(ATTACKS[title], **targets), metadata=suites(secret)[shape])
             for title, shape in attacks
@@ -130,6 +135,14 @@ async def attack(kind: str, config: CodeConfig, tmp_path: Path) -> None:
 def _is_apt(title: str, shape: str) -> bool:
     """What only uses up time, or dies, does so alike in all shapes: two of them will do."""
     return shape in ("streams", "check") or not title.startswith(("resources", "processes"))
+
+
+def _in_turns(attacks: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """One shape of each attack: the first of the first, the second of the second, and so on."""
+    shapes: dict[str, list[str]] = {}
+    for title, shape in attacks:
+        shapes.setdefault(title, []).append(shape)
+    return [(title, apt[number % len(apt)]) for number, (title, apt) in enumerate(shapes.items())]
 
 
 def _listeners(port: int, name: str, mark: Path) -> list[socket.socket]:

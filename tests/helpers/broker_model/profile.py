@@ -1,4 +1,4 @@
-"""How much the state machine tries: a fixed sequence in CI, much more and another one each time for a night.
+"""How much the state machine tries: a fixed sequence in CI, longer in the grids, and another one each time for a night.
 
     PENSTOCK_HYPOTHESIS=long python -m pytest tests/unit/broker/test_invariants.py \
         tests/integration/broker/test_invariants.py

@@ -11,5 +11,6 @@ from tests.helpers.stores.stores import RedisServers
 
 @pytest.mark.flaky(reruns=0)
 @pytest.mark.timeout(TIMEOUT_S)
-def test_the_invariants_hold_on_redis_whatever_happens(servers: RedisServers) -> None:
-    check_invariants(lambda: RedisBacking(servers.emptied("redis")), max_examples=25)
+@pytest.mark.parametrize("max_examples", [8, pytest.param(25, marks=pytest.mark.grid)])
+def test_the_invariants_hold_on_redis_whatever_happens(servers: RedisServers, max_examples: int) -> None:
+    check_invariants(lambda: RedisBacking(servers.emptied("redis")), max_examples=max_examples)

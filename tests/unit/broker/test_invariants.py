@@ -10,5 +10,6 @@ from tests.helpers.broker_model.profile import TIMEOUT_S, check_invariants
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
-def test_the_invariants_hold_whatever_happens() -> None:
-    check_invariants(MemoryBacking, max_examples=80)
+@pytest.mark.parametrize("max_examples", [25, pytest.param(80, marks=pytest.mark.grid)])
+def test_the_invariants_hold_whatever_happens(max_examples: int) -> None:
+    check_invariants(MemoryBacking, max_examples=max_examples)
