@@ -42,6 +42,7 @@ def test_a_quick_run_prints_every_number_as_json() -> None:
     assert "short: repetition 1 of 1" in done.stderr
 
 
+@pytest.mark.grid
 async def test_pipelinerls_pattern_carries_both_workloads_once_and_intact() -> None:
     """The peer that needs no packages of its own; `measure` raises where something came twice or damaged."""
     with scratch_folder() as folder:
@@ -53,6 +54,7 @@ async def test_pipelinerls_pattern_carries_both_workloads_once_and_intact() -> N
     assert all(row["trajectories_per_second"] > 0 for row in rows)
 
 
+@pytest.mark.grid
 def test_a_quick_run_of_the_ranker_compares_it_with_baseline_and_oracle() -> None:
     command = [sys.executable, "-m", "console", "bench", "ranker", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
@@ -69,6 +71,7 @@ def test_a_quick_run_of_the_ranker_compares_it_with_baseline_and_oracle() -> Non
         assert math.isfinite(result[data]["speed"]["call_1024_prompts_ms"])
 
 
+@pytest.mark.grid
 def test_a_quick_run_over_a_fleet_prints_ratios_and_times_as_json() -> None:
     command = [sys.executable, "-m", "console", "bench", "fleet", "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 POLICIES = ("fifo", "least_loaded", "lpt", "streamrl")
 MODEL = LatencyModel(base_s=1.0, per_sample_s=0.5, max_samples=2)
 GRID = (
-    ("8 alike, 16 slots", "short", "good"),
+    pytest.param("8 alike, 16 slots", "short", "good", marks=pytest.mark.grid),
     ("4 and 4 at 40 %", "short", "good"),
     ("6 bound by KV", "short", "exact"),
 )
@@ -135,17 +135,16 @@ def test_a_look_ahead_at_the_true_lengths_is_the_simulation(policy: str, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_auto_is_never_worse_than_the_best_policy_by_more_than_one_percent() -> None:
+@pytest.mark.parametrize(("fleet", "workload", "forecast"), GRID)
+def test_auto_is_never_worse_than_the_best_policy_by_more_than_one_percent(
+    fleet: str, workload: str, forecast: str
+) -> None:
     """Summed over seeds: one draw of true lengths is luck, which no choice made beforehand can follow."""
-    worse: dict[str, float] = {}
-    for fleet, workload, forecast in GRID:
-        makespans = dict.fromkeys((*POLICIES, "auto"), 0.0)
-        for seed in range(6, 12):
-            scenario = make_scenario(
-                fleet=fleet, workload=workload, forecast=forecast, num_groups=16, group_size=8, seed=seed
-            )
-            for policy in makespans:
-                makespans[policy] += simulate(scenario, policy).makespan_s
-        best = min(makespans[policy] for policy in POLICIES)
-        worse[f"{fleet}, {workload}, {forecast}"] = makespans["auto"] / best
-    assert {name: ratio for name, ratio in worse.items() if ratio > 1.01} == {}
+    makespans = dict.fromkeys((*POLICIES, "auto"), 0.0)
+    for seed in range(6, 12):
+        scenario = make_scenario(
+            fleet=fleet, workload=workload, forecast=forecast, num_groups=16, group_size=8, seed=seed
+        )
+        for policy in makespans:
+            makespans[policy] += simulate(scenario, policy).makespan_s
+    assert makespans["auto"] <= 1.01 * min(makespans[policy] for policy in POLICIES)

@@ -102,7 +102,7 @@ async def still_takes_tokens(generator: Generator, lease: broker_pb2.Lease) -> b
     return await generator.put(chunk(lease, [7])) == []
 
 
-@pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S, 0.6 * LIFE_S])
+@pytest.mark.parametrize("ahead_s", [HOUR_S, pytest.param(-HOUR_S, marks=pytest.mark.grid), 0.6 * LIFE_S])
 async def test_brokers_of_different_times_end_no_lease_of_each_other(redis: RedisProcess, ahead_s: float) -> None:
     async with brokers(redis, SteppedClock(), SteppedClock(ahead_s)) as running:
         generator, lease = await one_lease(running[0])
@@ -130,7 +130,14 @@ async def test_scoring_leases_do_not_depend_on_brokers_clocks_either(redis: Redi
         assert num_expired(running) == 0
 
 
-@pytest.mark.parametrize("steps", [(60.0, -60.0), (-60.0, 60.0), (HOUR_S, -HOUR_S)])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param((60.0, -60.0), marks=pytest.mark.grid),
+        (-60.0, 60.0),
+        pytest.param((HOUR_S, -HOUR_S), marks=pytest.mark.grid),
+    ],
+)
 async def test_wall_clocks_that_are_stepped_end_no_lease(redis: RedisProcess, steps: tuple[float, ...]) -> None:
     clock = SteppedClock()
     async with brokers(redis, clock) as running:

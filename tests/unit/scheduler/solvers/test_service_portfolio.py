@@ -21,7 +21,7 @@ BUDGET = 1000
 MOST_WORKERS = 3
 
 
-@pytest.mark.parametrize("seed", [1, 4, 7])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.grid) for seed in (4, 7))])
 def test_auto_is_never_worse_than_a_member_with_the_same_budget(seed):
     problem = drawn_with_services(seed)
     rates = {}

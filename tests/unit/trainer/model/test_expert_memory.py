@@ -16,7 +16,14 @@ from services.trainer.distributed import expert_mesh
 from services.trainer.run.memory_fit import with_adapter
 from services.trainer.run_sections import LoraSection
 from tests.helpers.trainers.lone_rank import one_of
-from tests.unit.trainer.model.test_training_memory import WIDE, measured, mode_of, trained_backend, whole_bytes
+from tests.unit.trainer.model.test_training_memory import (
+    SETTINGS,
+    WIDE,
+    measured,
+    mode_of,
+    trained_backend,
+    whole_bytes,
+)
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
@@ -48,8 +55,7 @@ def counter():
         yield Balanced
 
 
-@pytest.mark.parametrize("checkpoints_layers", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "checkpoints_layers"), SETTINGS)
 @pytest.mark.parametrize(("num_ranks", "size"), [(4, 2), pytest.param(4, 4, marks=pytest.mark.grid)])
 def test_a_process_needs_and_exchanges_what_the_formulas_say(
     tmp_path, counter, num_ranks, size, dtype, checkpoints_layers
@@ -67,8 +73,7 @@ def test_a_process_needs_and_exchanges_what_the_formulas_say(
     assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("checkpoints_layers", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "checkpoints_layers"), SETTINGS)
 @pytest.mark.parametrize("num_tokens", [pytest.param(256, marks=pytest.mark.grid), 768])
 def test_an_adapter_over_divided_experts_needs_what_the_formula_says(
     tmp_path, counter, num_tokens, dtype, checkpoints_layers

@@ -22,7 +22,7 @@ from tests.helpers.tensor_memory import TensorMemory
 from tests.helpers.trainers.lone_rank import LoneStage, lone_group
 from tests.unit.trainer.builders import build_trajectory
 from tests.unit.trainer.distributed.test_rank_backend import loss_with
-from tests.unit.trainer.model.test_training_memory import WIDE, mode_of
+from tests.unit.trainer.model.test_training_memory import SETTINGS, WIDE, mode_of
 
 NUM_TOKENS = 512
 
@@ -65,8 +65,7 @@ def trained(path, index, **settings):
         return backend, *(measured(backend, count=count) for count in (1, 8))
 
 
-@pytest.mark.parametrize("checkpoints_layers", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "checkpoints_layers"), SETTINGS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_stage_needs_what_the_formula_says(tmp_path, index, dtype, checkpoints_layers):
     """Of a pack of one sample, which is one microbatch; of several no more."""

@@ -24,6 +24,13 @@ from tests.unit.trainer.builders import build_trajectory
 from tests.unit.trainer.distributed.test_rank_backend import build_backend
 from tests.unit.trainer.model.test_architectures import EXACT
 
+SETTINGS = [
+    ("float32", False),
+    ("bfloat16", True),
+    pytest.param("float32", True, marks=pytest.mark.grid),
+    pytest.param("bfloat16", False, marks=pytest.mark.grid),
+]
+"""Data type, and whether layers compute their activations again."""
 WIDE = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -112,8 +119,7 @@ def qwen3(request, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("checkpoints_layers", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "checkpoints_layers"), SETTINGS)
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.grid), 4])
 @pytest.mark.parametrize("num_tokens", [32, 256])
 def test_a_shard_needs_and_exchanges_what_the_formulas_say(qwen3, num_ranks, dtype, checkpoints_layers, num_tokens):
@@ -127,8 +133,7 @@ def test_a_shard_needs_and_exchanges_what_the_formulas_say(qwen3, num_ranks, dty
     assert memory.collectives["_reduce_scatter_base_"] == reduced_bytes(shape, mode, num_passes=1)
 
 
-@pytest.mark.parametrize("checkpoints_layers", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "checkpoints_layers"), SETTINGS)
 def test_one_process_needs_what_the_formula_says(qwen3, dtype, checkpoints_layers):
     backend = trained_backend(qwen3, dtype=dtype, gradient_checkpointing=checkpoints_layers)
     memory = measured(backend, num_tokens=256)
@@ -137,8 +142,7 @@ def test_one_process_needs_what_the_formula_says(qwen3, dtype, checkpoints_layer
     assert not memory.collectives
 
 
-@pytest.mark.parametrize("checkpoints_layers", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "checkpoints_layers"), SETTINGS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(("num_chosen", "width"), [pytest.param(2, 64, marks=pytest.mark.grid), (4, 96)])
 def test_experts_need_what_the_formula_says(tmp_path, num_chosen, width, num_ranks, dtype, checkpoints_layers):
@@ -153,8 +157,7 @@ def test_experts_need_what_the_formula_says(tmp_path, num_chosen, width, num_ran
     assert whole_bytes(shape, mode) == pytest.approx(memory.peak_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("checkpoints_layers", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "checkpoints_layers"), SETTINGS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("base", ["auto", "nf4"])
 def test_an_adapter_needs_what_the_formula_says(qwen3, base, num_ranks, dtype, checkpoints_layers):
