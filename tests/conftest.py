@@ -16,6 +16,9 @@ from penstock.memory.collector import collect_rarely
 from services.broker.records.store import Store
 from tests.helpers.stores.stores import GROUPED_STORES, STORES, RedisServers, opened_store, redis_servers
 
+# What a store must do, its own suite shows on each; all else is shown on the one that runs are kept in.
+REPEATED_STORES = ("memory", *GROUPED_STORES)
+
 # How soon examples are drawn says how busy the machine is, not whether the code is right.
 settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
@@ -89,9 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONG_FILES)}
     for item in items:
-        # What Sentinels do to addresses and Clusters to keys, the store's own suite shows; all else is as on Redis.
         of_test = getattr(item, "callspec", None)
-        if of_test and of_test.params.get("store") in GROUPED_STORES and item.path.name != "test_store.py":
+        if of_test and of_test.params.get("store") in REPEATED_STORES and item.path.name != "test_store.py":
             item.add_marker(pytest.mark.grid)
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
