@@ -60,12 +60,19 @@ def answer():
     return plan(EXAMPLE, "--json", "--budget-s", "120").output
 
 
-@pytest.mark.slow
-def test_the_example_is_planned_and_shown_to_people_in_words_and_in_a_picture(tmp_path):
-    drawn = tmp_path / "plan.svg"
-    result = plan(EXAMPLE, "--picture", str(drawn))
-
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The same for people: what is said, and the picture."""
+    drawn = tmp_path_factory.mktemp("plan") / "plan.svg"
+    result = plan(EXAMPLE, "--explain", "--picture", str(drawn), "--budget-s", "120")
     assert result.exit_code == 0, result.output
+    return result.output, drawn
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_example_is_planned_and_shown_to_people_in_words_and_in_a_picture(shown):
+    output, drawn = shown
     for words in (
         "a100-0",
         "l40s-0 and 1 like it",
@@ -75,7 +82,7 @@ def test_the_example_is_planned_and_shown_to_people_in_words_and_in_a_picture(tm
         "optimal",
         "by simulation:",
     ):
-        assert words in result.output
+        assert words in output
     root = ElementTree.fromstring(drawn.read_text())
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     tips = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -138,15 +145,15 @@ def test_mistakes_are_reported_in_a_line(arguments, told):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_reported(answer):
-    told = plan(EXAMPLE, "--explain", "--budget-s", "120")
+def test_the_bottleneck_the_next_purchase_and_cheaper_clusters_are_reported(answer, shown):
+    output, _ = shown
     for words in (
         "bottleneck: training: computation",
         "more L40S in there: +",
         "fewer machines would bring:",
         "1 a100: ",
     ):
-        assert words in told.output, told.output
+        assert words in output, output
 
     answer = json.loads(answer)
     costs = [each["usd_per_hour"] for each in answer["alternatives"]]
