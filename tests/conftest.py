@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -87,15 +87,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def by_turns(files: Iterable[Path]) -> list[Path]:
+    """The files of all kinds of tests mixed, each kind spread over the whole: some wait while others compute."""
+    of_kind: dict[str, list[Path]] = {}
+    for file in files:
+        of_kind.setdefault(file.relative_to(Path(__file__).parent).parts[0], []).append(file)
+    shares = [(place / len(kind), file) for kind in of_kind.values() for place, file in enumerate(kind)]
+    return [file for _, file in sorted(shares, key=lambda share: share[0])]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks repetitions; long files first, so that no process of pytest begins one when the others are done."""
     here = Path(__file__).parent
-    places = {here / name: place for place, name in enumerate(LONG_FILES)}
+    files = [*(here / name for name in LONG_FILES), *by_turns(dict.fromkeys(item.path for item in items))]
+    places = {file: place for place, file in enumerate(dict.fromkeys(files))}
     for item in items:
         of_test = getattr(item, "callspec", None)
         if of_test and of_test.params.get("store") in REPEATED_STORES and item.path.name != "test_store.py":
             item.add_marker(pytest.mark.grid)
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
