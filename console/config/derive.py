@@ -16,6 +16,7 @@ from penstock.tracing.settings import (
     ENDPOINT_VARIABLES,
     FOLDER_VARIABLE,
     OFF_VARIABLE,
+    PROTOCOL_VARIABLES,
     RATIO_VARIABLE,
     RUN_VARIABLE,
 )
@@ -85,6 +86,7 @@ def export_environment(section: TracingSection, run_id: str) -> dict[str, str]:
         return {OFF_VARIABLE: "true"}
     collector = {
         ENDPOINT_VARIABLES[-1]: section.otlp_endpoint,
+        PROTOCOL_VARIABLES[-1]: section.otlp_protocol,
         CERTIFICATE_VARIABLES[-1]: section.otlp_certificate,
     }
     stated = {name: value for name, value in collector.items() if value is not None}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.collective.broadcast_backend import Transport
 from penstock.config import StrictModel, Targets
 from penstock.security.registered_addresses import checked_trusted_hosts
 from penstock.targets import checked_address, checked_addresses
-from penstock.tracing.settings import DEFAULT_RATIO, checked_endpoint
+from penstock.tracing.settings import DEFAULT_RATIO, GRPC, checked_endpoint
 from services.broker.storage.redis.address import parse_redis_url
 from services.scheduler.config import CostModelName
 
@@ -129,13 +129,20 @@ class TracingSection(StrictModel):
     """Share of groups whose samples are traced one by one, chosen at their submission; slow and failed ones come on
     top."""
     otlp_endpoint: str | None = None
-    """Collector to which spans are also exported, http://HOST:PORT or https://HOST:PORT of OTLP over gRPC; null leaves
-    that to OTEL_EXPORTER_OTLP_ENDPOINT. What it is to be shown belongs into OTEL_EXPORTER_OTLP_HEADERS."""
+    """Collector to which spans are also exported, http://HOST:PORT or https://HOST:PORT of OTLP; null leaves that to
+    OTEL_EXPORTER_OTLP_ENDPOINT. What it is to be shown belongs into OTEL_EXPORTER_OTLP_HEADERS."""
+    otlp_protocol: Literal["grpc", "http/protobuf"] | None = None
+    """Protocol of that collector; its address may then have a path for http/protobuf. Null leaves that to
+    OTEL_EXPORTER_OTLP_PROTOCOL, and without it to grpc."""
     otlp_certificate: str | None = None
     """File with the authority of that collector's certificate, where the services run; null leaves that to
     OTEL_EXPORTER_OTLP_CERTIFICATE, and without it to the system's authorities."""
 
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _check_endpoint(cls, value: str | None) -> str | None:
-        return None if value is None else checked_endpoint(value)
+    @model_validator(mode="after")
+    def _endpoint_is_one(self) -> Self:
+        if self.otlp_endpoint is not None:
+            try:
+                checked_endpoint(self.otlp_endpoint, protocol=self.otlp_protocol or GRPC)
+            except ValueError as error:
+                raise ValueError(f"otlp_endpoint: {error}") from error
+        return self

@@ -51,7 +51,7 @@ class Recorder:
             self._processors.append(_Processor(_FileExporter(TraceFile(settings.folder)), "file", FILE_DELAY_MS))
         if settings.exports:
             # Half a second of imports that a process without a collector does not spend.
-            from penstock.tracing.collector import CollectorExporter
+            from penstock.tracing.export.collector import CollectorExporter
 
             self._processors.append(_Processor(CollectorExporter(), "collector", EXPORT_DELAY_MS))
         self._resource = lru_cache(_MAX_RUNS)(self._make_resource)

@@ -17,6 +17,8 @@ RATIO_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 OFF_VARIABLE = "OTEL_SDK_DISABLED"
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+GRPC, HTTP = "grpc", "http/protobuf"
+PROTOCOLS = (GRPC, HTTP)
 CERTIFICATE_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE")
 """File with the authority of the collector's certificate."""
 HEADERS_VARIABLE = "OTEL_EXPORTER_OTLP_HEADERS"
@@ -50,9 +52,8 @@ def settings_from(environment: Mapping[str, str] = os.environ) -> TraceSettings:
     if environment.get(OFF_VARIABLE, "").lower() == "true":
         return TraceSettings()
     exports = bool(endpoint_of(environment))
-    protocol = next(filter(None, map(environment.get, PROTOCOL_VARIABLES)), "grpc")
-    if exports and protocol != "grpc":
-        raise ConfigError(f"{PROTOCOL_VARIABLES[1]}: {protocol!r}: spans are exported by grpc only; unset it")
+    if exports and (protocol := protocol_of(environment)) not in PROTOCOLS:
+        raise ConfigError(f"{PROTOCOL_VARIABLES[1]}: {protocol!r}: write one of {', '.join(PROTOCOLS)}")
     for name in CERTIFICATE_VARIABLES if exports else ():
         if (path := environment.get(name)) and not Path(path).is_file():
             raise ConfigError(f"{name}: {path}: is no file; name the one with the authority of the collector")
@@ -65,6 +66,11 @@ def endpoint_of(environment: Mapping[str, str] = os.environ) -> str:
     return next(filter(None, map(environment.get, ENDPOINT_VARIABLES)), "")
 
 
+def protocol_of(environment: Mapping[str, str] = os.environ) -> str:
+    """The protocol of OTLP by which they are exported."""
+    return next(filter(None, map(environment.get, PROTOCOL_VARIABLES)), GRPC)
+
+
 def collector_problem() -> str:
     """Why the collector of the environment takes no spans, in words; empty if it does. Takes some seconds at most."""
     try:
@@ -72,20 +78,28 @@ def collector_problem() -> str:
     except ConfigError as error:
         return str(error)
     # Half a second of imports.
-    from penstock.tracing.collector import probe
+    from penstock.tracing.export.collector import probe
 
     return probe()
 
 
-def checked_endpoint(url: str) -> str:
-    """An endpoint that a configuration names. Raises ValueError: it is none, or has a secret in it."""
+def checked_endpoint(url: str, *, protocol: str = GRPC) -> str:
+    """An endpoint that a configuration names. Raises ValueError: it is none, or has a secret in it.
+
+    Args:
+        url: http or https; over HTTP it may have a path, to which /v1/traces is added.
+        protocol: By which spans are exported.
+    """
+    is_http = protocol == HTTP
     try:
         parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is not None or is_http)
     except ValueError:
         is_address = False
-    if not is_address or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ValueError(f"{url.rpartition('@')[2]!r}: write http://HOST:PORT, or https://HOST:PORT, of OTLP over gRPC")
+    if not is_address or (parts.path.strip("/") and not is_http) or parts.query or parts.fragment:
+        where = "HOST[:PORT][/PATH]" if is_http else "HOST:PORT"
+        hint = "" if is_http else f"; one of OTLP over HTTP needs otlp_protocol {HTTP}"
+        raise ValueError(f"{url.rpartition('@')[2]!r}: write http://{where}, or https://{where}, of a collector{hint}")
     if "@" in parts.netloc:
         raise ValueError(f"a configuration is no place for a secret: set {HEADERS_VARIABLE} instead")
     return url

@@ -1,11 +1,14 @@
-"""A collector of traces for tests: the official TraceService over gRPC, with TLS or without, that may misbehave."""
+"""A collector of traces for tests: OTLP's official messages over gRPC or HTTP, by TLS or without; it may misbehave."""
 
 from __future__ import annotations
 
+import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +43,20 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return f"127.0.0.1:{self.port}"
 
     def Export(self, request: Request, context: grpc.ServicerContext) -> Response:
-        with self._lock:
-            self.metadata.append({name: str(value) for name, value in context.invocation_metadata()})
+        self.note_call({name: str(value) for name, value in context.invocation_metadata()})
         response = self.behave(request, context)
+        self.note(request)
+        return response
+
+    def note(self, request: Request) -> None:
+        """Keep what was answered without an error."""
         with self._lock:
             self.requests.append(request)
-        return response
+
+    def note_call(self, metadata: dict[str, str]) -> None:
+        """Keep what a call was sent along with."""
+        with self._lock:
+            self.metadata.append(metadata)
 
     def spans(self) -> dict[str, dict[str, Any]]:
         """What it took, by the span's id: see `described`."""
@@ -92,3 +103,56 @@ def collecting(behave: Behave = take, *, certificate: Path | None = None) -> Ite
         yield collector
     finally:
         server.stop(0).wait()
+
+
+Answer = tuple[int, bytes | Iterable[bytes]]
+"""Status and body."""
+
+
+def take_all(request: Request) -> Answer:
+    """What a collector answers over HTTP that has taken all."""
+    return 200, Response().SerializeToString()
+
+
+@contextmanager
+def collecting_by_http(
+    behave: Callable[[Request], Answer] = take_all, *, certificate: Path | None = None
+) -> Iterator[Collector]:
+    """The same over HTTP, at /v1/traces."""
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/x-protobuf")
+            request = Request.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+            collector.note_call({name.lower(): value for name, value in self.headers.items()})
+            status, body = behave(request)
+            self.send_response(status, "sesame" if status >= 300 else None)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.send_header("Location", "http://127.0.0.1:1/")
+            self.end_headers()
+            with suppress(OSError):
+                for piece in [body] if isinstance(body, bytes) else body:
+                    self.wfile.write(piece)
+                    self.wfile.flush()
+            if status == HTTPStatus.OK:
+                collector.note(request)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    collector.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

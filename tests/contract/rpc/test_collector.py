@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -14,13 +15,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from penstock import tracing
 from penstock.config import ConfigError
 from penstock.process.log_setup import configure_logging
-from penstock.tracing import collector as collector_module
 from penstock.tracing import recorder
 from penstock.tracing.counters import LOST
+from penstock.tracing.export import collector as collector_module
 from penstock.tracing.recording import Event, Span
 from penstock.tracing.settings import collector_problem, settings_from
 from tests.helpers.certificates import issue, make_authority
-from tests.helpers.otlp import Response, collecting
+from tests.helpers.otlp import Response, collecting, collecting_by_http
 from tests.helpers.stores.redis_server import free_port
 from tests.helpers.traces import written_spans
 from tests.helpers.waiting import until
@@ -64,13 +65,15 @@ def said(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
 
 
-async def test_it_gets_what_the_folder_has_by_tls_with_its_key(tmp_path, exporting):
+@pytest.mark.parametrize(("protocol", "serving"), [("grpc", collecting), ("http/protobuf", collecting_by_http)])
+async def test_it_gets_what_the_folder_has_by_tls_with_its_key(protocol, serving, tmp_path, exporting):
     certificate = tmp_path / "certificate"
     issue(make_authority(tmp_path / "authority"), out=certificate)
-    with collecting(certificate=certificate) as collector:
+    with serving(certificate=certificate) as collector:
         exporting(
             f"https://localhost:{collector.port}",
             tmp_path,
+            PROTOCOL=protocol,
             CERTIFICATE=str(certificate / "ca.pem"),
             HEADERS="authorization=Bearer%20sesame",
         )
@@ -144,6 +147,53 @@ async def test_what_a_hostile_one_answers_is_counted_and_never_more_than_was_sen
     expected = [words[0], words[1], words[0]]
     assert [each["event"].removeprefix("the collector ") for each in lines] == expected
     assert all(len(each.get("error", "")) <= 200 for each in lines)
+
+
+async def test_over_http_what_a_hostile_one_answers_is_counted_and_never_more_than_was_sent(exporting, capfd):
+    def endless():
+        while True:
+            yield b"x" * 4096
+
+    def slow():
+        while True:
+            time.sleep(0.1)
+            yield b"\x0a"
+
+    rejected = Response(partial_success=trace_service_pb2.ExportTracePartialSuccess(rejected_spans=10**12))
+    answers = [
+        (400, b"\x1b[2J"),
+        (307, b""),
+        (200, b"no message"),
+        (200, endless()),
+        (200, slow()),
+        (200, rejected.SerializeToString()),
+        (200, b""),
+    ]
+
+    def answer(request):
+        number = int(request.resource_spans[0].scope_spans[0].spans[0].start_time_unix_nano / 1e9) - 1
+        return answers[number]
+
+    with collecting_by_http(answer) as collector:
+        exporting(f"http://{collector.target}/", PROTOCOL="http/protobuf")
+        before = lost()
+        for number in range(len(answers) - 1):
+            tracing.record(span(number))
+            await until(lambda num=number: lost() == before + num + 1)
+        tracing.record(span(len(answers) - 1))
+        lines = said(capfd)
+        while len(lines) < 2:
+            await asyncio.sleep(0.02)
+            lines += said(capfd)
+        tracing.close()
+    assert lost() == before + len(answers) - 1
+    words = ["does not take spans; the run goes on without them", "takes spans again"]
+    assert [each["event"].removeprefix("the collector ") for each in lines] == words
+    assert lines[0]["error"] == "HTTP 400 sesame"
+    exporting(f"http://127.0.0.1:{free_port()}")
+    assert "ConnectionError" in collector_problem()
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL: 'http/json': write one of grpc, http/protobuf"):
+        exporting("http://127.0.0.1:1", PROTOCOL="http/json")
 
 
 async def test_a_wrong_certificate_gets_no_spans_and_no_key(tmp_path, exporting, monkeypatch):

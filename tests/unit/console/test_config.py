@@ -269,7 +269,7 @@ def test_every_field_is_described() -> None:
 
 
 def test_the_number_of_fields_stays_within_the_budget() -> None:
-    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 161
+    assert len([name for model, name, _ in every_field() if model is not RunConfig]) <= 162
 
 
 ENGINE_VALUES = {

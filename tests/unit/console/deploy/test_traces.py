@@ -89,3 +89,7 @@ def test_one_that_records_nothing_says_so_and_what_names_a_secret_is_refused():
     for wrong in ("traces.example:4317", "https://traces.example", "http://traces.example:4318/v1/traces"):
         with pytest.raises(ConfigError, match="write http://HOST:PORT, or https://HOST:PORT"):
             files_for("compose", otlp_endpoint=wrong)
+    over_http = files_for("slurm", otlp_endpoint="https://traces.example/otlp", otlp_protocol="http/protobuf")
+    scripts = [content for path, content in over_http.items() if path.endswith("machine.sh")]
+    assert scripts
+    assert all("export OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf\n" in each for each in scripts)

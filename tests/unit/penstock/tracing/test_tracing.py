@@ -79,7 +79,7 @@ def test_settings_come_by_opentelemetrys_names(tmp_path):
     for wrong in ("2", "-0.1", "nan", "many"):
         with pytest.raises(ConfigError, match="OTEL_TRACES_SAMPLER_ARG"):
             settings_from({**given, "OTEL_TRACES_SAMPLER_ARG": wrong})
-    with pytest.raises(ConfigError, match="by grpc only"):
+    with pytest.raises(ConfigError, match="write one of grpc, http/protobuf"):
         settings_from({"OTEL_EXPORTER_OTLP_ENDPOINT": "x", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
 
 

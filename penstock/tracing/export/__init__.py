@@ -1,0 +1,1 @@
+"""Takes recorded spans to a collector, by either protocol of OTLP. Imported only where one is named."""
