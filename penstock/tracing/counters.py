@@ -7,7 +7,7 @@ from prometheus_client import Counter
 RECORDED = Counter("penstock_trace_spans_recorded", "Spans recorded by this process.")
 LOST = Counter(
     "penstock_trace_spans_lost",
-    "Spans that were not written, by what did not take them: file (the disk), collector, queue (full), or budget (the "
-    "samples that failed or were slow were too many).",
+    "Spans that were not written, by what did not take them: file (the disk), collector, queue (full, in spans or in "
+    "bytes), or budget (the samples that failed or were slow were too many).",
     ["at"],
 )

@@ -1,4 +1,4 @@
-"""Hands spans to OpenTelemetry's SDK: a bounded queue and a thread for the file, and likewise for the collector."""
+"""Makes spans of OpenTelemetry's SDK, and queues them for the file and for the collector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags
 
 from penstock.process.logger import get_logger
@@ -16,15 +16,13 @@ from penstock.tracing.context import TraceContext
 from penstock.tracing.counters import LOST, RECORDED
 from penstock.tracing.recording import Attributes, Span, new_context
 from penstock.tracing.settings import RUN_ATTRIBUTE, TraceSettings
+from penstock.tracing.span_queue import SpanQueue
 from penstock.tracing.trace_file import TraceFile
 
 MAX_TEXT_CHARACTERS = 256
 MAX_EVENTS, MAX_LINKS = 256, 1024
 """Of one span; the first ones are kept."""
-MAX_QUEUED_SPANS, MAX_SPANS_PER_LINE = 8192, 256
 FILE_DELAY_MS, EXPORT_DELAY_MS = 1_000.0, 5_000.0
-CLOSE_TIMEOUT_S = 5.0
-"""How long a process that ends waits for the file and the collector, each."""
 _MAX_RUNS = 64
 
 _log = get_logger()
@@ -46,27 +44,27 @@ class Recorder:
         self._service = service
         self._run_id = run_id
         self._instance = instance
-        self._processors: list[_Processor] = []
+        self._queues: list[SpanQueue] = []
         if settings.folder is not None:
-            self._processors.append(_Processor(_FileExporter(TraceFile(settings.folder)), "file", FILE_DELAY_MS))
+            self._queues.append(SpanQueue(_FileExporter(TraceFile(settings.folder)), "file", FILE_DELAY_MS))
         if settings.exports:
             # Half a second of imports that a process without a collector does not spend.
             from penstock.tracing.export.collector import CollectorExporter
 
-            self._processors.append(_Processor(CollectorExporter(), "collector", EXPORT_DELAY_MS))
+            self._queues.append(SpanQueue(CollectorExporter(), "collector", EXPORT_DELAY_MS))
         self._resource = lru_cache(_MAX_RUNS)(self._make_resource)
 
     def record(self, span: Span) -> None:
-        """Queue a span; the oldest queued one makes room if there is none."""
+        """Queue a span; one that finds a full queue is left out."""
         RECORDED.inc()
         made = self._readable(span)
-        for processor in self._processors:
-            processor.on_end(made)
+        for queue in self._queues:
+            queue.on_end(made)
 
     def close(self) -> None:
         """Write and export what is queued, within some seconds."""
-        for processor in self._processors:
-            processor.close()
+        for queue in self._queues:
+            queue.close()
 
     def _make_resource(self, run_id: str) -> Resource:
         # `create` adds OTEL_RESOURCE_ATTRIBUTES.
@@ -114,37 +112,6 @@ class _FileExporter(SpanExporter):
     def shutdown(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class _Processor(BatchSpanProcessor):
-    """Counts what its full queue drops, and what is left in it at the end.
-
-    Args:
-        exporter: Of the spans.
-        at: What does not take them if they are left.
-        delay_ms: From a span to its export, at most, unless many are queued.
-    """
-
-    def __init__(self, exporter: SpanExporter, at: str, delay_ms: float) -> None:
-        self._at = at
-        super().__init__(
-            exporter,
-            max_queue_size=MAX_QUEUED_SPANS,
-            schedule_delay_millis=delay_ms,
-            max_export_batch_size=MAX_SPANS_PER_LINE,
-        )
-
-    def close(self) -> None:
-        """Export what is queued, for at most `CLOSE_TIMEOUT_S`."""
-        self._batch_processor.shutdown(timeout_millis=int(CLOSE_TIMEOUT_S * 1000))
-        LOST.labels(self._at).inc(len(self._batch_processor._queue))
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Queue a span."""
-        queue = self._batch_processor._queue
-        if len(queue) == queue.maxlen:
-            LOST.labels("queue").inc()
-        super().on_end(span)
 
 
 def _sdk_context(context: TraceContext) -> SpanContext:

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from penstock import tracing
 from penstock.config import ConfigError
 from penstock.process.log_setup import configure_logging
-from penstock.tracing import recorder
+from penstock.tracing import recorder, span_queue
 from penstock.tracing.counters import LOST
 from penstock.tracing.export import collector as collector_module
 from penstock.tracing.recording import Event, Span
@@ -36,7 +36,7 @@ def span(number: int = 0, **more: Any) -> Span:
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector_module, "EXPORT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(recorder, "CLOSE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(span_queue, "CLOSE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(recorder, "EXPORT_DELAY_MS", 20.0)
 
 
@@ -106,16 +106,17 @@ async def test_one_that_never_answers_slows_nothing_and_a_process_ends_in_time(t
     with collecting(lambda request, context: time.sleep(3) or Response()) as collector:
         exporting(f"http://{collector.target}", tmp_path)
         before, begun_s = (lost(), lost("queue")), time.monotonic()
-        for number in range(3 * recorder.MAX_QUEUED_SPANS):
+        for number in range(3 * span_queue.MAX_QUEUED_SPANS):
             tracing.record(span(number))
         await until(lambda: bool(collector.metadata))
         closing_s = time.monotonic()
         tracing.close()
-        assert time.monotonic() - closing_s < 5 * recorder.CLOSE_TIMEOUT_S
+        assert time.monotonic() - closing_s < 5 * span_queue.CLOSE_TIMEOUT_S
     num_lost = lost() - before[0] + lost("queue") - before[1]
     # Each span was taken, or is counted: by the file's queue as well as the collector's.
     assert (
-        num_lost + len(written_spans(tmp_path)) >= 2 * 3 * recorder.MAX_QUEUED_SPANS - 8 * recorder.MAX_SPANS_PER_LINE
+        num_lost + len(written_spans(tmp_path))
+        >= 2 * 3 * span_queue.MAX_QUEUED_SPANS - 8 * span_queue.MAX_SPANS_PER_LINE
     )
     assert closing_s - begun_s < 60
 
