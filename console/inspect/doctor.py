@@ -17,8 +17,8 @@ from penstock.config import ConfigError
 from penstock.process.packages import installed_version
 from penstock.tracing.settings import collector_problem, endpoint_of
 from services.generator.engines.registry import ENGINES
-from services.reward.code.sandbox import SandboxError
-from services.reward.code.sandboxes import KINDS, tried_sandbox
+from services.reward.code.sandboxes.finding import KINDS, tried_sandbox
+from services.reward.code.sandboxes.sandbox import SandboxError
 
 _DEFAULT_PORTS = range(7301, 7307)
 _COMMAND_TIMEOUT_S = 10.0

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from services.reward.code.exchange import LimitError, Lines, converse, send
-from services.reward.code.sandbox import Limits, Place, Running, Sandbox, SandboxError
-from services.reward.code.sandboxes import find_sandbox, python_folders
+from services.reward.code.sandboxes.finding import find_sandbox, python_folders
+from services.reward.code.sandboxes.sandbox import Limits, Place, Running, Sandbox, SandboxError
 from services.reward.code.suites import Assertions, Calls, Streams, Suite, same_output, same_result
 
 _SUITES: dict[str, type[Suite]] = {"streams": Streams, "calls": Calls, "assertions": Assertions}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from services.reward.code.cell import Job, Verdict
-from services.reward.code.sandbox import SandboxError
+from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.code.suites import Assertions, Streams
 from services.reward.models.child import Child, ChildEndedError, Children
 

@@ -24,8 +24,8 @@ from services.reward.code.cells import Cells, LocalCells
 from services.reward.code.config import CodeConfig
 from services.reward.code.program import program_of
 from services.reward.code.remote_cells import RemoteCells
-from services.reward.code.sandbox import SandboxError
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes.finding import find_sandbox
+from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.code.suites import suite_of
 
 

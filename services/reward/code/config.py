@@ -10,9 +10,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from penstock.config import StrictModel, Targets
-from services.reward.code.sandbox import Limits
+from services.reward.code.sandboxes.sandbox import Limits
 
-SandboxName = Literal["auto", "sandlock", "bubblewrap", "container"]
+SandboxName = Literal["auto", "sandlock", "bubblewrap", "runc", "container"]
 
 
 def own_python() -> list[str]:

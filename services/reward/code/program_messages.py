@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.errors import InvalidFieldError
 from penstock.v1 import sandbox_pb2
 from services.reward.code.cell import Job
-from services.reward.code.sandbox import Limits
+from services.reward.code.sandboxes.sandbox import Limits
 from services.reward.code.suites import MAX_TESTS, Assertions, Calls, Streams, Suite
 
 MAX_TEXT_BYTES = 1024 * 1024

@@ -25,7 +25,7 @@ from penstock.security import Security
 from penstock.v1 import sandbox_pb2, sandbox_pb2_grpc
 from services.reward.code.cell import Job, Verdict
 from services.reward.code.program_messages import excess, job_request
-from services.reward.code.sandbox import Limits, SandboxError
+from services.reward.code.sandboxes.sandbox import Limits, SandboxError
 
 PROBE_TIMEOUT_S = 5.0
 _AWAY = (ServiceUnavailableError, BadTokenError, ForbiddenError, NotOfferedError)

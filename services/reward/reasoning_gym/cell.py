@@ -14,8 +14,8 @@ from typing import Any
 
 from penstock.reasoning_gym.rows import WORKER, import_folders
 from services.reward.code.exchange import LimitError, Lines, send
-from services.reward.code.sandbox import Limits, Place, Running, Sandbox, SandboxError
-from services.reward.code.sandboxes import find_sandbox, python_folders
+from services.reward.code.sandboxes.finding import find_sandbox, python_folders
+from services.reward.code.sandboxes.sandbox import Limits, Place, Running, Sandbox, SandboxError
 
 SCORE_TIMEOUT_S = 15.0
 START_TIMEOUT_S = 60.0

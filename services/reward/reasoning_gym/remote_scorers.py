@@ -9,7 +9,7 @@ from penstock.rewards import RewardLoadError
 from penstock.security import Security
 from penstock.v1 import sandbox_pb2
 from services.reward.code.remote_cells import SandboxConnection
-from services.reward.code.sandbox import SandboxError
+from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.reasoning_gym.scorers import Answer
 
 _REASONS = ("limit", "invalid", "failed", "error")

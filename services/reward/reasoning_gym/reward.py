@@ -16,8 +16,8 @@ from typing import Any
 from penstock.rewards import BatchReward, RewardItem, RewardLoadError, RewardResult, ScoreStatus
 from penstock.security import NO_SECURITY, Security
 from services.reward.code.config import CodeConfig
-from services.reward.code.sandbox import SandboxError
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes.finding import find_sandbox
+from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.reasoning_gym.remote_scorers import RemoteScorers
 from services.reward.reasoning_gym.scorers import Answer, LocalScorers, Scorers, row_fault
 

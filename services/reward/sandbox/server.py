@@ -10,8 +10,8 @@ from penstock.network.rpc import Server, run_until_stopped, service_of
 from penstock.rewards import RewardLoadError
 from penstock.security import Security
 from services.reward.code.cells import LocalCells
-from services.reward.code.sandbox import SandboxError
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes.finding import find_sandbox
+from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.reasoning_gym.scorers import LocalScorers
 from services.reward.sandbox.config import SandboxConfig
 from services.reward.sandbox.service import SandboxServicer

@@ -15,7 +15,7 @@ from services.reward.code.cell import Verdict
 from services.reward.code.cells import Cells
 from services.reward.code.config import ProgramsConfig
 from services.reward.code.program_messages import limits_message, read_job
-from services.reward.code.sandbox import SandboxError
+from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.reasoning_gym.scorers import MAX_LINE_BYTES, Answer, LocalScorers, row_fault
 
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -19,8 +19,8 @@ from console.probe.link_client import LinkClient, LinkError
 from console.probe.link_server import Peer, serving_transfers
 from console.probe.machine import measured_alone
 from penstock.security import NO_SECURITY
-from services.reward.code.sandbox import SandboxError
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes.finding import find_sandbox
+from services.reward.code.sandboxes.sandbox import SandboxError
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.console import penstock, penstock_in_process, write_rows
 from tests.helpers.full_disk import fill, small_disk

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from penstock.rewards import RewardItem, RewardLoadError, ScoreStatus
-from services.reward.code import sandboxes
 from services.reward.code.code_reward import CodeReward
 from services.reward.code.config import CodeConfig
-from services.reward.code.sandbox import SandboxError
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes import finding
+from services.reward.code.sandboxes.finding import find_sandbox
+from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
 from services.reward.models.child import Child
@@ -19,7 +19,7 @@ try:
 except SandboxError as error:
     pytest.skip(f"no sandbox works here: {error}", allow_module_level=True)
 
-IN_CONTAINERS = pytest.param("container", marks=pytest.mark.docker)
+IN_CONTAINERS = ("runc", pytest.param("container", marks=[pytest.mark.docker, pytest.mark.timeout(300)]))
 STREAMS = {"tests": [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "2\n"}]}
 CALLS = {"input_output": {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}}
 ASSERTIONS = {"test_list": ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]}
@@ -51,7 +51,7 @@ async def scores(*cases, drops_at_limit=False, **settings):
     return [(result.status, result.value) for result in results], results
 
 
-@pytest.mark.parametrize("kind", [SANDBOX, IN_CONTAINERS])
+@pytest.mark.parametrize("kind", [SANDBOX, *IN_CONTAINERS])
 async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not(kind):
     skip_without(kind)
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"
@@ -92,7 +92,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("kind", [SANDBOX, IN_CONTAINERS])
+@pytest.mark.parametrize("kind", [SANDBOX, *IN_CONTAINERS])
 async def test_a_program_that_exceeds_a_limit_is_wrong_or_dropped_as_configured(kind):
     skip_without(kind)
     bounds = {"cpu_s": 1, "wall_s": 3, "memory_mb": 128, "output_kb": 16, "num_cells": 4, "sandbox": kind}
@@ -151,6 +151,6 @@ def test_a_sandbox_that_does_not_bound_processes_is_refused(monkeypatch):
         def start(self, argv, *, place, limits):
             return bounded.start(argv, place=place, limits=replace(limits, max_processes=64))
 
-    monkeypatch.setattr(sandboxes, "KINDS", {"unbounded": Unbounded})
+    monkeypatch.setattr(finding, "KINDS", {"unbounded": Unbounded})
     with pytest.raises(SandboxError, match="could start more processes in it than it may"):
         find_sandbox("unbounded")

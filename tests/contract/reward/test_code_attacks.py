@@ -18,8 +18,8 @@ import pytest
 from penstock.rewards import RewardItem
 from services.reward.code.code_reward import CodeReward
 from services.reward.code.config import CodeConfig, ProgramsConfig
-from services.reward.code.sandbox import SandboxError
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes.finding import find_sandbox
+from services.reward.code.sandboxes.sandbox import SandboxError
 from tests.helpers.rewards.attacks import ATTACKS, program
 from tests.helpers.rewards.sandbox_service import sandbox_service
 from tests.helpers.waiting import until
@@ -54,6 +54,7 @@ def suites(secret: str) -> dict[str, dict[str, object]]:
 KINDS = [
     "sandlock",
     "bubblewrap",
+    pytest.param("runc", marks=pytest.mark.grid),
     pytest.param("container", marks=[pytest.mark.docker, pytest.mark.timeout(1800)]),
     "remote",
 ]

@@ -20,8 +20,8 @@ from penstock.v1 import sandbox_pb2, sandbox_pb2_grpc
 from services.reward.code.cell import Verdict
 from services.reward.code.code_reward import CodeReward
 from services.reward.code.config import CodeConfig, ProgramsConfig
-from services.reward.code.sandbox import SandboxError
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes.finding import find_sandbox
+from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.reasoning_gym.reward import ReasoningGymReward
 from services.reward.reasoning_gym.scorers import Answer
 from tests.contract.reward.test_code import ADD, ASSERTIONS, CALLS, CHECK, PASSED, SCRIPT, STREAMS, WRONG

@@ -11,7 +11,7 @@ from penstock.network.rpc import service_of
 from services.reward.code.cell import Job, Verdict
 from services.reward.code.cells import Cells, LocalCells
 from services.reward.code.config import ProgramsConfig
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes.finding import find_sandbox
 from services.reward.reasoning_gym.scorers import Answer, LocalScorers
 from services.reward.sandbox.service import SandboxServicer
 from tests.helpers.serving import serving

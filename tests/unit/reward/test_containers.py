@@ -7,14 +7,15 @@ import os
 import shutil
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from services.reward.code.containers import IMAGE, Container, ContainerSandbox
 from services.reward.code.exchange import converse
-from services.reward.code.sandbox import Ended, Limits, Place, SandboxError
-from services.reward.code.sandboxes import find_sandbox
+from services.reward.code.sandboxes.containers import ENGINES, IMAGE, Container, ContainerSandbox
+from services.reward.code.sandboxes.finding import find_sandbox
+from services.reward.code.sandboxes.sandbox import Ended, Limits, Place, SandboxError
 from tests.helpers.processes import is_running
 from tests.helpers.waiting import until
 
@@ -56,19 +57,22 @@ def test_a_program_gets_a_container_of_its_own_with_every_bound(engine: Path, tm
     for bound in (
         "--rm --name penstock-code-",
         "--network none --ipc none",
-        "--user 65534:65534 --cpus 1 --read-only --cap-drop ALL --security-opt no-new-privileges",
-        "--pids-limit 64 --memory 67108864 --memory-swap 67108864",
+        "--cpus 1 --read-only --cap-drop ALL --security-opt no-new-privileges --pids-limit 64 --user ",
+        "--memory 67108864 --memory-swap 67108864",
         "--mount type=bind,source=/usr,target=/usr,readonly",
         "--mount type=bind,source=/opt,target=/opt,readonly",
         f"--mount type=bind,source={tmp_path},target={tmp_path},readonly --workdir {tmp_path} {IMAGE}",
         "timeout -k 0.1 -s KILL 90 /bin/sh",
-        "prlimit --cpu=5:6 --core=0 --nofile=64 -- /bin/cat",
+        "prlimit --cpu=5:6 --core=0 --nofile=64 --nproc=5 -- /bin/cat",
     ):
         assert bound in command
-    assert asked(engine, "update")[:3] == ["update", "--pids-limit", "5"], "once the engine's own threads have gone"
     assert "privileged" not in command.replace("no-new-privileges", "")
     assert outcome("/bin/cat", folder=tmp_path)[0] == b""
-    assert len({each for each in asked(engine, "run") if each.startswith("penstock-code-")}) == 2
+    commands = asked(engine, "run")
+    assert len({each for each in commands if each.startswith("penstock-code-")}) == 2
+    users = {after for each, after in pairwise(commands) if each == "--user"}
+    assert len(users) == 2, "a container's processes are counted by its user"
+    assert all(int(user.partition(":")[0]) >= 2**28 for user in users)
     assert len(asked(engine, "import")) == 3, "the image is made once"
 
 
@@ -90,7 +94,9 @@ def test_an_engine_that_confines_nothing_is_refused(engine: Path) -> None:
 
 
 def test_without_an_engine_it_says_so(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (engine / "docker").write_text("#!/bin/sh\necho 'Cannot connect to the daemon' >&2; exit 1\n")
+    for name in ENGINES:
+        (engine / name).write_text("#!/bin/sh\necho 'Cannot connect to the daemon' >&2; exit 1\n")
+        (engine / name).chmod(0o755)
     with pytest.raises(SandboxError, match=r"docker: Cannot connect to the daemon"):
         ContainerSandbox()
 

@@ -11,7 +11,13 @@ from typing import Protocol
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 MAX_OPEN_FILES = 64
-_PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux", "timeout": "coreutils"}
+_PACKAGES = {
+    "bwrap": "bubblewrap",
+    "runc": "runc",
+    "prlimit": "util-linux",
+    "setpriv": "util-linux",
+    "timeout": "coreutils",
+}
 
 
 class SandboxError(Exception):

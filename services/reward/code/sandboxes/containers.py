@@ -1,4 +1,4 @@
-"""A sandbox of containers: one for each program, made by Docker's or Podman's command line.
+"""A sandbox of containers: one for each program, made by the command line of Docker or Podman.
 
 The image is empty, made here and nowhere fetched; containers see the system's folders of this machine, read-only, as
 other sandboxes' programs do. So the engine has to be this machine's own.
@@ -8,15 +8,20 @@ Invariants:
   SIGTERM on), or else after `Limits.life_s`.
 - What goes wrong with the engine is a SandboxError, not an ending of the program: a program can write nothing to the
   error output of the command line, and its time begins when its container has started.
+- Each runs as a user of its own, whose processes are counted: a bound on the container's would also count the threads
+  of the engine's own that start it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
+import re
 import secrets
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,9 +29,9 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
-from services.reward.code.sandbox import (
+from services.reward.code.sandboxes.sandbox import (
     MAX_OPEN_FILES,
     SYSTEM_FOLDERS,
     Ended,
@@ -40,19 +45,29 @@ from services.reward.code.sandbox import (
 
 ENGINES = ("docker", "podman")
 IMAGE = "penstock-sandbox:1"
-NOBODY = "65534:65534"
+STARTING_PIDS = 64
+"""Most processes of a container, with the threads that start it."""
 _CONFINED = (
-    *("--network", "none", "--ipc", "none", "--hostname", "sandbox", "--user", NOBODY, "--cpus", "1"),
-    *("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+    *("--network", "none", "--ipc", "none", "--hostname", "sandbox", "--cpus", "1", "--read-only", "--cap-drop", "ALL"),
+    *("--security-opt", "no-new-privileges", "--pids-limit", str(STARTING_PIDS)),
 )
+_PODMANS = (
+    *("--read-only-tmpfs=false", "--passwd=false"),
+    *("--ulimit", f"nofile={MAX_OPEN_FILES}", "--ulimit", f"nproc={STARTING_PIDS}"),
+)
+"""Its own bounds are above what it may set where this process is bounded itself."""
 _STARTED = b"R"
-_ANNOUNCED = (f'printf {_STARTED.decode()}; read -r _; exec "$@"', "sh")
-"""Says that the container has started, waits for a line, then becomes the program."""
-_STARTING_PIDS = 64
-"""While a container starts, threads of the engine's own are among its processes; with fewer it fails now and then."""
+_ANNOUNCED = (f'printf {_STARTED.decode()}; exec "$@"', "sh")
+"""Says that the container has started, then becomes the program."""
 _UNHEARD: Any = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}
 _COMMAND_TIMEOUT_S, _START_TIMEOUT_S, _END_TIMEOUT_S = 20.0, 30.0, 20.0
-_ENGINES_ERRORS = ("docker: ", "Error: ", "error ", "Error response ")
+_ERRORS = re.compile(
+    r"^(docker: |Error: |error |Error response |runc run failed|time=\S+ level=(error|fatal) )", re.MULTILINE
+)
+"""How lines begin in which a command line says what went wrong."""
+_FIRST_USER, _USERS_OF_A_PROCESS = 2**28, 8
+"""Above those of people and services; a process has fewer containers at once than users."""
+_numbers = itertools.count()
 
 
 class ContainerSandbox:
@@ -73,58 +88,88 @@ class ContainerSandbox:
     def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Container:
         """Start a program; returns once its container has started."""
         name = f"penstock-code-{secrets.token_hex(8)}"
-        # The command line gets SIGTERM when this process dies, and passes it on.
-        command = [str(shutil.which("setpriv")), "--pdeathsig", "TERM", *self._run(name, argv, place, limits)]
-        errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by the container
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
-        except OSError as error:
-            errors.close()
-            raise SandboxError(f"container: {error}") from error
-        container = Container(self._engine, name, process, errors)
-        try:
-            # `timeout` is one of its processes.
-            container.await_start(max_processes=limits.max_processes + 1)
-        except BaseException:
-            container.end()
-            raise
-        return container
+        command = self._run(name, argv, place, limits)
+        return start_container(command, kill=[self._engine, "kill", name])
 
     def _run(self, name: str, argv: Sequence[str], place: Place, limits: Limits) -> list[str]:
         """The command that starts a container, and stays until it has ended."""
-        memory = str(limits.memory_bytes)
+        user, memory = str(own_user()), str(limits.memory_bytes)
         command = [self._engine, "run", "--rm", "--name", name, "--pull", "never", "--log-driver", "none"]
         command += ["--interactive", "--attach", "stdin", "--attach", "stdout", *_CONFINED]
-        command += ["--pids-limit", str(_STARTING_PIDS), "--memory", memory, "--memory-swap", memory]
-        command += ["--read-only-tmpfs=false"] if self._is_podman else []
-        for path in dict.fromkeys([*existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]):
+        command += ["--user", f"{user}:{user}", "--memory", memory, "--memory-swap", memory]
+        command += _PODMANS if self._is_podman else ()
+        for path in seen_paths(place):
             command += ["--mount", f"type=bind,source={path},target={path},readonly"]
-        bounded = limited(argv, limits, [f"--nofile={MAX_OPEN_FILES}"])
-        # The first process: forwards SIGTERM, and kills what does not heed it.
-        keeper = [str(shutil.which("timeout")), "-k", "0.1", "-s", "KILL", str(round(limits.life_s))]
-        return [*command, "--workdir", str(place.folder), IMAGE, *keeper, "/bin/sh", "-c", *_ANNOUNCED, *bounded]
+        return [*command, "--workdir", str(place.folder), IMAGE, *kept(argv, limits)]
+
+
+def own_user() -> int:
+    """A user id that no other process of this machine has."""
+    return _FIRST_USER + os.getpid() * _USERS_OF_A_PROCESS + next(_numbers) % _USERS_OF_A_PROCESS
+
+
+def seen_paths(place: Place) -> list[str]:
+    """What a container has of this machine, to read."""
+    return list(dict.fromkeys([*existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]))
+
+
+def kept(argv: Sequence[str], limits: Limits) -> list[str]:
+    """The command of a container in which the program is bounded, and says that it has started."""
+    # The first process, one of its user's: forwards SIGTERM, and kills what does not heed it.
+    keeper = [str(shutil.which("timeout")), "-k", "0.1", "-s", "KILL", str(round(limits.life_s))]
+    bounds = [f"--nofile={MAX_OPEN_FILES}", f"--nproc={limits.max_processes + 1}"]
+    return [*keeper, "/bin/sh", "-c", *_ANNOUNCED, *limited(argv, limits, bounds)]
+
+
+def start_container(
+    command: Sequence[str], *, kill: Sequence[str], held: contextlib.ExitStack | None = None
+) -> Container:
+    """Start a container by a command line; returns once its program has started.
+
+    Args:
+        command: Stays until the container has ended.
+        kill: Ends the container.
+        held: Closed once it has ended.
+
+    Raises:
+        SandboxError: It did not start.
+    """
+    held = held or contextlib.ExitStack()
+    errors = held.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+    # The command line gets SIGTERM when this process dies, and passes it on.
+    whole = [str(shutil.which("setpriv")), "--pdeathsig", "TERM", *command]
+    try:
+        process = subprocess.Popen(whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+    except OSError as error:
+        held.close()
+        raise SandboxError(f"container: {error}") from error
+    container = Container(process, errors.fileno(), kill=kill, held=held)
+    try:
+        container.await_start()
+    except BaseException:
+        container.end()
+        raise
+    return container
 
 
 class Container:
     """A program in its container."""
 
-    def __init__(self, engine: str, name: str, process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-        """`process` is the engine's command line, which writes to `errors`."""
-        self._engine, self._name, self._process, self._errors = engine, name, process, errors
+    def __init__(
+        self, process: subprocess.Popen[bytes], errors: int, *, kill: Sequence[str], held: contextlib.ExitStack
+    ) -> None:
+        """`process` is the command line, which writes to `errors`."""
+        self._process, self._errors, self._kill, self._held = process, errors, kill, held
         assert process.stdin is not None
         assert process.stdout is not None
         self.stdin, self.stdout = process.stdin.fileno(), process.stdout.fileno()
 
-    def await_start(self, *, max_processes: int) -> None:
-        """Return when the program has started, with as many processes as it may have. Raises SandboxError."""
+    def await_start(self) -> None:
+        """Return when the program has started. Raises SandboxError."""
         ready, _, _ = select.select([self.stdout], [], [], _START_TIMEOUT_S)
         if not ready or os.read(self.stdout, 1) != _STARTED:
             said = self._said() or ("it ended at once" if ready else f"not within {_START_TIMEOUT_S:g} s")
             raise SandboxError(f"container: it did not start: {said}")
-        if problem := _command(self._engine, "update", "--pids-limit", str(max_processes), self._name):
-            raise SandboxError(f"container: its processes cannot be bounded: {problem}")
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self.stdin, b"\n")
 
     def wait(self, timeout_s: float) -> Ended:
         """How the program ended."""
@@ -132,7 +177,7 @@ class Container:
             status = self._process.wait(max(timeout_s, 0.001))
         except subprocess.TimeoutExpired:
             return Ended("its time")
-        if any(line.startswith(_ENGINES_ERRORS) for line in self._said().splitlines()):
+        if _ERRORS.search(self._said()):
             raise SandboxError(f"container: {self._said()}")
         is_limit = status in (128 + signal.SIGKILL, 128 + signal.SIGXCPU)
         return Ended("its memory or CPU time" if is_limit else "", succeeded=status == 0)
@@ -142,7 +187,7 @@ class Container:
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         # Repeated, because it may not have started yet.
         while (status := self._process.poll()) is None and time.monotonic() < deadline_s:
-            killing = subprocess.Popen([self._engine, "kill", self._name], **_UNHEARD)
+            killing = subprocess.Popen(self._kill, **_UNHEARD)
             # Meanwhile read on: an engine that cannot pass on what is printed does not end the container.
             while killing.poll() is None and time.monotonic() < deadline_s:
                 self._discard_output(0.05)
@@ -151,13 +196,13 @@ class Container:
             self._discard_output(0.2)
         self._process.kill()
         self._process.wait()
-        self._errors.close()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+        self._held.close()
         if status is None:
-            raise SandboxError(f"container: {self._name} does not end; {self._engine} kill {self._name}")
+            raise SandboxError(f"container: it does not end; {shlex.join(self._kill)}")
 
     def _discard_output(self, seconds: float) -> None:
         """Read what is still printed, for a while."""
@@ -169,8 +214,8 @@ class Container:
                     self._process.wait(left_s)
 
     def _said(self) -> str:
-        """What the engine's command line has to say."""
-        return os.pread(self._errors.fileno(), 2000, 0).decode("utf-8", "replace").strip()
+        """What the command line has to say."""
+        return os.pread(self._errors, 2000, 0).decode("utf-8", "replace").strip()
 
 
 def _image_problem(engine: str) -> str:

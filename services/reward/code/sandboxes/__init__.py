@@ -1,0 +1,1 @@
+"""Sandboxes of candidates' programs behind one interface, `sandbox`; `finding` says which works here."""

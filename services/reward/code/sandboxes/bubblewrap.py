@@ -1,0 +1,68 @@
+"""A sandbox of namespaces, by bubblewrap (`bwrap`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from services.reward.code.sandboxes.sandbox import (
+    MAX_OPEN_FILES,
+    SYSTEM_FOLDERS,
+    Ended,
+    Limits,
+    Place,
+    Running,
+    SandboxError,
+    existing,
+    limited,
+    require,
+)
+
+
+class BubblewrapSandbox:
+    """By namespaces. Raises SandboxError where they are missing."""
+
+    def __init__(self) -> None:
+        require("bubblewrap", "bwrap", "prlimit")
+
+    def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Running:
+        """Start a program."""
+        command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--dev", "/dev"]
+        for path in dict.fromkeys([*existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]):
+            command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+        bounds = [f"--as={limits.memory_bytes}", f"--nproc={limits.max_processes}", f"--nofile={MAX_OPEN_FILES}"]
+        command += ["--remount-ro", "/", "--chdir", str(place.folder), "--", *limited(argv, limits, bounds)]
+        try:
+            return _BubblewrapRunning(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            )
+        except OSError as error:
+            raise SandboxError(f"bubblewrap: {error}") from error
+
+
+class _BubblewrapRunning:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.stdin, self.stdout = process.stdin.fileno(), process.stdout.fileno()
+
+    def wait(self, timeout_s: float) -> Ended:
+        try:
+            status = self._process.wait(max(timeout_s, 0.001))
+        except subprocess.TimeoutExpired:
+            return Ended("its time")
+        is_limit = status in (128 + signal.SIGKILL, 128 + signal.SIGXCPU)
+        return Ended("its memory or CPU time" if is_limit else "", succeeded=status == 0)
+
+    def end(self) -> None:
+        # The first process of the namespace takes all others with it.
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
