@@ -1,5 +1,7 @@
 """Programs run in a real sandbox: what passes, what does not, and what is not the fault of a program."""
 
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -70,6 +72,17 @@ async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not
     ]
     found, _ = await scores(*right, *wrong, sandbox=kind)
     assert found == [PASSED] * len(right) + [WRONG] * len(wrong)
+
+
+@pytest.mark.timeout(300)
+async def test_without_docker_podman_runs_programs(tmp_path, monkeypatch):
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    (tmp_path / "docker").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found, _ = await scores((SCRIPT, STREAMS), ("print(5)", STREAMS), (ADD, ASSERTIONS), sandbox="container")
+    assert found == [PASSED, WRONG, PASSED]
 
 
 async def test_an_empty_output_is_no_pass_for_a_program_that_fails():
