@@ -31,6 +31,8 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_SEED = 2**31
 CAPACITY_WAIT_S = 60.0
 """A server with as many sessions as it holds is asked again for this long."""
+_UNASKED_WAIT_S = 0.001
+"""Enough to be handed what has arrived."""
 _OPTIONS = ("action", "observation", "timeout_s")
 
 
@@ -162,6 +164,7 @@ class OpenEnvSession(Environment):
         if socket is None or socket.closed:
             raise OpenEnvError("the connection is closed")
         try:
+            await self._refuse_unasked(socket)
             await socket.send_json(request)
             answer = await socket.receive(timeout=self._options.timeout_s)
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -175,6 +178,13 @@ class OpenEnvSession(Environment):
         if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
             raise OpenEnvError(f"the server's answer has no data: {answer.data[:200]}")
         return found
+
+    async def _refuse_unasked(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        """Raises OpenEnvError if something came since the last answer: it would be taken for that to the next turn."""
+        with contextlib.suppress(TimeoutError):
+            said = await socket.receive(timeout=_UNASKED_WAIT_S)
+            what = "ended the connection" if said.data is None or isinstance(said.data, int) else "spoke unasked"
+            raise OpenEnvError(f"the server {what} ({said.type.name}: {said.data!r:.200})")
 
     def _action(self, action: Action) -> Mapping[str, Any]:
         if action.tool_calls:

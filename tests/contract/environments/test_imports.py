@@ -50,6 +50,17 @@ async def wait_until_it_answers(url):
                 await asyncio.sleep(0.1)
 
 
+@asynccontextmanager
+async def serving_http(app):
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 def wanted(seed, highest=100):
     return random.Random(seed).randint(1, highest)
 
@@ -90,6 +101,32 @@ async def test_an_openenv_server_is_played_over_its_websocket():
                 await wait_until_it_answers(url)
                 won = await step(stub, 3, str(number), timeout_s=30)
                 assert (won.done, won.reward) == (True, 1.0), won
+
+
+async def test_what_an_openenv_server_says_twice_is_never_the_reward_of_another_turn():
+    async def play(request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        number = 0
+        async for _ in socket:
+            answer = {"observation": {"text": f"turn {number}"}, "reward": float(number), "done": number == 2}
+            for _ in range(2 if "twice" in request.path and number == 1 else 1):
+                await socket.send_json({"type": "observation", "data": answer})
+            number += 1
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/{how}/ws", play)
+    async with serving_http(app) as url:
+        async with served(load_environment(f"openenv:{url}/once?timeout_s=20")) as (_, stub):
+            await reset(stub)
+            assert [(await step(stub, turn, "x")).reward for turn in range(2)] == [1.0, 2.0]
+        async with served(load_environment(f"openenv:{url}/twice?timeout_s=20")) as (_, stub):
+            await reset(stub)
+            assert (await step(stub, 0, "x")).reward == 1.0
+            second = await step(stub, 1, "x")
+            assert (second.status, second.HasField("reward")) == (types_pb2.SCORE_STATUS_SANDBOX_ERROR, False)
+            assert "spoke unasked" in second.message
 
 
 def test_names_that_lead_nowhere_say_what_to_write():
@@ -161,14 +198,8 @@ async def nemo_gym_server(exchanges):
 
     app = web.Application()
     app.router.add_post("/{name}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving_http(app) as url:
+        yield url
 
 
 def nemo_row(expected):

@@ -29,6 +29,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from services.reward.code.sandboxes.sandbox import (
@@ -89,7 +90,7 @@ class ContainerSandbox:
         """Start a program; returns once its container has started."""
         name = f"penstock-code-{secrets.token_hex(8)}"
         command = self._run(name, argv, place, limits)
-        return start_container(command, kill=[self._engine, "kill", name])
+        return start_container(command, kill=[self._engine, "kill", name], folder=place.folder)
 
     def _run(self, name: str, argv: Sequence[str], place: Place, limits: Limits) -> list[str]:
         """The command that starts a container, and stays until it has ended."""
@@ -122,13 +123,14 @@ def kept(argv: Sequence[str], limits: Limits) -> list[str]:
 
 
 def start_container(
-    command: Sequence[str], *, kill: Sequence[str], held: contextlib.ExitStack | None = None
+    command: Sequence[str], *, kill: Sequence[str], folder: Path, held: contextlib.ExitStack | None = None
 ) -> Container:
     """Start a container by a command line; returns once its program has started.
 
     Args:
         command: Stays until the container has ended.
         kill: Ends the container.
+        folder: The command line's working directory: Podman's may leave a file there that says why it was killed.
         held: Closed once it has ended.
 
     Raises:
@@ -139,7 +141,7 @@ def start_container(
     # The command line gets SIGTERM when this process dies, and passes it on.
     whole = [str(shutil.which("setpriv")), "--pdeathsig", "TERM", *command]
     try:
-        process = subprocess.Popen(whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        process = subprocess.Popen(whole, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
     except OSError as error:
         held.close()
         raise SandboxError(f"container: {error}") from error

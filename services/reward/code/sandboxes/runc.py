@@ -79,7 +79,8 @@ class RuncSandbox:
             (bundle / "config.json").write_text(json.dumps(_bundle(argv, place, limits)))
             held = stack.pop_all()
         run = [self._runc, "run", "--bundle", str(bundle), name]
-        return start_container(run, kill=[self._runc, "kill", name, "KILL"], held=held)
+        kill = [self._runc, "kill", name, "KILL"]
+        return start_container(run, kill=kill, folder=place.folder, held=held)
 
 
 def _bundle(argv: Sequence[str], place: Place, limits: Limits) -> dict[str, Any]:
