@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.services import with_services
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import NodeClass, Problem
+from services.scheduler.service_placement.services import with_services
 from services.scheduler.solvers.interface import Solution, Solver, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.multilevel import MultilevelSolver
 from services.scheduler.solvers.partition import PartitionSolver

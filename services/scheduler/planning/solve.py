@@ -12,13 +12,13 @@ from typing import Protocol
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
+from services.scheduler.planning.portfolio import best_of_members
 from services.scheduler.planning.relayout import relaid
 from services.scheduler.planning.service_places import with_center, with_relays, without_places
-from services.scheduler.planning.service_portfolio import is_nested, solve_with_services
-from services.scheduler.planning.services import NOTHING, with_services
-from services.scheduler.planning.worker_placement import Search
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.service_placement.services import NOTHING, has_all_to_place, with_all_placements, with_services
+from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import AUTO, SOLVERS, make_solver
@@ -142,22 +142,21 @@ def solve(
     `starts` as in Solver; `kept` has services that stay where they are, `critic_machines` as in `with_services`.
     """
 
-    def make_search(name: str, begins: Plans) -> Search:
+    def turn(name: str, begins: Plans, stays: PlanDocument, time_left: TimeLeft) -> Solution:
         def search(rest: CostModel, time_left: TimeLeft) -> Solution:
             if (reason := infeasibility(rest)) is not None:
                 return Solution(None, Infeasible(reason), 0.0, True, 0, name)
             return make_solver(name).solve(rest, time_left=time_left, seed=seed, starts=begins)
 
-        return search
-
-    if solver == AUTO and is_nested(model.problem, kept):
-        found = solve_with_services(
-            model, make_search, time_left=time_left, starts=starts, kept=kept, critic_machines=critic_machines
+        if name == ExhaustiveSolver.name and critic_machines is None and has_all_to_place(model.problem, stays):
+            return _checked(model, with_all_placements(model, time_left=time_left, starts=begins, kept=stays))
+        return _checked(
+            model, with_services(model, search, time_left=time_left, kept=stays, critic_machines=critic_machines)
         )
-    else:
-        search = make_search(solver, starts)
-        found = with_services(model, search, time_left=time_left, kept=kept, critic_machines=critic_machines)
-    return _checked(model, found)
+
+    if solver == AUTO:
+        return best_of_members(turn, time_left=time_left, starts=starts, kept=kept)
+    return turn(solver, starts, kept, time_left)
 
 
 def _checked(model: CostModel, solution: Solution) -> Solution:

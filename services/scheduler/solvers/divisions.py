@@ -65,15 +65,17 @@ class Division:
         return Division(self.node, (*self.splits[:position], split, *self.splits[position + 1 :]))
 
 
-def machine_splits(model: CostModel, node: NodeClass) -> Iterator[Split]:
+def machine_splits(model: CostModel, node: NodeClass, free: int | None = None) -> Iterator[Split]:
     """Every division of one machine without space for another replica, and the idle machine.
 
-    Idle may be better: if staleness bounds the samples under way, a slow machine takes some from faster ones.
+    Idle may be better: if staleness bounds the samples under way, a slow machine takes some from faster ones. Of a
+    machine that services are on, its `free` GPUs are divided.
     """
+    free = node.gpus if free is None else free
     if model.degrees[node.name]:
         yield Split((0,) * len(model.degrees[node.name]), 0)
-    for train_gpus in range(node.gpus + 1):
-        for replicas in _filled(model.degrees[node.name], node.gpus - train_gpus):
+    for train_gpus in range(free + 1):
+        for replicas in _filled(model.degrees[node.name], free - train_gpus):
             yield Split(replicas, train_gpus)
 
 
@@ -125,11 +127,16 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]
 """Sums, and GPUs that train on each machine where that matters."""
 
 
-def divisions(model: CostModel, node: NodeClass, *, most: int, time_left: TimeLeft) -> list[Division] | None:
-    """Every division of an entry's machines, one per sum; None if there are more than `most`, or time is over."""
-    splits = list(islice(machine_splits(model, node), most + 1))
+def divisions(
+    model: CostModel, node: NodeClass, *, most: int, time_left: TimeLeft, free: Sequence[int] | None = None
+) -> list[Division] | None:
+    """Every division of an entry's machines, one per sum; None if there are more than `most`, or time is over.
+
+    `free` has the GPUs of each machine that are divided; None for all.
+    """
     found: dict[_Key, tuple[Split, ...]] = {((), ()): ()}
-    for _ in range(node.count):
+    for gpus in (node.gpus,) * node.count if free is None else free:
+        splits = list(islice(machine_splits(model, node, gpus), most + 1))
         longer: dict[_Key, tuple[Split, ...]] = {}
         for (sums, trained), chosen in found.items():
             for split in splits:

@@ -8,7 +8,7 @@ optimal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,14 @@ from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.divisions import Division, divisions, made_by, plan_of
 from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
-from services.scheduler.solvers.scored import parts_of
+from services.scheduler.solvers.scored import Parts, parts_of
 
 MAX_PLANS = 6_000_000
 """Most plans to bound; each takes some 50 bytes at the peak."""
 _MAX_DIVISIONS = 100_000
 
+Free = Mapping[str, Sequence[int]]
+"""GPUs of each machine of a node entry that services leave."""
 _Array = npt.NDArray[np.float64]
 
 
@@ -33,39 +35,67 @@ class ExhaustiveSolver:
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan; or, if time runs out, the best so far and a bound on the rest."""
-        choices = _choices(model, time_left)
-        bounds = _upper_bounds(model, choices)
-        candidates = np.flatnonzero(bounds > 0)
-        candidates = candidates[np.argsort(-bounds[candidates], kind="stable")]
-        shape = tuple(len(options) for options in choices)
-        best: tuple[PlanDocument | None, Score | Infeasible] = (None, Infeasible("no plan's memory suffices"))
+        candidates = ranked(model, time_left=time_left)
+        best: tuple[PlanDocument | None, Score | Infeasible] = (None, no_plan(model))
         for start in (plan_of(model, parts_of(model, start)) for start in starts):
             if (score := model.score(start)).samples_per_second > best[1].samples_per_second:
                 best = (start, score)
-        for num_evaluated, candidate in enumerate(candidates):
-            bound = float(bounds[candidate])
+        num_evaluated = 0
+        for bound, parts in candidates:
             if bound <= best[1].samples_per_second:
-                return Solution(*best, best[1].samples_per_second, True, num_evaluated, self.name)
+                break
             if time_left() <= 0:
                 return Solution(*best, bound, False, num_evaluated, self.name)
-            indices = np.unravel_index(candidate, shape)
-            plan = plan_of(model, [options[index] for options, index in zip(choices, indices, strict=True)])
+            plan = plan_of(model, parts)
+            num_evaluated += 1
             score = model.score(plan)
             if isinstance(score, Score):
                 best = max(best, (plan, score), key=lambda each: each[1].samples_per_second)
-            elif best[0] is None:
+            elif num_evaluated == 1 and best[0] is None:
                 best = (None, score)
-        return Solution(*best, best[1].samples_per_second, True, len(candidates), self.name)
+        return Solution(*best, best[1].samples_per_second, True, num_evaluated, self.name)
 
 
-def _choices(model: CostModel, time_left: TimeLeft) -> list[list[Division]]:
+def no_plan(model: CostModel) -> Infeasible:
+    """Why nothing is worth a score: as a rule not even all GPUs can train together."""
+    everything = [(node, node.gpus * node.count) for node in model.problem.nodes]
+    return Infeasible(model.pool_memory.error(everything) or "no plan's memory suffices")
+
+
+def ranked(
+    model: CostModel, *, time_left: TimeLeft, free: Free | None = None, above: float = 0.0
+) -> Iterator[tuple[float, Parts]]:
+    """Every plan that the cost model can tell apart and its bound, the highest first. Raises ProblemTooLargeError.
+
+    Args:
+        model: The problem and its cost model.
+        time_left: Time left for the list.
+        free: GPUs of each machine that are divided, by node entry; None for all.
+        above: Plans whose bound is not above it are left out.
+    """
+    choices = _choices(model, time_left, free)
+    bounds = _upper_bounds(model, choices)
+    candidates = np.flatnonzero(bounds > above)
+    candidates = candidates[np.argsort(-bounds[candidates], kind="stable")]
+    shape = tuple(len(options) for options in choices)
+
+    def parts(candidate: int) -> Parts:
+        indices = np.unravel_index(candidate, shape)
+        return tuple(options[index] for options, index in zip(choices, indices, strict=True))
+
+    return ((float(bounds[candidate]), parts(candidate)) for candidate in candidates)
+
+
+def _choices(model: CostModel, time_left: TimeLeft, free: Free | None) -> list[list[Division]]:
     # The choice of training GPUs per entry alone distinguishes plans: far too large problems are recognised without a
     # list.
-    least_plans = math.prod(node.gpus * node.count + 1 for node in model.problem.nodes)
+    left = {node.name: (node.gpus,) * node.count if free is None else free[node.name] for node in model.problem.nodes}
+    least_plans = math.prod(sum(gpus) + 1 for gpus in left.values())
     choices, num_plans = [], 1
     for node in model.problem.nodes:
-        is_small = least_plans <= MAX_PLANS
-        options = divisions(model, node, most=_MAX_DIVISIONS, time_left=time_left) if is_small else None
+        options = None
+        if least_plans <= MAX_PLANS:
+            options = divisions(model, node, most=_MAX_DIVISIONS, time_left=time_left, free=left[node.name])
         num_plans *= _MAX_DIVISIONS if options is None else len(options)
         if options is None or num_plans > MAX_PLANS:
             raise ProblemTooLargeError(

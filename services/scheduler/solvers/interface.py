@@ -25,6 +25,12 @@ def part_of(time_left: TimeLeft, share: float) -> TimeLeft:
     return lambda: time_left() - kept_s
 
 
+def at_most(time_left: TimeLeft, seconds: float) -> TimeLeft:
+    """That many seconds from now on, whether they are left or not."""
+    kept_s = time_left() - seconds
+    return lambda: time_left() - kept_s
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """The best plan found; if `plan` is None, `score` says why there is none."""

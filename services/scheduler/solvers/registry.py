@@ -22,18 +22,23 @@ class Entry:
     path: str
     """`module:class`; the class is constructed without arguments."""
     auto_share: float | None = None
-    """Share of the time left that it may take in its turn of `auto`; None if `auto` does not use it."""
+    """Share of all the time that its turn of `auto` may take; None if it has none."""
 
 
 SOLVERS: dict[str, Entry] = {
     AUTO: Entry("services.scheduler.solvers.portfolio:AutoSolver"),
-    "partition": Entry("services.scheduler.solvers.partition:PartitionSolver", auto_share=0.8),
-    "streamrl": Entry("services.scheduler.solvers.streamrl_allocation:StreamRlSolver", auto_share=0.6),
-    "exhaustive": Entry("services.scheduler.solvers.exhaustive:ExhaustiveSolver", auto_share=0.25),
-    "multilevel": Entry("services.scheduler.solvers.multilevel:MultilevelSolver", auto_share=0.6),
-    "milp": Entry("services.scheduler.solvers.milp:MilpSolver", auto_share=0.6),
+    "partition": Entry("services.scheduler.solvers.partition:PartitionSolver", auto_share=0.125),
+    "streamrl": Entry("services.scheduler.solvers.streamrl_allocation:StreamRlSolver", auto_share=0.125),
+    "exhaustive": Entry("services.scheduler.solvers.exhaustive:ExhaustiveSolver", auto_share=0.5),
+    "multilevel": Entry("services.scheduler.solvers.multilevel:MultilevelSolver", auto_share=0.125),
+    "milp": Entry("services.scheduler.solvers.milp:MilpSolver", auto_share=0.125),
 }
-"""The order in which `auto` runs them."""
+
+
+def members() -> dict[str, float]:
+    """Those that `auto` gives a turn and their shares, in order: first the one that may prove its plan."""
+    found = ((name, entry.auto_share) for name, entry in SOLVERS.items() if entry.auto_share is not None)
+    return dict(sorted(found, key=lambda each: each[0] != "exhaustive"))
 
 
 def make_solver(name: str) -> Solver:

@@ -49,6 +49,6 @@ class CountedTime:
         CostModel.score = self._score
 
     def budget(self, num_plans: int) -> TimeLeft:
-        """That many plans from now on, a thousand a second."""
+        """That many plans from now on, 1,024 a second: halves of it are the same numbers whenever they begin."""
         end = self.num_scored + num_plans
-        return lambda: (end - self.num_scored) / 1000
+        return lambda: (end - self.num_scored) / 1024

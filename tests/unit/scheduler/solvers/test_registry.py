@@ -14,7 +14,6 @@ from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_wire import checked_task
 from services.scheduler.planning.solve import solve
 from services.scheduler.solvers.interface import Solution
-from services.scheduler.solvers.portfolio import AutoSolver
 from services.scheduler.solvers.registry import AUTO, SOLVERS, Entry, make_solver
 from tests.helpers.console import environment
 from tests.helpers.plans.problems import INSTANCES, document, plan, problem
@@ -58,10 +57,10 @@ def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
     assert (task.problem, task.solver) == (problem("tiny_02"), "toy")
 
 
-def test_auto_asks_the_solvers_that_have_a_share():
+def test_auto_asks_its_members():
     toy = Entry(f"{__name__}:Toy", auto_share=0.5)
     with patch.dict(SOLVERS, {"idle": Entry("nowhere:Nothing"), "toy": toy}, clear=True):
-        solution = AutoSolver().solve(CostModel(problem("tiny_02")), time_left=lambda: 60.0, seed=0)
+        solution = solve(CostModel(problem("tiny_02")), AUTO, time_left=lambda: 60.0)
     assert (solution.plan, solution.solver, solution.num_evaluated) == (HALVES, "toy", 1)
 
 

@@ -7,11 +7,12 @@ train. Where even all machines do not keep up, they limit the plan.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from services.scheduler.cost_model.reference import CostModel, Score
-from services.scheduler.planning.worker_placement import Search, gpu_rewards, with_workers, with_workload
 from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.service_placement.worker_placement import Search, gpu_rewards, with_workers, with_workload
 from services.scheduler.solvers.interface import Solution, TimeLeft
 
 _ENOUGH = 1 - 1e-9
@@ -38,8 +39,19 @@ def with_rewards(model: CostModel, search: Search, *, time_left: TimeLeft, kept:
     if not is_known:
         return replace(found, plan=plan)
     score = model.score(plan)
-    is_optimal = found.is_optimal and score.samples_per_second >= found.score.samples_per_second * _ENOUGH
+    keeps_up = score.samples_per_second >= found.score.samples_per_second * _ENOUGH
+    # All machines that can have one do, around any plan.
+    is_optimal = found.is_optimal and (keeps_up or not kept.reward)
     return replace(found, plan=plan if isinstance(score, Score) else None, score=score, is_optimal=is_optimal)
+
+
+def most_rewarded(model: CostModel) -> float:
+    """Samples per second of reward workers without GPUs on all machines; infinite if they never limit a plan."""
+    work = model.problem.workload.reward
+    if work is None or work.gpu_memory_GB:
+        return math.inf
+    fitting = (node for node in model.problem.nodes if model.reward.fits(node, 1))
+    return sum(node.count * work.samples_per_second(node.gpu) for node in fitting)
 
 
 def _keeping_up(model: CostModel, plan: PlanDocument, rate: float, *, begun: tuple[str, ...]) -> tuple[str, ...]:

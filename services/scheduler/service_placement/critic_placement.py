@@ -15,10 +15,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from services.scheduler.cost_model.reference import CostModel, Limit, Score
-from services.scheduler.planning.worker_placement import Search, nothing, with_workload, without_gpus
 from services.scheduler.problem.plan_document import CriticPlace, PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.problem.workload import TrainTask
+from services.scheduler.service_placement.worker_placement import Search, nothing, with_workload, without_gpus
 from services.scheduler.solvers.interface import Solution, TimeLeft, part_of
 from services.scheduler.solvers.scored import ordered_nodes
 
