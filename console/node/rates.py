@@ -23,6 +23,8 @@ from penstock.v1 import scheduler_pb2 as pb
 
 MIN_BUSY_S = 10.0
 """Least decoding time behind a rate: pauses and bursts of a second or two do not make a machine slow."""
+MIN_SESSIONS = 16
+"""Least sessions behind a mean wait for an environment."""
 _LOOK_EVERY_S = 1.0
 _TIMEOUT_S = 3.0
 
@@ -69,6 +71,9 @@ class Meter:
         self._rates: dict[_Layout, pb.MeasuredRate] = {}
         self._num_replicas: Counter[_Layout] = Counter()
         self._asked_s: dict[str, float] = {}
+        self._waited_s, self._num_sessions = 0.0, 0
+        """Of sessions with an environment since the last mean."""
+        self._environment_wait_s: float | None = None
         self.start_s: float | None = None
         """How long the newest generator took to build its engine; None before the first one."""
 
@@ -83,6 +88,11 @@ class Meter:
         before, self._seen[replica.target] = self._seen.get(replica.target), now
         if before is None or before.generator_id != now.generator_id:
             return
+        self._waited_s += now.total_environment_wait_s - before.total_environment_wait_s
+        self._num_sessions += now.num_environment_sessions - before.num_environment_sessions
+        if self._num_sessions >= MIN_SESSIONS:
+            self._environment_wait_s = self._waited_s / self._num_sessions * self._time_scale
+            self._waited_s, self._num_sessions = 0.0, 0
         at_once = [each.num_running for each in (before, now) if each.num_running]
         swap_s = now.total_swap_pause_s - before.total_swap_pause_s
         busy_s = max(0.0, now.busy_s - before.busy_s - swap_s)
@@ -121,6 +131,8 @@ class Meter:
             tensor_parallel=layout[0],
             pipeline_parallel=layout[1],
         )
+        if self._environment_wait_s is not None:
+            rate.environment_wait_s = self._environment_wait_s
         rate.window.FromMilliseconds(round(1000 * window.busy_s * self._time_scale))
         return rate
 

@@ -17,7 +17,7 @@ import yaml
 from console.config.config import RunConfig, load_run_config
 from console.node.config import NodeConfig, device_differences, read_nodes
 from console.plan.cluster import cluster_of
-from console.plan.lengths import output_lengths, read_lengths
+from console.plan.lengths import Lengths, output_lengths, read_lengths
 from console.plan.model_section import decode_constants, model_section, pass_constants
 from console.plan.reward_section import reward_section
 from console.probe.probe_file import Probe, read_inventory
@@ -164,7 +164,7 @@ def _lengths(
         return {}
     longest = None if run is None else run.sampling.max_new_tokens
     lengths = read_lengths(data, model, max_prompt_tokens=None if run is None else run.data.max_prompt_tokens)
-    found: Document = {"prompt_len": lengths.prompt_tokens}
+    found: Document = {"prompt_len": lengths.prompt_tokens, **_environment(run, lengths, notes)}
     if sources.completion_tokens is not None:
         fixed = sources.completion_tokens
         notes.append(f"all completions are planned as {fixed} tokens long; a recording would show how lengths spread")
@@ -176,6 +176,20 @@ def _lengths(
         )
         return found
     return {**found, "output_len": output_lengths(lengths.completion_tokens, longest=longest)}
+
+
+def _environment(run: RunConfig | None, lengths: Lengths, notes: list[str]) -> Document:
+    """Key `environment` of the workload, where sessions are known to wait for one."""
+    section = None if run is None else run.environment
+    if lengths.environment_wait_s is None:
+        if section is not None:
+            notes.append(
+                "environment: for how long sessions wait for it is not known, so they are planned as if they did not; "
+                "give --data a recording of a run with it"
+            )
+        return {}
+    limit: Document = {} if section is None else {"max_waiting": section.max_waiting}
+    return {"environment": {"wait_s": lengths.environment_wait_s, **limit}}
 
 
 def _scale(run: RunConfig, model: Path | None) -> Document:

@@ -13,6 +13,7 @@ from console.recording.reader import read_rows as read_recording
 from console.recording.recorded_sample import RecordingError
 from console.recording.row_codec import STEP_COLUMNS
 from penstock.config import Document
+from penstock.wire.score_rules import ENVIRONMENT_WAIT_S
 
 MAX_SAMPLES = 100_000
 """Samples of a recording that are looked at, from its beginning."""
@@ -21,6 +22,7 @@ MAX_ROWS = 2000
 MAX_VALUES = 1000
 """Completion lengths that the problem states, as quantiles of all that were seen."""
 _COLUMNS = ("prompt_token_ids", "token_ids")
+_SCORE = "score"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class Lengths:
     """Mean."""
     completion_tokens: tuple[int, ...] = ()
     """Each sample's; empty if the file has prompts only."""
+    environment_wait_s: float | None = None
+    """Mean time for which a session waited for its environment; None if the file says nothing of it."""
 
 
 def read_lengths(path: Path, model: Path, *, max_prompt_tokens: int | None) -> Lengths:
@@ -57,13 +61,20 @@ def _is_recording(path: Path) -> bool:
 def _recorded(path: Path) -> Lengths:
     prompts: list[int] = []
     completions: list[int] = []
-    for where, row in islice(read_recording(path, _COLUMNS), MAX_SAMPLES):
+    waits: list[float] = []
+    for where, row in islice(read_recording(path, (*_COLUMNS, _SCORE)), MAX_SAMPLES):
         try:
+            details = dict((row.get(_SCORE) or {}).get("details") or ())
+            waits += [float(details[ENVIRONMENT_WAIT_S])] if ENVIRONMENT_WAIT_S in details else []
             prompts.append(len(row["prompt_token_ids"]))
             completions.append(max(1, len(row["token_ids"])))
-        except (KeyError, TypeError) as error:
-            raise RecordingError(f"{where}: holds no token ids; is this a recording?") from error
-    return Lengths(prompt_tokens=mean(prompts), completion_tokens=tuple(completions))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordingError(f"{where}: holds no token ids, or a damaged score; is this a recording?") from error
+    return Lengths(
+        prompt_tokens=mean(prompts),
+        completion_tokens=tuple(completions),
+        environment_wait_s=mean(waits) if waits else None,
+    )
 
 
 def _tokenised(path: Path, model: Path, max_prompt_tokens: int | None) -> Lengths:

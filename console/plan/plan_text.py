@@ -144,12 +144,28 @@ def _weights(report: FeasiblePlan) -> Iterator[str]:
 
 def _simulated(report: FeasiblePlan) -> str:
     rate = report.simulated_samples_per_second
+    if report.model.problem.workload.environment is not None:
+        return "not simulated: sessions wait for their environment, which no simulation does"
     if rate is None:
         return (
             "not simulated: the time was too short (--budget-s), or the run gets stuck (penstock simulate says where)"
         )
     share = rate / report.score.samples_per_second
     return f"what a run reaches by simulation: {rate:.4g} samples/s, {share:.0%} of that (long tails, staleness, moves)"
+
+
+def _waits(report: FeasiblePlan) -> Iterator[str]:
+    """What an environment does to generation."""
+    if (environment := report.model.problem.workload.environment) is None:
+        return
+    waiting = report.score.samples_per_second * environment.wait_s
+    yield f"  {environment.wait_s:10.3f} s  a session waits for its environment, {waiting:.4g} at a time"
+    for each in report.score.generation:
+        if each.state is not None and each.state.decoding < each.state.batch:
+            yield (
+                f"{'':14}{each.replicas.node}: {each.state.decoding:.0f} of {each.state.batch} slots decode, as at "
+                f"most {environment.max_waiting} sessions beside them may wait (environment.max_waiting)"
+            )
 
 
 def _next_steps(report: FeasiblePlan) -> Iterator[str]:
@@ -200,6 +216,7 @@ def _explained(report: FeasiblePlan) -> Iterator[str]:
                 f"  {state.step_s * 1000:10.2f} ms {name}, {_layout(each.replicas)}: {state.batch} sequences, "
                 f"{report.model.demand.weight_bytes / gpus / 1e9:.1f} GB of weights a GPU"
             )
+    yield from _waits(report)
     yield "new weights of a step, whole (deltas are smaller):"
     yield from _weights(report)
     yield "one more machine would bring:" if report.next_purchases else "no offer makes it faster"

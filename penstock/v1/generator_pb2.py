@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from penstock.v1 import access_pb2 as penstock_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/generator.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18penstock/v1/access.proto\"\x15\n\x13GetGeneratorRequest\"\xf1\x04\n\x14GetGeneratorResponse\x12\x14\n\x0cgenerator_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.penstock.v1.GeneratorState\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x04 \x01(\t\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x06 \x01(\t\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\t \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\x12\x1c\n\x14num_tokens_generated\x18\x0b \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x0c \x01(\x01\x12\x10\n\x08uptime_s\x18\r \x01(\x01\x12\x1a\n\x12num_weight_updates\x18\x0e \x01(\r\x12\x18\n\x10max_swap_pause_s\x18\x0f \x01(\x01\x12\x1a\n\x12max_context_tokens\x18\x10 \x01(\r\x12\x1b\n\x13num_weights_refused\x18\x11 \x01(\r\x12,\n\x0bupdate_mode\x18\x12 \x01(\x0e\x32\x17.penstock.v1.UpdateMode\x12\x1d\n\x15num_recomputed_tokens\x18\x13 \x01(\x04\x12\x1a\n\x12total_swap_pause_s\x18\x14 \x01(\x01\x12\x19\n\x11num_samples_borne\x18\x15 \x01(\r\x12\x31\n\x0erelay_patience\x18\x16 \x01(\x0b\x32\x19.google.protobuf.Duration\"A\n\x15\x44rainGeneratorRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x16\x44rainGeneratorResponse\x12\x12\n\nis_drained\x18\x01 \x01(\x08\"*\n\x15PauseGeneratorRequest\x12\x11\n\tis_paused\x18\x01 \x01(\x08\"\x18\n\x16PauseGeneratorResponse\"k\n\x12PullWeightsRequest\x12\x1b\n\x0epolicy_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.penstock.v1.UpdateModeB\x11\n\x0f_policy_version\"V\n\x17SetRelayPatienceRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x08patience\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1a\n\x18SetRelayPatienceResponse\"\x99\x01\n\x13PullWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0cswap_pause_s\x18\x03 \x01(\x01\x12%\n\x04mode\x18\x04 \x01(\x0e\x32\x17.penstock.v1.UpdateMode\x12\x1d\n\x15num_recomputed_tokens\x18\x05 \x01(\x04*\xdf\x01\n\x0eGeneratorState\x12\x1f\n\x1bGENERATOR_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18GENERATOR_STATE_STARTING\x10\x01\x12\x1b\n\x17GENERATOR_STATE_SERVING\x10\x02\x12\x1a\n\x16GENERATOR_STATE_PAUSED\x10\x03\x12\x1c\n\x18GENERATOR_STATE_DRAINING\x10\x04\x12\x1b\n\x17GENERATOR_STATE_DRAINED\x10\x05\x12\x1a\n\x16GENERATOR_STATE_FAILED\x10\x06*q\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_KEEP\x10\x01\x12\x19\n\x15UPDATE_MODE_RECOMPUTE\x10\x02\x12\x15\n\x11UPDATE_MODE_DRAIN\x10\x03\x32\xe0\x03\n\x10GeneratorService\x12\\\n\x0cGetGenerator\x12 .penstock.v1.GetGeneratorRequest\x1a!.penstock.v1.GetGeneratorResponse\"\x07\xe2\xab\x19\x03\x03\x02\x06\x12Y\n\x0e\x44rainGenerator\x12\".penstock.v1.DrainGeneratorRequest\x1a#.penstock.v1.DrainGeneratorResponse\x12Y\n\x0ePauseGenerator\x12\".penstock.v1.PauseGeneratorRequest\x1a#.penstock.v1.PauseGeneratorResponse\x12P\n\x0bPullWeights\x12\x1f.penstock.v1.PullWeightsRequest\x1a .penstock.v1.PullWeightsResponse\x12\x66\n\x10SetRelayPatience\x12$.penstock.v1.SetRelayPatienceRequest\x1a%.penstock.v1.SetRelayPatienceResponse\"\x05\xe2\xab\x19\x01\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/generator.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18penstock/v1/access.proto\"\x15\n\x13GetGeneratorRequest\"\xb5\x05\n\x14GetGeneratorResponse\x12\x14\n\x0cgenerator_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.penstock.v1.GeneratorState\x12\x0e\n\x06\x65ngine\x18\x03 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x04 \x01(\t\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x16\n\x0eweights_digest\x18\x06 \x01(\t\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\t \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\x12\x1c\n\x14num_tokens_generated\x18\x0b \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x0c \x01(\x01\x12\x10\n\x08uptime_s\x18\r \x01(\x01\x12\x1a\n\x12num_weight_updates\x18\x0e \x01(\r\x12\x18\n\x10max_swap_pause_s\x18\x0f \x01(\x01\x12\x1a\n\x12max_context_tokens\x18\x10 \x01(\r\x12\x1b\n\x13num_weights_refused\x18\x11 \x01(\r\x12,\n\x0bupdate_mode\x18\x12 \x01(\x0e\x32\x17.penstock.v1.UpdateMode\x12\x1d\n\x15num_recomputed_tokens\x18\x13 \x01(\x04\x12\x1a\n\x12total_swap_pause_s\x18\x14 \x01(\x01\x12\x19\n\x11num_samples_borne\x18\x15 \x01(\r\x12\x31\n\x0erelay_patience\x18\x16 \x01(\x0b\x32\x19.google.protobuf.Duration\x12 \n\x18total_environment_wait_s\x18\x17 \x01(\x01\x12 \n\x18num_environment_sessions\x18\x18 \x01(\x04\"A\n\x15\x44rainGeneratorRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\",\n\x16\x44rainGeneratorResponse\x12\x12\n\nis_drained\x18\x01 \x01(\x08\"*\n\x15PauseGeneratorRequest\x12\x11\n\tis_paused\x18\x01 \x01(\x08\"\x18\n\x16PauseGeneratorResponse\"k\n\x12PullWeightsRequest\x12\x1b\n\x0epolicy_version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.penstock.v1.UpdateModeB\x11\n\x0f_policy_version\"V\n\x17SetRelayPatienceRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x08patience\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1a\n\x18SetRelayPatienceResponse\"\x99\x01\n\x13PullWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0cswap_pause_s\x18\x03 \x01(\x01\x12%\n\x04mode\x18\x04 \x01(\x0e\x32\x17.penstock.v1.UpdateMode\x12\x1d\n\x15num_recomputed_tokens\x18\x05 \x01(\x04*\xdf\x01\n\x0eGeneratorState\x12\x1f\n\x1bGENERATOR_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18GENERATOR_STATE_STARTING\x10\x01\x12\x1b\n\x17GENERATOR_STATE_SERVING\x10\x02\x12\x1a\n\x16GENERATOR_STATE_PAUSED\x10\x03\x12\x1c\n\x18GENERATOR_STATE_DRAINING\x10\x04\x12\x1b\n\x17GENERATOR_STATE_DRAINED\x10\x05\x12\x1a\n\x16GENERATOR_STATE_FAILED\x10\x06*q\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_KEEP\x10\x01\x12\x19\n\x15UPDATE_MODE_RECOMPUTE\x10\x02\x12\x15\n\x11UPDATE_MODE_DRAIN\x10\x03\x32\xe0\x03\n\x10GeneratorService\x12\\\n\x0cGetGenerator\x12 .penstock.v1.GetGeneratorRequest\x1a!.penstock.v1.GetGeneratorResponse\"\x07\xe2\xab\x19\x03\x03\x02\x06\x12Y\n\x0e\x44rainGenerator\x12\".penstock.v1.DrainGeneratorRequest\x1a#.penstock.v1.DrainGeneratorResponse\x12Y\n\x0ePauseGenerator\x12\".penstock.v1.PauseGeneratorRequest\x1a#.penstock.v1.PauseGeneratorResponse\x12P\n\x0bPullWeights\x12\x1f.penstock.v1.PullWeightsRequest\x1a .penstock.v1.PullWeightsResponse\x12\x66\n\x10SetRelayPatience\x12$.penstock.v1.SetRelayPatienceRequest\x1a%.penstock.v1.SetRelayPatienceResponse\"\x05\xe2\xab\x19\x01\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,30 +37,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATORSERVICE'].methods_by_name['GetGenerator']._serialized_options = b'\342\253\031\003\003\002\006'
   _globals['_GENERATORSERVICE'].methods_by_name['SetRelayPatience']._loaded_options = None
   _globals['_GENERATORSERVICE'].methods_by_name['SetRelayPatience']._serialized_options = b'\342\253\031\001\003'
-  _globals['_GENERATORSTATE']._serialized_start=1318
-  _globals['_GENERATORSTATE']._serialized_end=1541
-  _globals['_UPDATEMODE']._serialized_start=1543
-  _globals['_UPDATEMODE']._serialized_end=1656
+  _globals['_GENERATORSTATE']._serialized_start=1386
+  _globals['_GENERATORSTATE']._serialized_end=1609
+  _globals['_UPDATEMODE']._serialized_start=1611
+  _globals['_UPDATEMODE']._serialized_end=1724
   _globals['_GETGENERATORREQUEST']._serialized_start=102
   _globals['_GETGENERATORREQUEST']._serialized_end=123
   _globals['_GETGENERATORRESPONSE']._serialized_start=126
-  _globals['_GETGENERATORRESPONSE']._serialized_end=751
-  _globals['_DRAINGENERATORREQUEST']._serialized_start=753
-  _globals['_DRAINGENERATORREQUEST']._serialized_end=818
-  _globals['_DRAINGENERATORRESPONSE']._serialized_start=820
-  _globals['_DRAINGENERATORRESPONSE']._serialized_end=864
-  _globals['_PAUSEGENERATORREQUEST']._serialized_start=866
-  _globals['_PAUSEGENERATORREQUEST']._serialized_end=908
-  _globals['_PAUSEGENERATORRESPONSE']._serialized_start=910
-  _globals['_PAUSEGENERATORRESPONSE']._serialized_end=934
-  _globals['_PULLWEIGHTSREQUEST']._serialized_start=936
-  _globals['_PULLWEIGHTSREQUEST']._serialized_end=1043
-  _globals['_SETRELAYPATIENCEREQUEST']._serialized_start=1045
-  _globals['_SETRELAYPATIENCEREQUEST']._serialized_end=1131
-  _globals['_SETRELAYPATIENCERESPONSE']._serialized_start=1133
-  _globals['_SETRELAYPATIENCERESPONSE']._serialized_end=1159
-  _globals['_PULLWEIGHTSRESPONSE']._serialized_start=1162
-  _globals['_PULLWEIGHTSRESPONSE']._serialized_end=1315
-  _globals['_GENERATORSERVICE']._serialized_start=1659
-  _globals['_GENERATORSERVICE']._serialized_end=2139
+  _globals['_GETGENERATORRESPONSE']._serialized_end=819
+  _globals['_DRAINGENERATORREQUEST']._serialized_start=821
+  _globals['_DRAINGENERATORREQUEST']._serialized_end=886
+  _globals['_DRAINGENERATORRESPONSE']._serialized_start=888
+  _globals['_DRAINGENERATORRESPONSE']._serialized_end=932
+  _globals['_PAUSEGENERATORREQUEST']._serialized_start=934
+  _globals['_PAUSEGENERATORREQUEST']._serialized_end=976
+  _globals['_PAUSEGENERATORRESPONSE']._serialized_start=978
+  _globals['_PAUSEGENERATORRESPONSE']._serialized_end=1002
+  _globals['_PULLWEIGHTSREQUEST']._serialized_start=1004
+  _globals['_PULLWEIGHTSREQUEST']._serialized_end=1111
+  _globals['_SETRELAYPATIENCEREQUEST']._serialized_start=1113
+  _globals['_SETRELAYPATIENCEREQUEST']._serialized_end=1199
+  _globals['_SETRELAYPATIENCERESPONSE']._serialized_start=1201
+  _globals['_SETRELAYPATIENCERESPONSE']._serialized_end=1227
+  _globals['_PULLWEIGHTSRESPONSE']._serialized_start=1230
+  _globals['_PULLWEIGHTSRESPONSE']._serialized_end=1383
+  _globals['_GENERATORSERVICE']._serialized_start=1727
+  _globals['_GENERATORSERVICE']._serialized_end=2207
 # @@protoc_insertion_point(module_scope)

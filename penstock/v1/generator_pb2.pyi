@@ -131,6 +131,8 @@ class GetGeneratorResponse(_message.Message):
     TOTAL_SWAP_PAUSE_S_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_BORNE_FIELD_NUMBER: _builtins.int
     RELAY_PATIENCE_FIELD_NUMBER: _builtins.int
+    TOTAL_ENVIRONMENT_WAIT_S_FIELD_NUMBER: _builtins.int
+    NUM_ENVIRONMENT_SESSIONS_FIELD_NUMBER: _builtins.int
     generator_id: _builtins.str
     """Names the generator."""
     state: Global___GeneratorState.ValueType
@@ -173,6 +175,10 @@ class GetGeneratorResponse(_message.Message):
     """All pauses that swaps have caused since start, seconds."""
     num_samples_borne: _builtins.int
     """Samples it would hold now if the broker had as many: what its KV cache bears and its configuration allows."""
+    total_environment_wait_s: _builtins.float
+    """For how long sessions with an environment that ended since start were in no slot of the engine, seconds, together."""
+    num_environment_sessions: _builtins.int
+    """How many that were."""
     @_builtins.property
     def relay_patience(self) -> _duration_pb2.Duration:
         """How long it leaves each new version to another generator of its site (SetRelayPatience). Unset: it has no site."""
@@ -202,10 +208,12 @@ class GetGeneratorResponse(_message.Message):
         total_swap_pause_s: _builtins.float = ...,
         num_samples_borne: _builtins.int = ...,
         relay_patience: _duration_pb2.Duration | None = ...,
+        total_environment_wait_s: _builtins.float = ...,
+        num_environment_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["relay_patience", b"relay_patience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "engine", b"engine", "engine_version", b"engine_version", "generator_id", b"generator_id", "kv_cache_usage", b"kv_cache_usage", "max_context_tokens", b"max_context_tokens", "max_swap_pause_s", b"max_swap_pause_s", "num_preemptions", b"num_preemptions", "num_recomputed_tokens", b"num_recomputed_tokens", "num_running", b"num_running", "num_samples_borne", b"num_samples_borne", "num_tokens_generated", b"num_tokens_generated", "num_waiting", b"num_waiting", "num_weight_updates", b"num_weight_updates", "num_weights_refused", b"num_weights_refused", "policy_version", b"policy_version", "relay_patience", b"relay_patience", "state", b"state", "total_swap_pause_s", b"total_swap_pause_s", "update_mode", b"update_mode", "uptime_s", b"uptime_s", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "engine", b"engine", "engine_version", b"engine_version", "generator_id", b"generator_id", "kv_cache_usage", b"kv_cache_usage", "max_context_tokens", b"max_context_tokens", "max_swap_pause_s", b"max_swap_pause_s", "num_environment_sessions", b"num_environment_sessions", "num_preemptions", b"num_preemptions", "num_recomputed_tokens", b"num_recomputed_tokens", "num_running", b"num_running", "num_samples_borne", b"num_samples_borne", "num_tokens_generated", b"num_tokens_generated", "num_waiting", b"num_waiting", "num_weight_updates", b"num_weight_updates", "num_weights_refused", b"num_weights_refused", "policy_version", b"policy_version", "relay_patience", b"relay_patience", "state", b"state", "total_environment_wait_s", b"total_environment_wait_s", "total_swap_pause_s", b"total_swap_pause_s", "update_mode", b"update_mode", "uptime_s", b"uptime_s", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

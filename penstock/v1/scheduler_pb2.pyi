@@ -255,6 +255,7 @@ class MeasuredRate(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_WAIT_S_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """The role it was measured in."""
     tokens_per_second: _builtins.float
@@ -279,6 +280,10 @@ class MeasuredRate(_message.Message):
     out. Plans of that run follow it. Empty: the rates are those of this machine, waits included. Reward workers, scorers
     and critics: the run that they serve.
     """
+    environment_wait_s: _builtins.float
+    """Generators: for how long a session with an environment was in no slot of the engine, seconds, the mean of those that
+    ended lately; unset without such. Emulated GPUs report emulated seconds.
+    """
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:
         """Over how long."""
@@ -295,13 +300,19 @@ class MeasuredRate(_message.Message):
         tensor_parallel: _builtins.int = ...,
         pipeline_parallel: _builtins.int = ...,
         run_id: _builtins.str = ...,
+        environment_wait_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "token_s", b"token_s", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_environment_wait_s", b"_environment_wait_s", "_token_s", b"_token_s", "environment_wait_s", b"environment_wait_s", "token_s", b"token_s", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_s", b"_token_s", "num_concurrent_samples", b"num_concurrent_samples", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "run_id", b"run_id", "samples_per_second", b"samples_per_second", "tensor_parallel", b"tensor_parallel", "token_s", b"token_s", "tokens_per_second", b"tokens_per_second", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_environment_wait_s", b"_environment_wait_s", "_token_s", b"_token_s", "environment_wait_s", b"environment_wait_s", "num_concurrent_samples", b"num_concurrent_samples", "pipeline_parallel", b"pipeline_parallel", "role", b"role", "run_id", b"run_id", "samples_per_second", b"samples_per_second", "tensor_parallel", b"tensor_parallel", "token_s", b"token_s", "tokens_per_second", b"tokens_per_second", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__environment_wait_s: _TypeAlias = _typing.Literal["environment_wait_s"]  # noqa: Y015
+    _WhichOneofArgType__environment_wait_s: _TypeAlias = _typing.Literal["_environment_wait_s", b"_environment_wait_s"]  # noqa: Y015
     _WhichOneofReturnType__token_s: _TypeAlias = _typing.Literal["token_s"]  # noqa: Y015
     _WhichOneofArgType__token_s: _TypeAlias = _typing.Literal["_token_s", b"_token_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__environment_wait_s) -> _WhichOneofReturnType__environment_wait_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__token_s) -> _WhichOneofReturnType__token_s | None: ...
 
 Global___MeasuredRate: _TypeAlias = MeasuredRate  # noqa: Y015

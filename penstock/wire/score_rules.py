@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from penstock.v1 import types_pb2
 
+ENVIRONMENT_WAIT_S = "environment_wait_s"
+"""Detail of a session's score: for how long it was in no slot of an engine, seconds."""
 MAX_REWARD = 1e12
 """Training computes in float32, in which the squares of much larger ones are infinite: one such reward ends a run."""
 

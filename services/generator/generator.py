@@ -394,6 +394,8 @@ class Generator:
             update_mode=MODE_MESSAGES[self.update_mode],
             num_recomputed_tokens=counters.num_recomputed_tokens,
             total_swap_pause_s=counters.total_pause_s,
+            total_environment_wait_s=self._rollouts.waits.total_s,
+            num_environment_sessions=self._rollouts.waits.num_sessions,
         )
         if (wait := self._puller.relay_wait) is not None:
             response.relay_patience.FromMilliseconds(round(1000 * wait.patience_s))

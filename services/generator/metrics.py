@@ -29,6 +29,9 @@ class GeneratorMetrics:
             "Sessions with an environment that ended, by the status of the score.",
             ["status"],
         )
+        self.environment_wait_s = counter(
+            "penstock_generator_environment_wait_seconds", "Time for which sessions that ended were in no slot."
+        )
         self.policy_version = gauge("penstock_generator_policy_version", "Version the engine holds, digest checked.")
         self.engine_failures = counter(
             "penstock_generator_engine_failures",

@@ -39,8 +39,10 @@ def steady_rate(model: CostModel, plan: PlanDocument, *, time_left: TimeLeft, se
 
     Runs dispatch by `auto`, which keeps the longest samples from slow generators where that pays: so for a fleet small
     enough to try both, the better rate counts. The first steps, in which the staleness bound lets nothing wait yet, are
-    left out.
+    left out. Sessions with an environment wait in no simulation, so a run of them gets None.
     """
+    if model.problem.workload.environment is not None:
+        return None
     least, most = STEADY_STEPS
     skip = model.problem.workload.staleness + 3
     num_counted = min(most, max(least, math.ceil(STEADY_SAMPLES / model.demand.samples_per_step)))

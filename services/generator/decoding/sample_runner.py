@@ -31,12 +31,14 @@ from penstock.errors import InvalidFieldError
 from penstock.process.tasks import end, set_within
 from penstock.tracing import within
 from penstock.v1 import broker_pb2, types_pb2
+from penstock.wire.score_rules import ENVIRONMENT_WAIT_S
 from services.generator.decoding.activity import Decoding
 from services.generator.decoding.conversing import converse
 from services.generator.decoding.kv_headroom import KvHeadroom
 from services.generator.decoding.lease_request import to_request
 from services.generator.decoding.lease_work import GiveBack, LeaseWork
 from services.generator.decoding.rollout_parts import RolloutParts
+from services.generator.decoding.session_waits import SessionWaits
 from services.generator.decoding.slots import Slots
 from services.generator.decoding.traces import LeaseTrace, lease_span
 from services.generator.engine.engine import (
@@ -77,6 +79,7 @@ class Rollouts:
         """Whether new samples start; false once the generator drains or stops."""
         self.decoding = Decoding(parts.busy, parts.metrics, parts.on_change)
         """The samples being decoded."""
+        self.waits = SessionWaits()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -190,6 +193,7 @@ class Rollouts:
     def forget(self, lease_id: str) -> None:
         """The lease is over: stop renewing it, and decoding it if that is still going on."""
         work = self._works.pop(lease_id, None)
+        self.waits.forget(lease_id)
         if work is None:
             return
         self._free_slot(work)
@@ -296,6 +300,11 @@ class Rollouts:
         reason, score = await converse(work, dialogue, request, transcript, max_model_len=parts.engine.max_model_len)
         if reason is not FinishReason.ABORTED:
             work.dialogue = dialogue
+            waited_s = self.waits.finish(work.lease.lease_id)
+            parts.metrics.environment_wait_s.inc(waited_s)
+            if score is not None:
+                # For plans from a recording; a session that went on elsewhere has the last generator's.
+                score.details[ENVIRONMENT_WAIT_S] = f"{waited_s:.3f}"
             parts.metrics.environment_sessions.labels(_status_of(score)).inc()
         self._finish(work, reason, score)
 
@@ -329,6 +338,7 @@ class Rollouts:
 
     async def enter_slot(self, work: LeaseWork) -> None:
         """Wait for a slot for a sample that left its own."""
+        self.waits.end(work.lease.lease_id)
         await self._wait_for_slot()
         work.is_in_slot = True
         self._note_waiting()
@@ -336,6 +346,7 @@ class Rollouts:
 
     def leave_slot(self, work: LeaseWork) -> None:
         """Give a sample's slot up while it waits for its environment."""
+        self.waits.begin(work.lease.lease_id)
         self._free_slot(work)
         self._note_waiting()
         self._parts.on_change()

@@ -158,6 +158,10 @@ class CostModel:
             self._states[key] = self._models[node.name, layout].at(batch)
         return self._states[key]
 
+    def under_way(self, node: NodeClass, layout: Layout, batch: int) -> float:
+        """Samples of a replica that are neither queued nor finished."""
+        return self._models[node.name, layout].under_way(batch)
+
     def largest_batch(self, node: NodeClass, layout: Layout) -> float:
         """Sequences that a replica could decode concurrently, not rounded."""
         return self._models[node.name, layout].max_batch
@@ -360,9 +364,9 @@ class _Scoring:
             for kind, largest in zip(self._kinds, self._batches, strict=True)
         ]
 
-    def _samples_under_way(self, share: float) -> int:
+    def _samples_under_way(self, share: float) -> float:
         return sum(
-            kind.count * math.floor(largest * share)
+            kind.count * self._model.under_way(kind.node, kind.layout, math.floor(largest * share))
             for kind, largest in zip(self._kinds, self._batches, strict=True)
             if kind.transfer_s < math.inf
         )
@@ -389,6 +393,8 @@ class _Scoring:
         if not self._model.problem.constraints.tail_blocking or not steps_s:
             return math.inf
         longest_s = self._model.demand.longest_completion_tokens * min(steps_s)
+        if (environment := self._model.problem.workload.environment) is not None:
+            longest_s += environment.wait_s
         return self._versions * self._samples_per_step / longest_s
 
 

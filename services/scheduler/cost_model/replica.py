@@ -14,19 +14,23 @@ from services.scheduler.cost_model.demand import Demand
 from services.scheduler.cost_model.layouts import Stage, stages_of, usable_bytes
 from services.scheduler.problem.problem import NodeClass, Problem
 
+_BISECTIONS = 40
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
     """A replica at a batch size."""
 
     batch: int
-    """Sequences decoded concurrently."""
+    """Sequences that it has slots for."""
     step_s: float
     """Seconds of one decode step, which adds a token to each sequence."""
     samples_per_second: float
     """Rate while it is not paused."""
     pause_s: float
     """Seconds for which a weight update pauses it."""
+    decoding: float
+    """Of the batch, sequences that decode: fewer where sessions that wait for an environment take their place."""
 
 
 class ReplicaModel:
@@ -55,6 +59,7 @@ class ReplicaModel:
             self._step_overhead_s += gpu.ar_latency_us * 1e-6
             self._sequence_overhead_s += 2.0 * model.hidden * 2 / (gpu.ar_bus_GBps * 1e9)
         self._pause_s = constants.sync_pause_s
+        self._environment = problem.workload.environment
         self._recomputes = constants.kv_recompute_on_update
         self._measured_samples_per_second = next(
             (
@@ -127,9 +132,31 @@ class ReplicaModel:
         """The replica with this many sequences; None below one."""
         if batch < 1:
             return None
-        demand = self._demand
+        demand, decoding = self._demand, self._decoding(batch)
         pause_s = self._pause_s
         if self._recomputes:
             context_tokens = demand.kv_read_bytes / demand.completion_tokens / demand.kv_bytes_per_token
             pause_s += batch * context_tokens * self.prefill_token_s
-        return ReplicaState(batch, self.step_s(batch), self.samples_per_second(batch), pause_s)
+        return ReplicaState(batch, self.step_s(decoding), self.samples_per_second(decoding), pause_s, decoding)
+
+    def under_way(self, batch: int) -> float:
+        """Sequences that decode, and sessions that wait for their environment meanwhile."""
+        return batch if self._environment is None or batch < 1 else self._with_waiting(self._decoding(batch))
+
+    def _decoding(self, batch: int) -> float:
+        """How many of that many slots decode: a replica has so many sessions, and `max_waiting` more."""
+        if self._environment is None:
+            return batch
+        most = float(batch + self._environment.max_waiting)
+        if self._with_waiting(batch) <= most:
+            return batch
+        lower, upper = 0.0, float(batch)
+        for _ in range(_BISECTIONS):
+            middle = 0.5 * (lower + upper)
+            lower, upper = (middle, upper) if self._with_waiting(middle) <= most else (lower, middle)
+        return upper
+
+    def _with_waiting(self, decoding: float) -> float:
+        """By Little's law: as many wait as come to wait in the time of a wait."""
+        assert self._environment is not None
+        return decoding + self.samples_per_second(decoding) * self._environment.wait_s

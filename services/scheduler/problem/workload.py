@@ -56,6 +56,15 @@ class RewardWork(StrictModel):
         return self.at_once / (value.get(gpu, value["default"]) if isinstance(value, dict) else value)
 
 
+class EnvironmentWork(StrictModel):
+    """What sessions with an environment do beside decoding."""
+
+    wait_s: NotNegative
+    """For how long a session is in no slot of the engine, its turns together: tools run."""
+    max_waiting: int = Field(default=256, ge=0, le=1_000_000)
+    """Sessions of a replica that may be in none at once, beside those that decode (`generator.environment`)."""
+
+
 class Workload(StrictModel):
     """The data that a training step consumes."""
 
@@ -72,6 +81,9 @@ class Workload(StrictModel):
     train_tasks: tuple[TrainTask, ...] = Field(min_length=1, max_length=64)
     reward: RewardWork | None = None
     """Scoring; unset: it never limits a plan, and the head's reward worker does it."""
+
+    environment: EnvironmentWork | None = None
+    """Sessions with an environment; unset: samples only decode."""
 
     @property
     def pool_tasks(self) -> tuple[TrainTask, ...]:

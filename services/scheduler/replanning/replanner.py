@@ -23,6 +23,7 @@ from services.scheduler.planning.plan_wire import PlanTask, plan_task
 from services.scheduler.problem.plan_document import PlanDocument, node_classes
 from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.critic_move import critic_machines, critic_moving_s
+from services.scheduler.replanning.environment_wait import environment_wait_s, with_environment_wait
 from services.scheduler.replanning.live_problem import Live, live_problem, machines_of, never_came, with_lengths
 from services.scheduler.replanning.migration import stopped_share
 from services.scheduler.replanning.replan_rule import COOL_DOWN_INTERVALS, Offer, Verdict, cost_of, judge, worth
@@ -63,6 +64,8 @@ class _Run:
     """Measured samples per second of a reward worker, by GPU type."""
     service_rates: Mapping[Kind, float] = field(default_factory=dict)
     """Measured tokens per second of scorers and critic."""
+    environment_wait_s: float | None = None
+    """Measured wait of a session for its environment; None as the problem states it."""
     num_lengths: int = 0
     mean_tokens: float = 0.0
     looked_at: Problem | None = field(default=None)
@@ -136,7 +139,11 @@ class Replanner:
             run.service_rates = service_rates(
                 now, in_force, views, run_id=run.task.run_id, before=run.service_rates, slow=run.slow
             )
-            measured = with_service_rates(with_reward_rates(planned, run.reward_rates), run.service_rates)
+            run.environment_wait_s = environment_wait_s(planned, views, before=run.environment_wait_s)
+            measured = with_environment_wait(
+                with_service_rates(with_reward_rates(planned, run.reward_rates), run.service_rates),
+                run.environment_wait_s,
+            )
             live = live_problem(
                 with_trainer_speed(measured, in_force, run.trainer_speed),
                 views,
@@ -329,6 +336,8 @@ def _news(run: _Run, live: Live, found: pb.Plan) -> str:
     if run.reward_rates:
         each = (f"{rate:g} samples/s beside {gpu}" for gpu, rate in sorted(run.reward_rates.items()))
         news += f"A reward worker scores {', '.join(each)}. "
+    if run.environment_wait_s is not None:
+        news += f"A session waits {run.environment_wait_s:g} s for its environment. "
     return news + in_words(run.service_rates)
 
 

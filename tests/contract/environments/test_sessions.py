@@ -12,6 +12,7 @@ from penstock.environments import Action, Environment, Message, Outcome, Task
 from penstock.environments.serving import EnvironmentServicer, environment_service
 from penstock.network.rpc import Server
 from penstock.v1 import types_pb2
+from penstock.wire.score_rules import ENVIRONMENT_WAIT_S
 from services.generator.engine.engine import FinishReason
 from services.generator.environments.config import EnvironmentConfig
 from tests.helpers.brokers.scripted_generation import prompt
@@ -119,6 +120,10 @@ async def test_turns_alternate_with_answers_that_are_masked(bench):
     assert (sample.finish_reason, sample.score.status, sample.score.value) == (STOP, types_pb2.SCORE_STATUS_OK, 6.0)
     assert np.frombuffer(sample.score.turn_values, "<f4").tolist() == [1.0, 2.0, 3.0]
     assert (sample.score.model, dict(sample.score.components)) == ("plus", {"turns": 3.0})
+    waited_s = float(sample.score.details[ENVIRONMENT_WAIT_S])
+    assert waited_s > 0
+    view = bench.generator.view()
+    assert (view.num_environment_sessions, view.total_environment_wait_s) == (1, pytest.approx(waited_s, abs=1e-3))
     assert [text for _session, _turn, text in Plus.log] == ["10 11 2", "12 2", "13 2"]
 
 

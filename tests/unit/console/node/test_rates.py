@@ -2,7 +2,7 @@
 
 import pytest
 
-from console.node.rates import MIN_BUSY_S, Meter, Replica
+from console.node.rates import MIN_BUSY_S, MIN_SESSIONS, Meter, Replica
 from penstock.v1 import generator_pb2
 
 ONE, OTHER = Replica("h:1", 1), Replica("h:2", 1)
@@ -51,6 +51,22 @@ def test_nothing_is_said_before_enough_was_decoded_and_then_of_each_window_again
 
     slowed = Counters("b", at_once=10, step_s=0.1)
     assert watched(meter, (ONE, slowed))[0].token_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_waits_for_an_environment_are_those_of_sessions_that_ended_lately():
+    meter, counters = Meter(time_scale=2.0), Counters("a", at_once=10, step_s=0.02)
+    (rate,) = watched(meter, (ONE, counters))
+    assert not rate.HasField("environment_wait_s")
+    for num_sessions, total_s in ((10, 1000.0), (10 + MIN_SESSIONS, 1000.0 + 3 * MIN_SESSIONS)):
+        seen = counters.after(MIN_BUSY_S + 1)
+        seen.num_environment_sessions, seen.total_environment_wait_s = num_sessions, total_s
+        if num_sessions == 10:
+            # What ended before is not lately.
+            meter.expect({})
+            meter.expect({ONE.target: ONE})
+        meter.see(ONE, seen, now_s=0.0)
+    (rate,) = meter.rates()
+    assert rate.environment_wait_s == 6.0
 
 
 def test_swaps_of_weights_do_not_make_a_machine_slow():

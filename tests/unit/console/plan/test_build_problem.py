@@ -10,8 +10,10 @@ from console.plan.build_problem import Sources, build_problem, write_problem
 from console.plan.lengths import MAX_VALUES, output_lengths
 from console.recording.writer import open_writer
 from penstock.config import ConfigError
+from penstock.wire.score_rules import ENVIRONMENT_WAIT_S
 from services.scheduler.problem.cost_constants import CostConstants
 from services.scheduler.problem.problem import read_problem
+from services.scheduler.problem.workload import EnvironmentWork
 from tests.helpers.brokers.recordings import recorded
 from tests.helpers.console import penstock_in_process, write_rows
 from tests.helpers.plans.probes import GPU, document, host, link, make_model, reward, write
@@ -80,6 +82,21 @@ def test_passes_say_which_share_of_its_matrix_rate_a_type_trains_and_scores_with
     fast = built(sources, {**first, "passes": {**rates, "forward_tflops": 500.0}}, second, third)
     assert fast.problem.cost_model.mfu("A100-80", "infer") == 1.0
     assert any("faster than the matrix product on A100-80" in note for note in fast.notes)
+
+
+def test_the_wait_for_an_environment_comes_from_a_recordings_scores(sources, tmp_path):
+    assert built(sources, *two_sites()).problem.workload.environment is None
+    waits = [recorded(index=index) for index in range(2)]
+    for seconds, each in zip(("2.5", "7.500"), waits, strict=True):
+        each.trajectory.score.details[ENVIRONMENT_WAIT_S] = seconds
+    for suffix in ("jsonl", "parquet"):
+        data = tmp_path / f"sessions.{suffix}"
+        writer = open_writer(data)
+        writer.write([*waits, recorded(index=2)])
+        writer.end_step()
+        writer.close()
+        problem = built(replace(sources, data=data), *two_sites()).problem
+        assert problem.workload.environment == EnvironmentWork(wait_s=5.0)
 
 
 def test_the_written_problem_is_the_same_and_plans_have_the_machines_names(sources, tmp_path):
