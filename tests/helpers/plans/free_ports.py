@@ -7,7 +7,8 @@ from pathlib import Path
 
 from console.launch.ports import free_block
 
-_PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+\b|(?<=rendezvous_port: )\d+\b")
+_PORT = re.compile(r"(?<=127\.0\.0\.1:)[1-9]\d*\b|(?<=rendezvous_port: )\d+\b")
+"""But for 0, which is any free port."""
 _MORE_PORTS = 32
 """Above the highest port that the files state: generators take two for each GPU from a machine's first one on."""
 
