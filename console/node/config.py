@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from console.config.sections import LogSection
-from penstock.config import Document, LocalPath, NetworkConfig, Targets, apply_overrides, read_document, validate
+from penstock.config import LocalPath, NetworkConfig, Targets, apply_overrides, read_document, validate
 from penstock.storage.addresses import StoredAddress
 from services.broker.config import BrokerConfig
 from services.generator.config import GeneratorConfig
@@ -90,16 +90,14 @@ class HostConfig(NetworkConfig):
     """Logs of its processes."""
 
 
-def read_node(path: Path, overrides: Iterable[str] = ()) -> NodeConfig:
-    """Load a machine from a file, with dotted overrides applied. Raises ConfigError."""
-    return _node(apply_overrides(read_document(path), overrides), path)
-
-
 def read_machine(path: Path, overrides: Iterable[str] = ()) -> NodeConfig | HostConfig:
-    """The same of any machine that runs `penstock node`: one without a section `generator` is a host."""
+    """Load a machine that runs `penstock node`, with dotted overrides applied. Raises ConfigError.
+
+    One whose file has neither `generator` nor `gpu` is a host.
+    """
     document = apply_overrides(read_document(path), overrides)
     if "generator" in document or "gpu" in document:
-        return _node(document, path)
+        return validate(NodeConfig, document, source=str(path))
     return validate(HostConfig, document, source=str(path))
 
 
@@ -107,10 +105,6 @@ def read_nodes(paths: Iterable[Path]) -> dict[Path, NodeConfig]:
     """Those of the files that are of machines with GPUs. Raises ConfigError."""
     found = {path: read_machine(path) for path in paths}
     return {path: config for path, config in found.items() if isinstance(config, NodeConfig)}
-
-
-def _node(document: Document, path: Path) -> NodeConfig:
-    return validate(NodeConfig, document, source=str(path))
 
 
 def device_differences(path: Path, config: NodeConfig, *, gpu: str, gpus: int, source: str) -> list[str]:

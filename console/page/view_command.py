@@ -21,7 +21,6 @@ from penstock.security import Security
 from penstock.targets import checked_addresses
 
 MAX_RUNS = 16
-DEFAULT_LISTEN = "127.0.0.1:0"
 
 
 def view_command(runs: Sequence[str], *, listen: str, broker: str | None) -> int:

@@ -29,7 +29,6 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 MachineName = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME_PATTERN)]
 Rate = Annotated[float, Field(gt=0, le=1e9)]
-Seconds = Annotated[float, Field(ge=0, le=1e6)]
 ShareOf = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(max_length=1000)]
 

@@ -19,8 +19,6 @@ _ETA_STEPS = 10
 _MIN_RATE_STEPS = 3
 BUSY_WINDOW_S = 15.0
 
-COMPONENT = "component/"
-"""Before the names of the reward's components."""
 REWARD, STALENESS, MAX_STALENESS = "reward/mean", "staleness/mean", "staleness/max"
 SAMPLES_PER_SECOND, TOKENS_PER_SECOND = "throughput/samples_per_second", "throughput/response_tokens_per_second"
 IDLE_S, STEP_S, TRAIN_S, LENGTH = "time/idle_s", "time/step_s", "time/train_s", "length/mean"

@@ -96,15 +96,6 @@ class MetricsTable:
             return None
         return self._times[index]
 
-    def last_line(self) -> dict[str, float]:
-        """The metrics of the newest line."""
-        last = len(self._versions) - 1
-        return {
-            self._prefix + name: values[last]
-            for name, values in self._columns.items()
-            if 0 <= last < len(values) and math.isfinite(values[last])
-        }
-
     def _add(self, line: dict[str, Any]) -> None:
         version = _number(line[VERSION])
         while self._versions and self._versions[-1] >= version:

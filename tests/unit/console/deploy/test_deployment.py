@@ -12,7 +12,7 @@ from console.deploy.configurations import PLAIN_RUN
 from console.deploy.deployment import write_deployment
 from console.deploy.machine_check import MachineConfig
 from console.node.assignment import Placement, generator_config
-from console.node.config import NodeConfig, read_node
+from console.node.config import NodeConfig, read_machine
 from console.run.as_planned import as_planned
 from console.run.run_plan import as_message, trainer_settings
 from console.serve.serve import ServiceKind, load_service_config
@@ -39,7 +39,7 @@ def test_every_file_is_accepted_by_what_reads_it(model, tmp_path):
         if path.name == "run.yaml":
             load_run_config(path)
         elif path.name.startswith("node-"):
-            read_node(path)
+            read_machine(path)
         elif path.name == "problem.yaml":
             assert read_problem(path) == model.problem
         elif path.name == "plan.yaml":

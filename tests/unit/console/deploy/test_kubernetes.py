@@ -14,7 +14,7 @@ import yaml
 from console.deploy.configurations import PLAIN_RUN
 from console.deploy.deployment import deployment, write_deployment
 from console.node.assignment import placements
-from console.node.config import read_node
+from console.node.config import read_machine
 from console.node.gpus import visible
 from console.run.run_plan import as_message
 from penstock.config import ConfigError
@@ -142,7 +142,7 @@ def test_several_machines_train_and_one_does_both_without_a_volume_that_they_sha
         assert container["command"][-2:] == ["-m", "console"]
     gpus = [each["resources"]["limits"]["nvidia.com/gpu"] for each in (head, other, node)]
     assert gpus == [8, 4, 4], "each pod has GPUs of its own, of the eight of its machine"
-    described = read_node(tmp_path / "out" / "r0" / "node-l40s-0.yaml")
+    described = read_machine(tmp_path / "out" / "r0" / "node-l40s-0.yaml")
     assert (described.gpus, described.first_gpu) == (8, 4)
     followed = as_message(of)
     assert [placement.gpus for placement in placements(followed, described).values()] == [(4, 5), (6, 7)]
@@ -189,7 +189,7 @@ def test_a_trainer_that_moves_is_started_in_the_pods_of_its_machines(place: str,
     assert head["terminationGracePeriodSeconds"] == longest_s + sum(STOP_GRACE_S[name] for name in sidecars)
     kinds = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in objects}
     for name, component in (("a100-0", "head"), ("l40s-0", "node")):
-        service, file = kinds["Service", name], read_node(tmp_path / "out" / "r0" / f"node-{name}.yaml")
+        service, file = kinds["Service", name], read_machine(tmp_path / "out" / "r0" / f"node-{name}.yaml")
         # The names by which trainers are called are their pods'.
         assert (service["clusterIP"], service["selector"]["app.kubernetes.io/component"]) == ("None", component)
         pod = kinds["Deployment", name if component == "head" else f"node-{name}"]
