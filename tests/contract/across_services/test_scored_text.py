@@ -167,7 +167,7 @@ async def test_a_sample_of_unknown_tokens_is_dropped_by_name_and_never_a_zero(
     assert judge.seen == {}
 
 
-async def test_a_worker_that_was_told_to_trust_passes_texts_on(broker: real.RunningBroker) -> None:
+async def test_a_worker_set_to_trust_generator_text_passes_it_on(broker: real.RunningBroker) -> None:
     await broker.submit(real.prompt("lie", group_size=1))
     await generate(broker, {"lie": ([A], "b")})
     async with scoring(broker, trusts_generator_text=True) as judge:

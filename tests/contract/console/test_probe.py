@@ -135,7 +135,7 @@ async def test_a_link_is_measured_both_ways_over_tls_by_those_who_may(tmp_path: 
                 await measured(target, caller)
 
 
-async def test_a_clock_by_which_a_certificate_is_not_valid_is_told_with_what_to_do(tmp_path: Path) -> None:
+async def test_a_clock_that_makes_a_certificate_invalid_is_reported_with_the_fix(tmp_path: Path) -> None:
     authority = make_authority(tmp_path / "authority")
     caller = issue(authority, name="near", roles=["generator"])
     for name, ago, said in (("early", timedelta(days=-1), "not yet valid"), ("late", timedelta(days=9000), "expired")):
@@ -144,7 +144,7 @@ async def test_a_clock_by_which_a_certificate_is_not_valid_is_told_with_what_to_
                 await measured(target, caller)
 
 
-async def test_what_does_not_answer_is_told_in_a_line(tmp_path: Path) -> None:
+async def test_targets_that_do_not_answer_are_reported_in_one_line(tmp_path: Path) -> None:
     server = replace(issue(make_authority(tmp_path / "authority")), cert_file=None, key_file=None, ca_file=None)
     async with listening(server) as target:
         pass
@@ -153,7 +153,7 @@ async def test_what_does_not_answer_is_told_in_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["out", "temporary"])
-def test_a_full_disk_and_another_probe_are_told_in_a_line_before_anything_is_measured(tmp_path: Path, place) -> None:
+def test_a_full_disk_and_another_probe_are_reported_before_anything_is_measured(tmp_path: Path, place) -> None:
     with small_disk(2**20) as disk, mock.patch.object(tempfile, "tempdir", str(disk if place != "out" else tmp_path)):
         out = disk / "inventory" if place == "out" else tmp_path / "inventory"
         fill(disk)

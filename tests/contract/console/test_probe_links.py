@@ -105,7 +105,7 @@ def test_a_peer_that_does_not_play_its_part_is_given_up_in_time(answer, said):
     assert time.monotonic() - begin_s < 20
 
 
-def test_a_firewall_that_drops_packets_is_told_from_a_port_at_which_nothing_listens():
+def test_a_firewall_that_drops_packets_is_distinguished_from_a_closed_port():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as full:
         address = server.getsockname()
         # As many as the kernel keeps for a server that accepts none: what comes on top is dropped.
@@ -120,7 +120,7 @@ def test_a_firewall_that_drops_packets_is_told_from_a_port_at_which_nothing_list
         client.measure(seconds=0.05)
 
 
-async def test_clocks_that_differ_are_told_with_what_to_do(monkeypatch):
+async def test_clocks_that_differ_are_reported_with_the_fix(monkeypatch):
     fast = SimpleNamespace(time=lambda: time.time() + 400)
     monkeypatch.setattr(link_server, "time", fast)
     async with serving_transfers("127.0.0.1:0", Peer(name="far-1", site="far"), security=NO_SECURITY) as url:

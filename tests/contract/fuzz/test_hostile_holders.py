@@ -30,7 +30,7 @@ async def broker() -> AsyncIterator[RunningBroker]:
 
 
 @pytest.mark.parametrize("name", ["\u00b2.0.1_1.x", "1.\u00b2.1_1.x", f"{HUGE}.0.1_1.x", f"1.{HUGE}.1_1.x", "1.0"])
-async def test_who_names_a_lease_that_never_was_is_told_that_it_is_gone(broker: RunningBroker, name: str) -> None:
+async def test_a_lease_that_never_existed_is_reported_as_gone(broker: RunningBroker, name: str) -> None:
     generator = Generator.connect(broker.channel)
     generator.beat(active=[name])
     gone = await generator.stream.expect(

@@ -219,7 +219,7 @@ async def test_only_the_token_opens_the_door(model):
             assert response.status == 200
 
 
-async def test_a_dead_engine_is_told_to_clients_and_to_the_process(model):
+async def test_a_dead_engine_is_reported_to_clients_and_to_the_process(model):
     async with endpoint_bench(model) as bench:
         bench.engine.is_dead = True
         with pytest.raises(openai.InternalServerError) as caught:
@@ -252,7 +252,7 @@ async def test_more_requests_than_places_wait_their_turn(model):
         assert bench.rollouts.num_free_slots() == 2
 
 
-async def test_a_request_that_gets_no_place_in_time_is_told_to_come_again(model):
+async def test_a_request_that_gets_no_slot_in_time_is_asked_to_retry(model):
     async with endpoint_bench(model, max_concurrent_samples=1, request_timeout_s=0.3) as bench:
         bench.engine.may_answer.clear()
         with pytest.raises(openai.RateLimitError) as caught:
@@ -261,7 +261,7 @@ async def test_a_request_that_gets_no_place_in_time_is_told_to_come_again(model)
         assert bench.rollouts.num_free_slots() == 1
 
 
-async def test_more_sessions_than_are_held_are_told_to_come_again(model):
+async def test_sessions_beyond_the_limit_are_asked_to_retry(model):
     async with endpoint_bench(model, max_sessions=1) as bench:
         await bench.client("one").chat.completions.create(model="tiny", messages=HELLO)
         with pytest.raises(openai.RateLimitError, match="at most 1"):

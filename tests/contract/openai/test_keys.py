@@ -164,7 +164,7 @@ def forged(key):
         ("sk-1234", "missing or wrong API key"),
     ],
 )
-async def test_keys_that_are_refused_are_told_so_in_openais_form(model, key, problem):
+async def test_refused_keys_get_an_error_in_openais_form(model, key, problem):
     async with bench_of(model) as bench:
         with pytest.raises(openai.AuthenticationError, match=problem) as caught:
             await chat(bench, key, "task7")
@@ -198,7 +198,7 @@ async def test_the_environment_makes_keys_which_any_generator_takes_also_after_a
             await chat(without, made["key"])
 
 
-async def test_with_a_secret_alone_nobody_gets_in_without_a_key(model):
+async def test_with_only_a_secret_every_call_needs_a_key(model):
     async with bench_of(model, security=Security()) as bench:
         with pytest.raises(openai.AuthenticationError):
             await chat(bench, "none")

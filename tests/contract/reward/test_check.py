@@ -161,7 +161,7 @@ async def test_each_breach_is_named(answer, options, failed):
     assert failed in await failures(foreign(answer, **options))
 
 
-async def test_nobody_listening_is_one_clear_failure():
+async def test_a_closed_port_is_one_clear_failure():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         results = await check_server(f"127.0.0.1:{probe.getsockname()[1]}", timeout_s=5)

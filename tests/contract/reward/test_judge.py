@@ -321,7 +321,7 @@ async def test_samples_wait_while_the_endpoint_is_away_and_none_is_scored_meanwh
     assert pool.holding_reason == ""
 
 
-async def test_an_endpoint_that_nobody_serves_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endpoint_without_a_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     reward = JudgeReward(JudgeConfig(url="http://127.0.0.1:1/v1", model="m", rubric=RUBRIC))
     with pytest.raises(ModelAwayError, match=r"127\.0\.0\.1:1"):
         await LocalModel(reward).probe()

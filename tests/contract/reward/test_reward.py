@@ -381,7 +381,7 @@ async def test_a_server_that_is_no_reward_model_is_away_and_burns_no_sample():
         await model.close()
 
 
-async def test_a_model_nobody_serves_is_away():
+async def test_a_model_without_a_server_is_away():
     model = RemoteModel(f"grpc://127.0.0.1:{free_port()}")
     with pytest.raises(ModelAwayError, match=r"reward model grpc://127\.0\.0\.1"):
         await model.score(items(1), timeout_s=5)

@@ -71,7 +71,7 @@ async def test_a_relay_that_is_not_the_callers_is_passed_on_to_no_one(url):
         assert await find(target, "victim", "") == []
 
 
-async def test_a_relay_of_the_same_machine_is_told_to_the_next():
+async def test_a_relay_of_the_same_machine_is_offered_to_the_next():
     async with weight_store() as target:
         assert await find(target, "a", "http://127.0.0.1:7000/w") == []
         assert await find(target, "b", "http://localhost:7001/w") == ["http://127.0.0.1:7000/w"]
@@ -133,7 +133,7 @@ async def test_where_a_generator_says_it_listens_is_host_and_port_or_nothing(end
 
 
 @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:7302", "0.0.0.0:0", "[::]:7302", ":7302", "gpu_1.example:7302"])
-async def test_what_a_generator_may_be_told_to_listen_on_may_be_said(endpoint):
+async def test_every_listen_address_of_a_generator_may_be_registered(endpoint):
     async with serving_broker(MemoryStore()) as broker:
         await broker.open()
         hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id="g", max_context_tokens=8, endpoint=endpoint)

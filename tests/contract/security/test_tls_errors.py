@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[Credentials, str]] = {
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=list(REFUSED))
-async def test_a_client_whose_credentials_are_wrong_is_told_why(
+async def test_a_client_with_wrong_credentials_learns_why(
     authority: Path, good: Security, other: Security, make: Credentials, message: str
 ) -> None:
     async with serving(security=good) as (_, target):

@@ -67,7 +67,7 @@ async def test_a_poisoned_group_is_dropped_by_name_and_its_step_is_one_without_i
         assert [line[name] for line in lines] == pytest.approx([line[name] for line in expected], rel=1e-3)
 
 
-async def test_a_gradient_that_nobody_can_be_blamed_for_costs_the_step_s_groups(tmp_path, model) -> None:
+async def test_a_bad_gradient_of_unknown_origin_costs_the_step_s_groups(tmp_path, model) -> None:
     broker, finished, lines = await run_with(
         tmp_path / "run", model, poisoning(POISON_OF_THE_GRADIENT, "t0"), max_skips_in_a_row=1
     )

@@ -259,7 +259,7 @@ def test_a_manifest_names_plain_http_addresses_alone(tmp_path, url):
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-async def test_a_redirect_is_not_followed_and_shows_nobody_the_token(store, tmp_path, monkeypatch, status):
+async def test_a_redirect_is_not_followed_and_does_not_get_the_token(store, tmp_path, monkeypatch, status):
     monkeypatch.setattr("penstock.transfer.content_sources.backoff_s", lambda: iter([0.0] * 100))
     asked = []
 

@@ -75,7 +75,7 @@ async def test_tls_to_a_plain_server_is_reported(authority: Path, tmp_path: Path
         ("http://127.0.0.1:1", "warning", "nothing listens there"),
     ],
 )
-async def test_a_relay_that_leads_nowhere_is_said_once_and_told_to_the_trainer(
+async def test_an_unreachable_relay_is_logged_once_and_reported_to_the_trainer(
     tmp_path: Path, relay: str, level: str, reason: str
 ) -> None:
     async with site(tmp_path, security=NO_SECURITY) as made:

@@ -112,7 +112,7 @@ async def test_ctrl_c_stops_the_run_after_the_trainer_has_stopped(tmp_path: Path
     assert (run["run_id"], run["state"]) == ("r1", "running")
 
 
-async def test_a_trainer_that_lost_the_run_is_told_to_resume_it(tmp_path: Path) -> None:
+async def test_a_trainer_that_lost_the_run_is_asked_to_resume_it(tmp_path: Path) -> None:
     trainer = ScriptedTrainer()
     broker = ScriptedRunBroker()
     async with serving(trainer.service, broker.service) as (server, target):

@@ -45,7 +45,7 @@ def test_amtool_takes_the_configuration_and_routes_every_alert() -> None:
 
 
 @needs_alertmanager
-async def test_consequences_are_not_told_beside_their_cause(tmp_path: Path) -> None:
+async def test_consequences_are_not_alerted_beside_their_cause(tmp_path: Path) -> None:
     consequences = [
         firing("PenstockNoProgress", run="r", severity="critical"),
         firing("PenstockWaitIsLong", run="r", severity="warning"),

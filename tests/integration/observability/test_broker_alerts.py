@@ -25,7 +25,7 @@ from tests.helpers.stores.redis_server import RedisProcess
 pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-async def test_a_store_that_is_away_or_has_lost_what_it_acknowledged_is_told(tmp_path: Path) -> None:
+async def test_a_store_that_is_away_or_lost_acknowledged_writes_is_alerted(tmp_path: Path) -> None:
     redis = RedisProcess(tmp_path, is_persistent=True)
     async with AsyncExitStack() as stack:
         stack.callback(redis.kill)
@@ -113,7 +113,7 @@ def _balance(record: RunRecord) -> None:
     del record.trained_by_staleness[5]
 
 
-async def test_runs_without_progress_and_leases_that_expire_are_told(tmp_path: Path) -> None:
+async def test_runs_without_progress_and_expiring_leases_are_alerted(tmp_path: Path) -> None:
     broker = Served("broker", tmp_path, "redis_url=memory://")
     async with AsyncExitStack() as stack:
         stack.enter_context(started(broker))
@@ -146,7 +146,7 @@ async def test_runs_without_progress_and_leases_that_expire_are_told(tmp_path: P
 
 
 @needs_alertmanager
-async def test_of_a_store_that_dies_under_a_run_the_cause_alone_is_told(tmp_path: Path) -> None:
+async def test_of_a_store_that_dies_under_a_run_only_the_cause_is_alerted(tmp_path: Path) -> None:
     redis = RedisProcess(tmp_path, is_persistent=True)
     async with AsyncExitStack() as stack:
         stack.callback(redis.kill)

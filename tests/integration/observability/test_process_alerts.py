@@ -28,7 +28,7 @@ RESTARTS_FACTOR = 30
 NODE = scheduler_pb2.Node(node_id="gpu-1", site="a", accelerators=[scheduler_pb2.Accelerator(kind="L40S", count=1)])
 
 
-async def test_processes_that_are_held_starved_or_gone_are_told(tmp_path: Path) -> None:
+async def test_processes_that_are_held_starved_or_gone_are_alerted(tmp_path: Path) -> None:
     broker = Served("broker", tmp_path, "redis_url=memory://")
     scheduler = Served("scheduler", tmp_path, "heartbeat_interval_s=0.5")
     async with AsyncExitStack() as stack:
@@ -60,7 +60,7 @@ async def test_processes_that_are_held_starved_or_gone_are_told(tmp_path: Path) 
         await seen.until_resolved("PenstockBrokerBehind")
 
 
-async def test_a_process_that_is_restarted_again_and_again_is_told(tmp_path: Path) -> None:
+async def test_a_process_that_restarts_repeatedly_is_alerted(tmp_path: Path) -> None:
     broker = Served("broker", tmp_path, "redis_url=memory://")
     with started(broker):
         async with prometheus(tmp_path / "prometheus", factor=RESTARTS_FACTOR) as seen:

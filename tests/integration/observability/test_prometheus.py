@@ -27,7 +27,7 @@ from tests.helpers.observability.served import Served, started
 pytestmark = [needs_prometheus, pytest.mark.timeout(180)]
 
 
-async def test_lies_repetitions_a_full_queue_and_a_dead_broker_are_told_and_resolved(tmp_path: Path) -> None:
+async def test_lies_repetitions_a_full_queue_and_a_dead_broker_are_alerted_and_resolved(tmp_path: Path) -> None:
     broker = Served("broker", tmp_path, "redis_url=memory://")
     async with AsyncExitStack() as stack:
         stack.enter_context(started(broker))

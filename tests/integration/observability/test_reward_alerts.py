@@ -25,7 +25,7 @@ CONSEQUENCES = {"PenstockWaitIsLong", "PenstockNoProgress"}
 REWARD = f"{moody_reward.__name__}:{moody_reward.score.__name__}"
 
 
-async def test_reward_models_that_are_away_fail_or_drift_are_told(tmp_path: Path) -> None:
+async def test_reward_models_that_are_away_fail_or_drift_are_alerted(tmp_path: Path) -> None:
     mood, canaries = tmp_path / "mood", tmp_path / "canaries.jsonl"
     mood.write_text(moody_reward.FINE)
     canaries.write_text(json.dumps({"completion": moody_reward.CANARY, "value": 1.0}) + "\n")

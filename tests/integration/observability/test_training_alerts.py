@@ -28,7 +28,7 @@ POISON = 3e38
 """An advantage that overflows float32 in the sum over a completion."""
 
 
-async def test_faults_of_a_trainer_and_its_generators_are_told(tmp_path: Path) -> None:
+async def test_faults_of_a_trainer_and_its_generators_are_alerted(tmp_path: Path) -> None:
     flag, variables = slow_disk(tmp_path)
     weights_port = free_port()
     async with AsyncExitStack() as stack:

@@ -21,7 +21,7 @@ HOST = socket.gethostname()
         ("gpu-3:7301", "gpu-3:7301"),
     ],
 )
-def test_unless_told_it_is_where_it_listens_or_its_machine(listen: str, address: str) -> None:
+def test_by_default_it_is_the_listen_address_or_the_machine(listen: str, address: str) -> None:
     config = BrokerConfig(listen=listen)
     assert (config.address, config.broker_name) == (address, address)
     assert config.public_hosts == []

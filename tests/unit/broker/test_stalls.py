@@ -54,7 +54,7 @@ def nobody(*, workers: Iterable[str] = ("worker-1",)) -> Present:
     return Present(generators=(), worker_ids=tuple(workers))
 
 
-def test_a_run_without_prompts_waits_for_whoever_submits() -> None:
+def test_a_run_without_prompts_waits_for_a_submission() -> None:
     assert lines(open_state()) == [
         "trainer > submitter of prompts: no training group is in flight: submit prompts",
         "generator gen-1 > submitter of prompts: "
@@ -189,7 +189,7 @@ def test_generators_that_wait_for_the_trainer_share_a_line() -> None:
     ]
 
 
-def test_ready_groups_that_nobody_takes() -> None:
+def test_ready_groups_without_a_consumer() -> None:
     state = open_state()
     make_ready(state, "a", "b")
     assert "the run > trainer: 2 groups are ready, but its stream takes none" in lines(state)

@@ -120,6 +120,6 @@ def test_the_longest_fifth_is_set_beside_the_rest(rows: list[dict[str, Any]], wo
     assert found == (f"lost by length: {words}" if words else None)
 
 
-def test_a_run_that_left_no_books_is_told_so(tmp_path: Path) -> None:
+def test_a_run_that_left_no_counters_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it left no counters"):
         _audit(_folder(tmp_path, None))

@@ -113,7 +113,7 @@ def test_attached_generators_need_the_run_id() -> None:
     assert "run.id: required" in problem(endpoints={"generators": []})
 
 
-def test_generators_that_nobody_connects_to_are_neither_started_nor_called() -> None:
+def test_generators_that_connect_on_their_own_are_neither_started_nor_called() -> None:
     elsewhere = config(run={"id": "x"}, endpoints={"generators": []})
     assert not elsewhere.starts_generators
     assert choose_addresses(elsewhere).generators == ()
@@ -356,7 +356,7 @@ def test_a_trainer_that_is_started_here_may_use_what_the_run_names_and_nothing_e
     assert [str(path) for path in made.allowed_roots] == ["/r", "/r/a", "/r/a/checkpoints", "/m", "/t.jsonl"]
 
 
-def test_relays_that_the_run_trusts_are_told_to_the_trainer_and_nonsense_is_refused() -> None:
+def test_relays_that_the_run_trusts_reach_the_trainer_and_nonsense_is_refused() -> None:
     trusting = config(weights={"trusted_relay_hosts": ["10.0.0.0/8", ".site.example"]})
     assert trainer_config(trusting, choose_addresses(trusting)).trusted_relay_hosts == ("10.0.0.0/8", ".site.example")
     assert "name a host" in problem(weights={"trusted_relay_hosts": ["http://gpu-1"]})

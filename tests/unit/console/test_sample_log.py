@@ -86,7 +86,7 @@ def test_a_sample_is_followed_through_every_service_in_order(folder, capsys):
     assert "\x1b" not in "".join(lines)
 
 
-def test_a_sample_that_is_not_traced_is_told_so(folder, capsys):
+def test_a_sample_that_is_not_traced_is_reported_as_such(folder, capsys):
     assert sample_log_command(folder, "0-9/0") == 1
     assert "25 % of the groups are traced" in capsys.readouterr().out
     for wrong in ("0-9", "0-9/x", "/3", "0-9/-1", "0-9/99999999999"):

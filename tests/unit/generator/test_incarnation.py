@@ -26,7 +26,7 @@ def test_a_predecessor_is_named_once_it_has_ended_and_a_twin_is_none(tmp_path: P
     third.end()
 
 
-def test_without_a_folder_nobody_is_named(tmp_path: Path) -> None:
+def test_without_a_folder_no_predecessor_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     alone = Incarnation("gen-0", tmp_path / "file" / "cache")
     alone.begin()

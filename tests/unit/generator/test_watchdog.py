@@ -11,7 +11,7 @@ def test_silence_counts_from_the_last_token():
     assert watch.silent_s(is_awaited=True, signs=1, now_s=17.5) == 2.5
 
 
-def test_an_engine_nobody_waits_for_may_be_silent():
+def test_an_engine_that_owes_nothing_may_be_silent():
     watch = DecodeWatch()
     assert watch.silent_s(is_awaited=False, signs=7, now_s=0.0) == 0.0
     assert watch.silent_s(is_awaited=False, signs=7, now_s=1000.0) == 0.0

@@ -132,7 +132,7 @@ def test_a_window_counts_where_some_layer_has_it(folder, change, window):
     assert read_shape(folder({**CONFIG, "sliding_window": 16} | change, model={"x": LAYERS})).window == window
 
 
-def test_layers_without_experts_are_told_by_the_files(folder):
+def test_layers_without_experts_are_recognised_by_the_files(folder):
     config = {**CONFIG, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 5}
     layers = {f"model.layers.{index}.mlp.{name}": LAYERS for index, name in ((0, "up_proj"), (1, "experts.0.up_proj"))}
     shape = read_shape(folder(config, model={"model.embed": EMBEDDING} | layers))

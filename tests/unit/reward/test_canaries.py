@@ -98,7 +98,7 @@ async def pool_of(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_rounds_come_before_the_first_sample_and_every_so_many(tmp_path: Path) -> None:
+async def test_rounds_come_before_the_first_sample_and_at_a_fixed_interval(tmp_path: Path) -> None:
     grader, source = Grader(), FakeSource(100)
     async with pool_of(LocalModel(grader), source, tmp_path, max_batch_size=2) as pool:
         await until(lambda: not source.held)

@@ -76,7 +76,7 @@ def test_a_program_gets_a_container_of_its_own_with_every_bound(engine: Path, tm
     assert len(asked(engine, "import")) == 3, "the image is made once"
 
 
-def test_endings_of_programs_are_told_from_errors_of_the_engine(engine: Path, tmp_path: Path) -> None:
+def test_endings_of_programs_are_distinguished_from_errors_of_the_engine(engine: Path, tmp_path: Path) -> None:
     def ending(script: str) -> Ended:
         return outcome("/bin/sh", "-c", script, folder=tmp_path)[1]
 

@@ -69,7 +69,7 @@ def test_odd_counts_of_tokens_count_nothing(usage: Any, counts: tuple[int, int])
     assert read_usage(b"\xff{") == (0, 0)
 
 
-def test_an_error_is_told_whatever_its_form() -> None:
+def test_an_error_is_reported_in_any_form() -> None:
     assert read_error(b'{"error": {"message": "no"}}') == "no"
     assert read_error(b'{"error": "no"}') == "no"
     assert read_error(b"<html>" + b"x" * 1000) == "<html>" + "x" * 194

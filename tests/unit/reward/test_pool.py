@@ -211,7 +211,7 @@ async def test_a_sample_that_breaks_the_model_each_time_is_given_up_alone(max_co
     assert sum(score.status == OK for score in source.scores.values()) == 39
 
 
-async def test_unavailability_counts_once_a_minute_while_nobody_succeeds():
+async def test_unavailability_counts_once_a_minute_while_no_call_succeeds():
     now_s = 0.0
     attempts = Attempts(max_tries=2, num_successes=lambda: 0, monotonic_s=lambda: now_s)
     away = ServiceUnavailableError("loads")

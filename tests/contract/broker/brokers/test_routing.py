@@ -46,7 +46,7 @@ def shard_of(brokers: list[Member], owner: Member) -> int:
     return next(shard for shard in range(1, NUM_SHARDS + 1) if owner_of(brokers, shard) is owner)
 
 
-async def test_chunks_are_accepted_by_their_owner_whoever_gets_them() -> None:
+async def test_chunks_are_accepted_by_their_owner_whichever_broker_gets_them() -> None:
     async with members(MemoryStore(), 3) as brokers:
         for shard in range(1, NUM_SHARDS + 1):
             chunks = facts(0, 3, 102)

@@ -26,7 +26,7 @@ from tests.helpers.brokers.steps import train_step
 STOP = types_pb2.FINISH_REASON_STOP
 
 
-async def test_a_trainer_that_waits_is_told_why(broker: RunningBroker) -> None:
+async def test_a_waiting_trainer_learns_why(broker: RunningBroker) -> None:
     await broker.open()
     trainer = Trainer.connect(broker.channel)
     assert "submit prompts" in (await trainer.waiting()).reason

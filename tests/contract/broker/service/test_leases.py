@@ -62,7 +62,7 @@ async def test_large_leases_share_no_message(broker: RunningBroker) -> None:
         assert lease.key.sample_index == index
 
 
-async def test_a_generator_that_gets_nothing_is_told_why(broker: RunningBroker) -> None:
+async def test_a_generator_without_leases_learns_why(broker: RunningBroker) -> None:
     await broker.open(groups_per_step=1)
     generator = Generator.connect(broker.channel)
     assert "heartbeat" in await generator.idle_reason()

@@ -28,7 +28,7 @@ def usual_tokens(seen: Calibration, forecast: float, share: float) -> float:
     return math.exp(seen.outlook(forecast).median(share))
 
 
-def test_a_bias_and_an_error_of_each_sample_are_told_from_what_a_prompt_shares() -> None:
+def test_bias_and_errors_of_samples_are_separated_from_what_a_prompt_shares() -> None:
     seen = calibrated(prompts_of(random.Random(1), own=0.3, noise=0.0, bias=0.5))
     assert seen.own_error == pytest.approx(0.3, rel=0.1)
     assert usual_tokens(seen, 1000.0, 0.5) == pytest.approx(2000.0, rel=0.1)

@@ -75,7 +75,7 @@ def test_a_chunk_with_bad_routes_is_refused_by_name(changes: dict[str, Any], mes
     assert put(state, grant, [5, 6], routes=rows(0, 4)) == []
 
 
-def test_a_chunk_with_routes_that_nobody_asked_for_is_refused() -> None:
+def test_a_chunk_with_unrequested_routes_is_refused() -> None:
     state = open_state()
     submit(state, "a")
     [error] = put(state, lease(state, 1)[0], [5], routes=rows(0, 3))

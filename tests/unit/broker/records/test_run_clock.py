@@ -121,7 +121,7 @@ def test_what_came_before_a_brokers_last_advance_but_one_was_heard() -> None:
     assert run.pass_time(3, "a", "").heard_s == START_S + 4
 
 
-def test_a_held_broker_holds_back_what_others_end_until_it_has_read_and_begins_everything_anew() -> None:
+def test_a_held_broker_delays_what_others_end_until_it_has_read_and_restarts_all() -> None:
     run = Run()
     run.pass_time(2, "a", "b")
     held_s = run.machine_s

@@ -86,7 +86,7 @@ def test_answers_that_are_as_late_as_the_next_requests_count_as_load() -> None:
     assert broker.interval.load < CALM
 
 
-def test_a_broker_may_be_told_to_ask_for_nothing() -> None:
+def test_a_broker_may_be_configured_to_ask_for_nothing() -> None:
     broker = _Broker(FlushInterval(0.0))
     broker.run(seconds=20.0, share=100.0)
     assert broker.interval.asked_s == 0.0

@@ -106,7 +106,7 @@ async def test_no_clock_waits_for_a_review_of_dispatch(monkeypatch: pytest.Monke
         assert num_reviews == 1
 
 
-async def test_a_run_that_nobody_uses_is_unloaded_with_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unused_run_is_unloaded_with_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     async with caring(TickStore(), monkeypatch) as run_registry:
         await run_registry.replica("idle").open(broker_pb2.OpenRunRequest(run_id="idle", limits=limits()))
         registry = run_registry.metrics.registry

@@ -133,7 +133,7 @@ def test_after_a_load_the_deadlines_go_on() -> None:
     in_virtual_time(scenario)
 
 
-def test_a_load_goes_on_when_nobody_waits_for_it_any_more_and_the_next_call_finds_it_done() -> None:
+def test_a_load_continues_when_its_callers_give_up_and_the_next_call_finds_it_done() -> None:
     async def scenario(loop: VirtualLoop, store: SlowStore, replica: RunReplica) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S / 2):

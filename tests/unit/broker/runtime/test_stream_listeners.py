@@ -108,7 +108,7 @@ async def test_the_end_wakes_all(fleet: Fleet) -> None:
     assert await fleet.woken(lambda state: setattr(state.run, "is_closed", True)) == set(fleet.wakes)
 
 
-async def test_changes_of_other_brokers_wake_whom_they_concern(fleet: Fleet) -> None:
+async def test_changes_of_other_brokers_wake_the_streams_they_concern(fleet: Fleet) -> None:
     other = RunReplica("run-1", store=fleet.store, clock=SystemClock())
     await other.transact(lambda state: lease(state, 4))
     await fleet.replica.poll()

@@ -137,7 +137,7 @@ async def test_a_sample_that_ended_unheard_is_finished_by_the_seal() -> None:
     assert run.sample(("a", 0)).state == FINISHED
 
 
-async def test_an_end_that_the_run_did_not_hear_of_is_told_until_it_does() -> None:
+async def test_an_end_that_did_not_reach_the_run_is_reported_until_it_does() -> None:
     run = await sharded()
     first, [lease] = run.process(), await run.lease()
     run.is_away = True
@@ -188,7 +188,7 @@ async def test_the_run_hears_now_and_then_how_far_samples_are() -> None:
     assert len(run.reports) == 3
 
 
-async def test_what_all_shards_of_a_process_have_is_told_by_one_call() -> None:
+async def test_all_shards_of_a_process_report_by_one_call() -> None:
     run = await sharded("a", "b", "c")
     process = run.process()
     leases = {name: (await run.lease(generator_id=name))[0] for name in ("gen-1", "gen-2", "gen-3")}
@@ -217,7 +217,7 @@ async def test_the_run_hears_of_tokens_long_before_it_takes_their_generator_for_
     assert run.sample(("a", 0)).num_tokens == 2
 
 
-async def test_an_end_on_its_way_to_the_run_is_not_told_twice_at_once() -> None:
+async def test_an_end_on_its_way_to_the_run_is_not_reported_twice_at_once() -> None:
     run = await sharded()
     process, [lease] = run.process(), await run.lease()
     await put(process, lease, [1])
@@ -249,7 +249,7 @@ async def test_what_the_run_has_no_more_use_for_is_deleted() -> None:
     assert reasons(await put(process, leases[1], [9], offset=1)) == ["UNKNOWN_SAMPLE"]
 
 
-async def test_a_shard_of_a_closed_run_is_cleaned_though_nobody_owns_it_and_one_of_another_owner_is_not() -> None:
+async def test_an_unowned_shard_of_a_closed_run_is_cleaned_and_one_of_another_owner_is_not() -> None:
     run = await sharded("a", "b")
     process, leases = run.process(), await run.lease(2)
     await put(process, leases[0], [1])

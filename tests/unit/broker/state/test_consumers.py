@@ -32,7 +32,7 @@ def _consumer(name: str, purpose: types_pb2.Purpose.ValueType = TRAIN, *, stream
     return Consumer(consumer_id=name, purpose=purpose, stream_id=stream_id)
 
 
-def test_a_run_has_at_most_so_many_consumers_and_those_it_has_may_come_back() -> None:
+def test_a_run_has_a_limit_of_consumers_and_those_it_has_may_come_back() -> None:
     state = open_state()
     for number in range(MAX_CONSUMERS - len(state.run.streams)):
         delivery.attach(state, _consumer(f"more-{number}"), held=())

@@ -45,7 +45,7 @@ def test_a_holder_is_looked_at_again_when_its_first_lease_may_have_ended() -> No
     assert ends.ended({"g": held("b"), "h": held("c")}, end_s, 12.0) == {"c": [0]}
 
 
-def test_only_so_many_are_looked_at_at_once_and_the_rest_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_number_is_examined_at_once_and_the_rest_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_ends, "MAX_LOOKED", 2)
     ends, end_s = LeaseEnds(), Looked(a=1.0, b=99.0, c=1.0, d=99.0, e=1.0)
     leases = {"g": held("a", "b"), "h": held("c", "d"), "i": held("e")}

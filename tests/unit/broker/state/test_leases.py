@@ -192,7 +192,7 @@ def test_a_repeated_chunk_is_accepted_without_effect() -> None:
     assert not state.is_changed
 
 
-def test_a_chunk_with_a_gap_is_told_where_to_resume() -> None:
+def test_a_chunk_with_a_gap_is_answered_with_where_to_resume() -> None:
     state = open_state()
     submit(state, "a")
     grant = lease(state, 1)[0]

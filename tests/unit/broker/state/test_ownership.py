@@ -118,7 +118,7 @@ def _resume(state: RunState, owner_id: str, *, known: broker_pb2.RunOwner) -> in
     return reopen_run(state, _request(_owner(owner_id, known.epoch), resumes=known), 60.0).epoch
 
 
-def test_a_resume_that_nobody_asked_for_does_not_take_the_run_from_a_successor() -> None:
+def test_an_automatic_resume_does_not_take_the_run_from_a_successor() -> None:
     state = _opened("a")
     _take_over(state, "b")
     state.run.is_closed = True
@@ -141,7 +141,7 @@ def test_a_resume_that_nobody_asked_for_does_not_take_the_run_from_a_successor()
         pytest.param(_owner("a", 5), id="of a store that lost its end"),
     ],
 )
-def test_a_resume_takes_the_run_over_where_nobody_else_has(known: broker_pb2.RunOwner) -> None:
+def test_a_resume_takes_the_run_over_if_no_other_trainer_has(known: broker_pb2.RunOwner) -> None:
     state = _opened("a")
     epoch = _resume(state, "a-again", known=known)
     assert epoch == max(1, known.epoch) + 1

@@ -193,7 +193,7 @@ def test_the_renewal_of_a_holder_that_is_gone_is_removed_and_not_of_one_that_hol
     assert ends(state) == {kept.lease_id: 31.0 + LIFE_S}
 
 
-def test_only_so_many_renewals_are_removed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bounded_number_of_renewals_is_removed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renewal, "MAX_FORGOTTEN", 2)
     state, left = state_of("a"), []
     for number in range(5):

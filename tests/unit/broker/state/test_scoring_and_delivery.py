@@ -194,7 +194,7 @@ def test_a_group_the_trainer_holds_is_not_handed_out_though_the_broker_forgot() 
     assert acknowledge(state, ["a"], 1).num_samples == 2
 
 
-def test_a_stream_whose_beginning_the_store_lost_is_told_to_say_hello_again() -> None:
+def test_a_stream_whose_beginning_the_store_lost_must_say_hello_again() -> None:
     """Else it would wait for groups that the store takes to be in its hands."""
     state = open_state()
     later = replace(CONSUMER, number=2)

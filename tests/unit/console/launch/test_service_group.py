@@ -87,7 +87,7 @@ async def test_a_wrong_configuration_ends_the_run_with_the_last_of_its_kind_only
     await services.stop(services.names)
 
 
-async def test_waiting_for_a_service_says_for_whom_and_ends_when_it_does_not_come_up(folder) -> None:
+async def test_waiting_for_a_service_names_it_and_ends_if_it_does_not_come_up(folder) -> None:
     waited: list[str] = []
     services = ServiceProcesses(
         folder,

@@ -108,7 +108,7 @@ async def test_a_process_that_never_gets_ready_is_paused_with_its_last_words(tmp
     await task
 
 
-async def test_where_somebody_else_decides_it_is_given_up_instead(tmp_path: Path) -> None:
+async def test_if_restarts_are_decided_elsewhere_it_gives_up_instead(tmp_path: Path) -> None:
     process = SupervisedProcess(
         spec(tmp_path, "print('no such model'); raise SystemExit(1)", never),
         on_change=lambda record: None,

@@ -34,7 +34,7 @@ def test_more_gpus_than_it_is_given_are_refused():
         own_gpus(config(gpus=3))
 
 
-def test_gpus_of_another_kind_than_planned_for_are_told():
+def test_gpus_of_another_kind_than_planned_for_are_reported():
     with structlog.testing.capture_logs() as said:
         own_gpus(config().model_copy(update={"gpu": "L4"}))
         own_gpus(config().model_copy(update={"gpu": "our-h100"}))

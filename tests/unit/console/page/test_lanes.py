@@ -108,7 +108,7 @@ def test_what_goes_on_beside_a_step_is_not_on_its_path(tmp_path: Path) -> None:
     )
 
 
-def test_weights_are_told_by_version_machine_and_link(tmp_path: Path) -> None:
+def test_weights_are_listed_by_version_machine_and_link(tmp_path: Path) -> None:
     folder = page_folder(tmp_path / "r")
     (folder.path / "traces.jsonl").write_text(traces())
     found = RunData(folder).answer("weights", {})

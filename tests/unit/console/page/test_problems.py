@@ -29,7 +29,7 @@ LOG = """\
 """
 
 
-def test_logs_processes_books_and_the_broker_are_told_with_their_pages(tmp_path: Path) -> None:
+def test_problems_of_logs_processes_counters_and_broker_name_their_pages(tmp_path: Path) -> None:
     folder = page_folder(tmp_path / "r")
     folder.log_of("generator-0").write_text(LOG)
     folder.write_record(
@@ -98,7 +98,7 @@ def test_the_pages_that_explain_exist(page: str) -> None:
     assert not anchor or anchor in anchors
 
 
-def test_states_are_told_from_what_is_left_of_a_run(tmp_path: Path) -> None:
+def test_states_are_derived_from_what_is_left_of_a_run(tmp_path: Path) -> None:
     folder = page_folder(tmp_path / "r")
     data = RunData(folder)
     assert data.facts()["state"] == "cut short"

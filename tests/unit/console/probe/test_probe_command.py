@@ -99,7 +99,7 @@ def test_of_mig_instances_one_is_measured_for_all(probe):
         (("--reward", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_measured(probe, arguments, said):
+def test_mistakes_are_reported_before_anything_is_measured(probe, arguments, said):
     result, found, calls = probe([Card()], [GOOD], *arguments)
     assert result.exit_code == 2
     assert said in result.output

@@ -33,5 +33,5 @@ def test_the_rate_is_that_of_computing_and_one_odd_step_does_not_move_it():
     ],
     ids=["too few steps", "emulated GPUs", "nothing known of generators", "no plan"],
 )
-def test_nothing_is_told_that_says_nothing_of_the_plans_machines(engines, steps, run_id):
+def test_rates_without_meaning_for_the_plans_machines_are_not_reported(engines, steps, run_id):
     assert run_rates(view(*engines, steps=steps), run_id) == []

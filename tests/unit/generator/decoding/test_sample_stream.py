@@ -84,7 +84,7 @@ def test_nothing_follows_the_end():
     assert (chunk.token_ids, chunk.finish_reason) == (b"", types_pb2.FINISH_REASON_ABORTED)
 
 
-def test_what_is_discarded_is_given_back_to_the_buffer_and_nobody_hears():
+def test_what_is_discarded_frees_the_buffer_without_notice():
     made = Made()
     made.append(3, version=0)
     assert made.buffered_bytes == made.stream.buffered_bytes > 0

@@ -130,7 +130,7 @@ def test_a_full_cache_sends_the_newest_back_and_nothing_is_decoded_twice() -> No
     assert batch.kv_tokens == 0
 
 
-def test_a_cache_with_room_for_all_preempts_nobody() -> None:
+def test_a_cache_with_room_for_all_preempts_no_sample() -> None:
     WatchedSteps.prefilled = []
     batch = batch_of(*(sample(400, context=10) for _ in range(4)), steps=WatchedSteps(base_s=0.005), room=4 * 410)
     run_to_the_end(batch)

@@ -63,7 +63,7 @@ def test_the_first_step_is_sent_and_then_all_of_them_together() -> None:
     assert not held
 
 
-def test_log_probs_and_what_only_one_step_told_survive_the_merging() -> None:
+def test_log_probs_and_fields_of_a_single_step_survive_the_merging() -> None:
     held = BufferedOutputs(3)
     held.take([])
     held.take([sampled("a", 1, events=["queued"], prefill_stats="prefilled")])
@@ -77,7 +77,7 @@ def test_log_probs_and_what_only_one_step_told_survive_the_merging() -> None:
     assert (output.events, output.prefill_stats) == (["queued", "preempted"], "prefilled")
 
 
-def test_a_sample_that_ends_is_sent_at_once_with_what_is_held_of_it_and_nobody_elses() -> None:
+def test_a_sample_that_ends_is_sent_at_once_with_its_own_held_outputs_only() -> None:
     held = BufferedOutputs(100)
     held.take([])
     held.take([sampled("a", 1), sampled("b", 11)])

@@ -102,7 +102,7 @@ def test_an_outage_is_reported_with_its_beginning_at_growing_distances_and_its_e
     assert outage.since_s is None
 
 
-def test_a_short_outage_is_not_told() -> None:
+def test_a_short_outage_is_not_reported() -> None:
     told: list[str] = []
     outage = Outage("broker b:1", on_notice=told.append, clock=ManualClock())
     outage.failed(ServiceUnavailableError("gone"))

@@ -18,7 +18,7 @@ from penstock.process.disk import LINES_BYTES, failure_message, is_full, needed_
         (ValueError("No space left on device"), False),
     ],
 )
-def test_a_full_disk_is_told_from_other_failures(error, expected):
+def test_a_full_disk_is_distinguished_from_other_failures(error, expected):
     assert is_full(error) is expected
 
 

@@ -25,7 +25,7 @@ print(before - resident_mb())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc alone")
 @pytest.mark.parametrize("returns", [True, False])
-def test_buffers_between_others_return_to_the_system_if_it_is_told_so(returns):
+def test_buffers_between_others_return_to_the_system_on_request(returns):
     command = [sys.executable, "-c", PIECES, str(int(returns))]
     found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     assert (float(found) > 60) == returns

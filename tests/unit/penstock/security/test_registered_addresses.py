@@ -279,7 +279,7 @@ async def test_a_name_is_asked_for_once_by_all_and_again_when_its_answer_is_old(
     assert len(asked) == 2
 
 
-async def test_a_name_that_nobody_knows_is_asked_for_again_soon(monkeypatch):
+async def test_an_unknown_name_is_resolved_again_soon(monkeypatch):
     now_s = [0.0]
     resolver = Resolver(look_up=look_up, now_s=lambda: now_s[0])
     assert await resolver.addresses("new.example") == frozenset()
@@ -289,7 +289,7 @@ async def test_a_name_that_nobody_knows_is_asked_for_again_soon(monkeypatch):
     assert await resolver.addresses("new.example") == {ip_address("203.0.113.9")}
 
 
-async def test_a_name_server_that_hangs_keeps_nobody_waiting_and_the_loop_goes_on(monkeypatch):
+async def test_a_name_server_that_hangs_blocks_no_caller_and_the_loop_continues(monkeypatch):
     answers = threading.Event()
 
     def hanging(name):

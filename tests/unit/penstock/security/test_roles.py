@@ -57,7 +57,7 @@ def test_no_text_before_a_colon_makes_an_operator_but_the_role(head):
     assert not caller.is_operator or "operator" in head
 
 
-def test_a_wrong_token_of_the_process_is_refused_without_being_told(monkeypatch):
+def test_a_wrong_token_of_the_process_is_refused_without_being_shown(monkeypatch):
     monkeypatch.setenv("PENSTOCK_TOKEN", f"writer:{SECRET}")
     with pytest.raises(ConfigError, match=r"PENSTOCK_TOKEN: .writer. is no role") as caught:
         Security.from_environment()

@@ -88,7 +88,7 @@ def test_an_interrupted_transfer_goes_on_with_the_files_that_are_missing(tmp_pat
     assert downloads == Counter(FILES.keys())
 
 
-async def test_whoever_is_cancelled_ends_the_transfer_and_the_next_one_goes_on(stored, tmp_path, monkeypatch):
+async def test_a_cancelled_caller_ends_the_transfer_and_the_next_one_continues(stored, tmp_path, monkeypatch):
     _, address = stored
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     forget_copies()
@@ -131,7 +131,7 @@ def test_several_at_once_make_one_copy(tmp_path, stored, downloads):
     assert downloads == Counter(FILES.keys())
 
 
-def test_what_nobody_uses_makes_room_and_what_is_used_stays(tmp_path, stored):
+def test_unused_copies_make_room_and_used_ones_stay(tmp_path, stored):
     folder, _ = stored
     addresses = [checked_address(f"file://{folder.parent}/{name}") for name in ("a", "b", "c")]
     for address in addresses:

@@ -110,7 +110,7 @@ def fail_inside(group) -> None:
         _ = 1 / 0
 
 
-def test_files_are_bounded_in_size_and_number_whoever_writes(tmp_path):
+def test_files_are_bounded_in_size_and_number_for_any_writer(tmp_path):
     with tracing_to(tmp_path, ratio=0.0):
         tracing.record(span())
     made = [json.loads(line) for line in (tmp_path / "traces.jsonl").read_text().splitlines()]

@@ -28,7 +28,7 @@ def test_what_is_in_time_is_returned_and_what_fails_is_raised():
         within(TIMEOUT_S, lambda: 1 / 0, what="w", on_late=never_late)
 
 
-def test_what_blocks_is_left_behind_and_told_should_it_ever_end():
+def test_what_blocks_is_left_behind_and_reported_should_it_ever_end():
     ended, told = threading.Event(), threading.Event()
     with pytest.raises(BroadcastError, match=r"connecting took more than 0\.05 s"):
         within(0.05, ended.wait, what="connecting", on_late=told.set)

@@ -48,7 +48,7 @@ def test_a_silent_member_is_left_out_twice_as_long_each_time_until_a_broadcast_g
     assert not attendance.is_left_out("b", now_s=now_s + FIRST_LEFT_OUT_S)
 
 
-def test_where_nobody_stands_out_all_are_left_out_and_never_longer_than_the_limit():
+def test_if_none_stands_out_all_are_left_out_and_never_longer_than_the_limit():
     attendance = watched_by("a", "b")
     for _ in range(20):
         assert attendance.note_end({"a": "failed", "b": "failed"}, is_sent=False, now_s=0) == ["a", "b"]

@@ -19,7 +19,7 @@ def test_a_failure_is_reported_until_it_has_not_been_repeated_for_a_while() -> N
     assert failures.lines() == []
 
 
-def test_the_oldest_make_room_and_nobody_writes_lines_of_their_own() -> None:
+def test_the_oldest_make_room_and_no_name_adds_lines() -> None:
     failures = SourceFailures(ManualClock())
     for number in range(3 * MAX_FAILURES):
         failures.note(f"gen-{number}\nforged", "https://a", "why")

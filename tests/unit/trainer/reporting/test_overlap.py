@@ -40,7 +40,7 @@ def test_spans_outside_the_training_phase_are_left_out():
     assert meter.totals(50) == OverlapTotals(phase_s=10, trainer_busy_s=3, generator_busy_s=1.5, overlap_s=1.5)
 
 
-def test_spans_told_twice_are_counted_once():
+def test_spans_reported_twice_are_counted_once():
     meter = meter_with(phase=(0, 10), generators=[("g", [(0, 2)]), ("g", [(0, 2), (1, 3)]), ("g", [(2, 3), (5, 6)])])
     assert meter.totals(10).generator_busy_s == 4
 
