@@ -24,7 +24,6 @@ from penstock.clients.sharding.sharded_tokens import ShardedTokens
 from penstock.clock import SystemClock
 from penstock.errors import InvalidFieldError, NotOfferedError, PenstockError, ServiceUnavailableError
 from penstock.model.model_folder import TextDecoder
-from penstock.model.routers import read_routers
 from penstock.network.connection import Connection
 from penstock.network.outage import Outage
 from penstock.process.busy_time import BusyTracker
@@ -32,7 +31,7 @@ from penstock.process.grace_periods import ENGINE_STOP_S
 from penstock.process.tasks import end
 from penstock.rewards.score_messages import THIRD_PARTY
 from penstock.security import NO_SECURITY, Security
-from penstock.v1 import broker_pb2, generator_pb2, types_pb2
+from penstock.v1 import generator_pb2
 from services.generator.config import GeneratorConfig
 from services.generator.decoding.drain import drained
 from services.generator.decoding.lease_handler import GeneratorLeaseHandler
@@ -45,7 +44,6 @@ from services.generator.engine.engine import (
     Engine,
     EngineError,
     EngineHungError,
-    EngineProfile,
     PausableEngine,
     UpdateMode,
     UpdateReport,
@@ -55,9 +53,10 @@ from services.generator.environments.client import EnvironmentClient
 from services.generator.environments.rendering import ChatTokenizer
 from services.generator.environments.sessions import EnvironmentSessions
 from services.generator.failure_log import Failure, FailureCounts
+from services.generator.hello import generator_hello, routing_shape
 from services.generator.incarnation import Incarnation
 from services.generator.metrics import GeneratorMetrics
-from services.generator.watchdog import DecodeWatch
+from services.generator.watchdog import watch_engine
 from services.generator.weights.wiring import build_puller
 
 FLUSH_TIMEOUT_S = 3.0
@@ -65,8 +64,6 @@ MAX_DRAIN_S = 3600.0
 """Longest a drain without a stated grace waits for samples to finish."""
 LEASES_ARRIVE_WITHIN_S = 0.2
 """The heartbeat that says "draining" leaves within 50 ms; what the broker sent before reading it arrives soon after."""
-WATCHES_PER_SILENCE = 8
-"""So a hung engine is detected at most an eighth later than stated."""
 MODE_MESSAGES = {
     UpdateMode.KEEP: generator_pb2.UPDATE_MODE_KEEP,
     UpdateMode.RECOMPUTE: generator_pb2.UPDATE_MODE_RECOMPUTE,
@@ -129,7 +126,7 @@ class Generator:
             security=security,
         )
         self._environment = _environment_connection(config, judges)
-        self._routing = _routing_shape(config)
+        self._routing = routing_shape(config)
         self._parts = self._rollout_parts(text, tokenizer)
         self._rollouts = Rollouts(self._parts, max_concurrent_samples=config.engine.max_concurrent_samples)
         rate = TokenRate()
@@ -211,22 +208,13 @@ class Generator:
     async def watch_engine(self) -> None:
         """Treat an engine that owes tokens, or an installation, and makes no progress as failed; until cancelled."""
         await self._started.wait()
-        watch, max_silence_s = DecodeWatch(), self._config.engine.max_silence_s
-        decoding = self._rollouts.decoding
-        while True:
-            await asyncio.sleep(max_silence_s / WATCHES_PER_SILENCE)
-            stats = self._engine.stats()
-            is_installing = stats.install_signs is not None
-            owes_tokens = decoding.num_awaited > 0 and not self._is_standing_still()
-            silent_s = watch.silent_s(
-                is_awaited=is_installing or owes_tokens,
-                signs=(stats.tokens_sampled, stats.install_signs),
-                now_s=time.monotonic(),
-            )
-            if silent_s >= max_silence_s:
-                owed = f"no token for {silent_s:.1f} s while {decoding.num_awaited} samples were waited for"
-                what = f"weights were installed for {silent_s:.1f} s without getting on" if is_installing else owed
-                self.fail(EngineHungError(f"{what}; engine.max_silence_s is {max_silence_s}"))
+        await watch_engine(
+            self._engine,
+            self._rollouts.decoding,
+            max_silence_s=self._config.engine.max_silence_s,
+            owes_tokens=self._owes_tokens,
+            on_hung=self.fail,
+        )
 
     async def send_tokens(self) -> None:
         """Keep the token stream going."""
@@ -249,18 +237,13 @@ class Generator:
         """Keep the lease stream going, from the first attested version until the generator is drained."""
         await self._started.wait()
         await self._held.wait_for(0)
-        hello = broker_pb2.GeneratorHello(
-            run_id=self._config.run_id,
+        hello = generator_hello(
+            self._config,
+            self._engine,
             generator_id=self.generator_id,
-            site=self._config.site,
-            engine=self._config.engine.engine,
-            max_context_tokens=self._engine.max_model_len,
-            endpoint=self._config.listen,
-            profile=self._profile(),
-            listens_in_plain_text=bool(self._security.plain_listeners),
-            routing=self._routing,
-            has_environment=self._environment is not None,
             replaces_generator_id=self._incarnation.predecessor,
+            routing=self._routing,
+            listens_in_plain_text=bool(self._security.plain_listeners),
         )
         self._session = LeaseSession(self._broker, hello=hello, handler=self._lease_handler, security=self._security)
         self._leasing = asyncio.create_task(self._session.run())
@@ -272,11 +255,6 @@ class Generator:
                 self._leasing.result()
         finally:
             self._leasing.cancel()
-
-    def _profile(self) -> broker_pb2.GeneratorProfile:
-        max_leases, environment = self._config.engine.max_concurrent_samples, self._config.environment
-        num_waiting = 0 if environment is None else environment.max_waiting
-        return _to_message(self._engine.profile(), max_leases=max_leases, num_waiting=num_waiting)
 
     def _sessions(
         self, config: GeneratorConfig, text: TextDecoder, tokenizer: ChatTokenizer | None
@@ -429,9 +407,9 @@ class Generator:
         except TimeoutError:
             _log.warning("the engine did not stop in time", timeout_s=ENGINE_STOP_S)
 
-    def _is_standing_still(self) -> bool:
-        """Whether no token is owed."""
-        return self._is_paused or not self._held.is_trusted
+    def _owes_tokens(self) -> bool:
+        """Whether the engine is to sample, if it has samples."""
+        return not self._is_paused and self._held.is_trusted
 
     def _check_started(self) -> None:
         if not self._started.is_set():
@@ -452,24 +430,7 @@ class Generator:
         return generator_pb2.GENERATOR_STATE_PAUSED if self._is_paused else generator_pb2.GENERATOR_STATE_SERVING
 
 
-def _to_message(profile: EngineProfile, *, max_leases: int, num_waiting: int) -> broker_pb2.GeneratorProfile:
-    return broker_pb2.GeneratorProfile(
-        kv_capacity_tokens=profile.kv_capacity_tokens or 0,
-        max_concurrent_samples=min(profile.max_concurrent_samples, max_leases) + num_waiting,
-        step_base_s=profile.step_base_s or 0.0,
-        step_per_sample_s=profile.step_per_sample_s or 0.0,
-        step_per_kv_token_s=profile.step_per_kv_token_s or 0.0,
-        prefill_tokens_per_second=profile.prefill_tokens_per_second or 0.0,
-    )
-
-
 def _environment_connection(config: GeneratorConfig, judges: Security) -> Connection | None:
     if config.environment is None:
         return None
     return Connection(config.environment.target.removeprefix(THIRD_PARTY), security=judges, service="environment")
-
-
-def _routing_shape(config: GeneratorConfig) -> types_pb2.RoutingShape | None:
-    if not config.records_routes:
-        return None
-    return read_routers(config.model_folder, field="records_routes").shape.to_proto()
