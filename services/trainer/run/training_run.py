@@ -50,14 +50,11 @@ from services.trainer.model.backend import Backend, BackendError
 from services.trainer.publishing.publisher import WeightPublisher
 from services.trainer.publishing.version_store import WeightStore
 from services.trainer.reporting.events import RunEvents
-from services.trainer.reporting.logprob_gaps import NAME as GAPS
-from services.trainer.reporting.logprob_gaps import GapFile
-from services.trainer.reporting.metrics import JsonLines
 from services.trainer.reporting.overlap import OverlapMeter
 from services.trainer.reporting.progress import Progress
+from services.trainer.reporting.run_records import EVALUATIONS, METRICS, RunRecords
 from services.trainer.reporting.stall_timer import Cause
 from services.trainer.reporting.summary import RunFacts, build_summary, restate_end, write_summary
-from services.trainer.reporting.trackers import open_trackers
 from services.trainer.run.broker_link import BrokerLink
 from services.trainer.run.context import Policy, RunContext, RunSpec
 from services.trainer.run.critic_link import CriticLink, joined_critic
@@ -69,7 +66,6 @@ from services.trainer.run.replay_feed import replay_feed
 from services.trainer.run.run_errors import EXPECTED_ERRORS, is_broken, is_final
 from services.trainer.run.run_inputs import fetch_sources, stored_sources
 
-_METRICS, _EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 _ORDER = "order"
 """Of the prompts, in a checkpoint's other state."""
 _log = structlog.get_logger()
@@ -79,7 +75,7 @@ def _storage_of(spec: RunSpec) -> CheckpointStorage | None:
     """Where the run's checkpoints are copied to, if anywhere."""
     if spec.checkpoint_folder is None:
         return None
-    return CheckpointStorage(spec.checkpoint_folder, [spec.run_dir / _METRICS, spec.run_dir / _EVALUATIONS])
+    return CheckpointStorage(spec.checkpoint_folder, [spec.run_dir / METRICS, spec.run_dir / EVALUATIONS])
 
 
 class TrainingRun:
@@ -127,11 +123,7 @@ class TrainingRun:
             base_url=weights_url,
             clock=self._clock,
         )
-        self._metrics = JsonLines(spec.run_dir / _METRICS)
-        self._evaluations = JsonLines(spec.run_dir / _EVALUATIONS, prefix="eval/")
-        self._gaps = GapFile(
-            spec.run_dir, groups_per_step=spec.config.gap_groups_per_step, max_bytes=spec.config.max_gap_bytes
-        )
+        self._records = RunRecords(spec.run_dir, spec.config)
         self._critic: CriticLink | None = None
         self._opened: Backend | None = None
         """Closed when the run ends."""
@@ -203,8 +195,7 @@ class TrainingRun:
             await self._publisher.close()
             await self._close_backend()
             self._compute.close()
-            await asyncio.to_thread(self._gaps.close)
-            await asyncio.to_thread(self._metrics.trackers.close)
+            await asyncio.to_thread(self._records.close)
         _log.info("run ends", run_id=self.spec.run_id, message=message, steps=self._progress.policy_version)
         self.outcome = outcome
         is_retried = outcome == trainer_pb2.RUN_OUTCOME_FAILED and not self.is_final
@@ -254,7 +245,12 @@ class TrainingRun:
         await self._restore(backend)
         self._backend = backend
         self.events.policy_version = self._progress.policy_version
-        await asyncio.to_thread(self._open_trackers)
+        await asyncio.to_thread(
+            self._records.open_trackers,
+            run_id=self.spec.run_id,
+            policy_version=self._progress.policy_version,
+            allows_plain=self._security.allows_plain,
+        )
         self.events.change_state(trainer_pb2.TRAINER_STATE_STARTING, f"opening the run at broker {config.broker}")
         async with self.broker.client() as client:
             context = self.broker.context(client, self._progress)
@@ -282,8 +278,7 @@ class TrainingRun:
         else:
             self._progress.instance_id = (known or new_instance()).instance_id
         await self._name_run(known)
-        for lines in (self._metrics, self._evaluations, self._gaps):
-            lines.cut_after(self._progress.policy_version)
+        self._records.cut_after(self._progress.policy_version)
         # The summary describes an earlier end. The run continues, and may end without writing a new one.
         await asyncio.to_thread((self.spec.run_dir / "summary.json").unlink, missing_ok=True)
         self._is_restored = True
@@ -298,19 +293,7 @@ class TrainingRun:
             return
         deleted = await self._checkpoints.prefer_storage()
         _log.info("the run went on elsewhere: its checkpoints are taken from storage, not from here", deleted=deleted)
-        for name in (_METRICS, _EVALUATIONS, GAPS):
-            await asyncio.to_thread((self.spec.run_dir / name).unlink, missing_ok=True)
-
-    def _open_trackers(self) -> None:
-        """Start the configured trackers, and send lines to them; raises ConfigError."""
-        self._metrics.trackers = self._evaluations.trackers = open_trackers(
-            self.spec.config.run.trackers,
-            self.spec.run_dir,
-            run_id=self.spec.run_id,
-            policy_version=self._progress.policy_version,
-            document=self.spec.config.model_dump(mode="json"),
-            allows_plain=self._security.allows_plain,
-        )
+        await asyncio.to_thread(self._records.delete)
 
     async def _name_run(self, known: RunInstance | None) -> None:
         """Record in the folder which run this is before the broker learns of it, so that a crash cannot lose it."""
@@ -333,7 +316,7 @@ class TrainingRun:
             context=context,
             submitter=submitter,
             sources=prompts.held_out,
-            record=self._evaluations,
+            record=self._records.evaluations,
             events=self.events,
         )
         if existed:
@@ -352,10 +335,10 @@ class TrainingRun:
             interrupt=self._interrupt,
             publisher=self._publisher,
             events=self.events,
-            metrics=self._metrics,
+            metrics=self._records.metrics,
             replay=replay,
         )
-        loop.gaps = self._gaps
+        loop.gaps = self._records.gaps
         if feeder is not None:
             loop.on_step, loop.order_metrics = feeder.note_step, feeder.metrics
         loops = [monitor.run, self._checkpoints.watch]
@@ -428,8 +411,7 @@ class TrainingRun:
         if self._backend is not None:
             await self.broker.check_owner(self._progress)
             # Steps that a checkpoint covers are not repeated after a resume: their lines must be on disk.
-            self._metrics.flush()
-            self._evaluations.flush()
+            self._records.flush()
             overlap = self._meter.totals(self._clock.monotonic_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
             if self._mixture is not None:
@@ -468,8 +450,8 @@ class TrainingRun:
             wall_s=self._wall_s(),
             progress=self._progress,
             overlap=self._meter.totals(self._clock.monotonic_s()),
-            steps=self._metrics.read(),
-            evaluations=self._evaluations.read(),
+            steps=self._records.metrics.read(),
+            evaluations=self._records.evaluations.read(),
             sources=self.spec.config.data.source_names,
         )
         return write_summary(path, build_summary(facts))
