@@ -180,7 +180,7 @@ async def _look(
     try:
         answer = await call(stub.GetGenerator, request, peer=peer, timeout_s=_TIMEOUT_S)
     except PenstockError:
-        # It is starting or ending; its supervisor looks after it.
+        # It is starting or ending, which is its supervisor's business.
         return
     meter.see(replica, answer, now_s=asyncio.get_running_loop().time())
     # One of an earlier version of Penstock, or without a site, does not say, and keeps to what it was started with.

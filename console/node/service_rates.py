@@ -59,7 +59,7 @@ class ServiceMeter:
             async with open_channel(target, self._security) as channel:
                 rate = await _QUESTIONS[kind](channel, f"{kind} {target}")
         except PenstockError:
-            # It is starting or ending; its supervisor looks after it.
+            # It is starting or ending, which is its supervisor's business.
             return
         self._found[target] = kind, rate
 

@@ -139,6 +139,6 @@ async def is_training(target: str, *, security: Security) -> bool:
                 stub.GetTrainer, trainer_pb2.GetTrainerRequest(), peer=f"trainer {target}", timeout_s=_TIMEOUT_S
             )
         except PenstockError:
-            # It is starting; its supervisor looks after it.
+            # It is starting, which is its supervisor's business.
             return False
     return answer.state == trainer_pb2.TRAINER_STATE_TRAINING

@@ -18,7 +18,7 @@ from console.page.run_data import RunData
 NUM_THREADS = 2
 MAX_WAITING = 64
 KEPT_S = 1.0
-"""An answer is given again for so long."""
+"""How long an answer is reused."""
 MAX_KEPT = 16
 MAX_KEPT_BYTES = 4 * 1024 * 1024
 

@@ -20,7 +20,7 @@ class DiskTooFullError(Exception):
 
 
 def measure_disk(folder: Path, *, seconds: float) -> Disk:
-    """Write and read a file without a name, for so long each and MAX_BYTES at most.
+    """Write and read an unnamed file, for `seconds` each and MAX_BYTES at most.
 
     Written pieces count once they are on the disk; what the kernel still holds of the file is dropped before reading,
     where the system can do that.

@@ -1,7 +1,7 @@
 """Serves bounded transfers to `penstock probe --with` of other machines, over TLS as everything else.
 
 GET  /probe/machine          who this is
-GET  /probe/bytes?seconds=S  bytes without meaning, for so long, MAX_BYTES at most
+GET  /probe/bytes?seconds=S  meaningless bytes for S seconds, MAX_BYTES at most
 POST /probe/bytes            takes such bytes
 """
 

@@ -29,7 +29,7 @@ from penstock.storage.addresses import PACKAGES, Address, check_name, scheme_of
 MAX_FILES = 100_000
 MAX_SMALL_BYTES = 64 * 1024**2
 _VERSION_KEYS = ("ETag", "etag", "generation", "mtime", "LastModified", "updated")
-"""What storages call that which changes with an object's content."""
+"""Names that storages give to an object's version, which changes with its content."""
 _CREDENTIAL_ERRORS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError")
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},

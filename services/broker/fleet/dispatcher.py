@@ -113,7 +113,7 @@ class Dispatcher:
         return reason or (leasing.LEFT_TO_OTHERS if state.queue else leasing.NOTHING_QUEUED)
 
     def is_overdue(self, generator_id: str, now_s: float) -> bool:
-        """Whether a generator was left without work for so long that it gets whatever is queued."""
+        """Whether a generator has been idle long enough to get whatever is queued."""
         return now_s - self._left_since_s.get(generator_id, now_s) >= MAX_LEFT_S
 
     def note(self, generator_id: str, *, is_left: bool, now_s: float) -> None:

@@ -92,7 +92,7 @@ class RunRegistry:
         """Runs whose care failed the last time, and was logged."""
         self.is_stopping = False
         self.owns_core: Callable[[str], bool] = lambda _run_id: True
-        """Whether this process is the one that looks after a run, whether or not anybody is attached."""
+        """Whether this process is responsible for a run, with or without clients attached."""
         self._facts = FactsOfRuns(store, clock.monotonic_s)
         self.own_shards = ShardRegistry(
             store=store,
