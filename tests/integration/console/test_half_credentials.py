@@ -45,8 +45,8 @@ def assert_named(stderr: str) -> None:
     assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize("command", ["node", "broker", "scheduler", "trainer", "generator"])
-def test_half_a_configuration_ends_a_service_in_a_line_each(
+@pytest.mark.parametrize("command", ["node", "generator"])
+def test_half_a_configuration_ends_a_process_in_a_line_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setenv("PENSTOCK_TLS_CERT", str(tmp_path / "cert.pem"))
@@ -55,7 +55,9 @@ def test_half_a_configuration_ends_a_service_in_a_line_each(
     assert_named(told.stderr)
 
 
-@pytest.mark.parametrize("command", ["run", "status r", "audit r", "runs list", "runs show r"])
+@pytest.mark.parametrize(
+    "command", ["broker", "scheduler", "trainer", "run", "status r", "audit r", "runs list", "runs show r"]
+)
 def test_half_a_configuration_ends_a_command_in_a_line_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
