@@ -160,6 +160,7 @@ def test_experts_need_what_the_formula_says(tmp_path, num_chosen, width, num_ran
 @pytest.mark.parametrize(("dtype", "checkpoints_layers"), SETTINGS)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("base", ["auto", "nf4"])
+@pytest.mark.parametrize("qwen3", [True, pytest.param(False, marks=pytest.mark.grid)], indirect=True)
 def test_an_adapter_needs_what_the_formula_says(qwen3, base, num_ranks, dtype, checkpoints_layers):
     lora = LoraSection(rank=8, base=base)
     settings = {"dtype": dtype, "gradient_checkpointing": checkpoints_layers, "lora": lora}
