@@ -11,3 +11,6 @@ LOST = Counter(
     "bytes), or budget (the samples that failed or were slow were too many).",
     ["at"],
 )
+for at in ("file", "collector", "queue", "budget"):
+    # At 0 from the start: an alert sees the first loss, too.
+    LOST.labels(at)

@@ -201,7 +201,7 @@ def test_slow_samples_are_traced_and_a_broken_grader_fills_no_disk(tmp_path: Pat
         bad = GroupRecord(group_id="bad", submit_s=1.0)
         failures = [
             Ended(group=bad, reason=drops.TOO_MANY_LEASES, is_failure=True, index=n, sample=SampleRecord(lease_s=2.0))
-            for n in range(1000)
+            for n in range(3000)
         ]
         lives.record(failures, history=0, now_s=50.0)
     spans = spans_in(tmp_path)

@@ -28,7 +28,9 @@ pytestmark = [needs_prometheus, pytest.mark.timeout(180)]
 
 
 async def test_lies_repetitions_a_full_queue_and_a_dead_broker_are_alerted_and_resolved(tmp_path: Path) -> None:
-    broker = Served("broker", tmp_path, "redis_url=memory://")
+    # Each repeated call has a span, and there is no collector.
+    nowhere = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_SAMPLER_ARG": "1"}
+    broker = Served("broker", tmp_path, "redis_url=memory://", variables=nowhere)
     async with AsyncExitStack() as stack:
         stack.enter_context(started(broker))
         seen = await stack.enter_async_context(prometheus(tmp_path / "prometheus"))
@@ -48,8 +50,15 @@ async def test_lies_repetitions_a_full_queue_and_a_dead_broker_are_alerted_and_r
                     seen.until_fires("PenstockRepetitions", instance=instance, kind="prompt"),
                     seen.until_fires("PenstockQueueRefuses", instance=instance, queue="prompts"),
                     seen.until_fires("PenstockTokensRefused", instance=instance, reason="OFFSET_MISMATCH"),
+                    seen.until_fires("PenstockSpansLost", instance=instance, at="collector"),
                 )
-        mended = {"PenstockUnattestedChunks", "PenstockRepetitions", "PenstockQueueRefuses", "PenstockTokensRefused"}
+        mended = {
+            "PenstockUnattestedChunks",
+            "PenstockRepetitions",
+            "PenstockQueueRefuses",
+            "PenstockTokensRefused",
+            "PenstockSpansLost",
+        }
         await asyncio.gather(*(seen.until_resolved(name) for name in mended))
         assert await seen.ever_fired() == mended
 
