@@ -21,7 +21,7 @@ PURCHASES = "next_purchases"
 """In a plan, what one more machine would bring."""
 MACHINE = "machine"
 """In `prices`, the machine of a run without GPUs."""
-_PLANNED = ("revision", "expected_tokens_per_second", "bound_tokens_per_second", "cost_per_million_tokens", "solver")
+_PLANNED = ("expected_tokens_per_second", "bound_tokens_per_second", "cost_per_million_tokens")
 
 
 def cost(folder: RunFolder, config: Answer, summary: Answer, plan: Answer, steps: MetricsTable) -> Answer:
@@ -120,7 +120,8 @@ def _total(steps: MetricsTable, name: str) -> float:
 def _plan(plan: Answer) -> Answer | None:
     if not plan:
         return None
-    found: Answer = {name: plan.get(name) for name in _PLANNED if isinstance(plan.get(name), (str, int, float))}
+    found: Answer = {name: value for name in _PLANNED if (value := number(plan.get(name))) is not None}
+    found |= {name: text(plan.get(name), 128) for name in ("revision", "solver")}
     return found | {"explanation": text(plan.get("explanation"), 5000)}
 
 

@@ -29,7 +29,8 @@ def sound(tmp_path: Path) -> dict[str, bytes]:
     (folder.path / "logprob_gaps.jsonl").write_text(json.dumps(gaps) + "\n")
     summary = {"audit": {"dropped": {"stale": 2}}, "refused_chunks": {"gen-0": {"STALE": 1}}, "restarts": {"reward": 1}}
     folder.summary.write_text(json.dumps(summary))
-    folder.plans.write_text(json.dumps({"revision": "1", "next_purchases": [{"gain": 0.1, "num_gpus": 1}]}) + "\n")
+    plan = {"revision": "1", "expected_tokens_per_second": 5.0, "next_purchases": [{"gain": 0.1, "num_gpus": 1}]}
+    folder.plans.write_text(json.dumps(plan) + "\n")
     folder.devices.write_text(json.dumps({"site": "", "gpus": {"H100": 1}}))
     files = (path for path in folder.path.rglob("*") if path.is_file())
     return {str(path.relative_to(folder.path)): path.read_bytes() for path in files}

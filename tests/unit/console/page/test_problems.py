@@ -175,5 +175,8 @@ def test_what_one_more_machine_brings_is_the_plans_and_costs_at_the_measured_rat
     per_hour = found["dollars_per_hour"] + stated.usd_per_hour
     assert found["measured"]["cost_per_million_tokens"] == found["dollars_per_million_tokens"]
     assert first["dollars_per_million_tokens"] == pytest.approx(1e6 * per_hour / 3600 / (10 * (1 + stated.gain)))
-    folder.plans.write_text('{"next_purchases": [3, {"gain": "x"}, {"gain": 1, "num_gpus": NaN}]}\n')
-    assert RunData(folder).answer("cost", {})["purchases"] == []
+    odd = '"cost_per_million_tokens": NaN, "expected_tokens_per_second": 1e999, "solver": []'
+    folder.plans.write_text(f'{{"next_purchases": [3, {{"gain": "x"}}, {{"gain": 1, "num_gpus": NaN}}], {odd}}}\n')
+    found = RunData(folder).answer("cost", {})
+    assert found["purchases"] == []
+    assert found["plan"] == {"revision": "", "solver": "", "explanation": ""}
