@@ -54,15 +54,17 @@ class MetricsTargets:
 
     def remove(self, names: Iterable[str]) -> None:
         """Forget services that were stopped. Raises OSError: the file cannot be written."""
-        found = [name for name in names if self._groups.pop(name, None) is not None]
-        for name in self._held.keys() & found:
-            self._held.pop(name).close()
-        if found:
+        is_changed = False
+        for name in names:
+            if (held := self._held.pop(name, None)) is not None:
+                held.close()
+            is_changed |= self._groups.pop(name, None) is not None
+        if is_changed:
             self._write()
 
     def clear(self) -> None:
         """Forget all of them. Raises OSError: the file cannot be deleted."""
-        self.remove(list(self._groups))
+        self.remove({*self._groups, *self._held})
 
     def _write(self) -> None:
         if self._groups:

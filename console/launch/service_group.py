@@ -53,10 +53,12 @@ class ServiceProcesses:
         on_wait: Callable[[str, str, float], None] = lambda name, problem, waited_s: None,
         pauses: bool = True,
         targets: Path | None = None,
+        machine: str = "",
     ) -> None:
         """Without `pauses`, the first service that dies too often ends `watch`.
 
-        `targets` is where Prometheus reads what serves metrics; if None, as `MetricsTargets` finds it.
+        `targets` is where Prometheus reads what serves metrics; if None, as `MetricsTargets` finds it. `machine` is the
+        one that these run on, where others of the same names run on other ones: their logs and spans begin with it.
 
         `on_wait` is called now and then while `wait_ready` waits for a service: its name, why, and for how long.
         """
@@ -66,6 +68,7 @@ class ServiceProcesses:
         self._log = log
         self._on_change = on_change
         self._pauses = pauses
+        self._machine = machine
         self._targets = MetricsTargets(folder, targets)
         self._problems: dict[str, str] = {}
         """Why services are not up, by name."""
@@ -99,6 +102,7 @@ class ServiceProcesses:
             settings = settings.model_copy(update={"metrics_port": self.metrics_port(name)})
         path = self._folder.services / f"{name}.yaml"
         write_config(settings, path)
+        full_name = f"{self._machine}-{name}" if self._machine else name
 
         async def is_ready() -> bool:
             if not target:
@@ -111,7 +115,7 @@ class ServiceProcesses:
             ServiceSpec(
                 name=name,
                 kind=kind,
-                argv=console_argv("serve", kind, "--config", str(path), "--name", name, *log_options(self._log)),
+                argv=console_argv("serve", kind, "--config", str(path), "--name", full_name, *log_options(self._log)),
                 address=target,
                 metrics=settings.metrics_address or "" if target else "",
                 env=service_environment({**os.environ, **(environment or {})}, num_threads=num_threads),

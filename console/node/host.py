@@ -41,7 +41,9 @@ class HostAgent:
         self._security = security
         self._folder = RunFolder(config.dir.expanduser().absolute())
         self._folder.create()
-        self._services = ServiceProcesses(self._folder, security=security, log=config.log, pauses=False)
+        self._services = ServiceProcesses(
+            self._folder, security=security, log=config.log, pauses=False, machine=config.node_id
+        )
 
     async def run(self) -> None:
         """Keep its services running until cancelled. Raises ServiceFailedError, FolderRefusedError, ConfigError."""

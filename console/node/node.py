@@ -100,7 +100,9 @@ class NodeAgent:
         self._security = security
         folder = RunFolder(config.dir.expanduser().absolute())
         folder.create()
-        self._services = ServiceProcesses(folder, security=security, log=config.log, pauses=False)
+        self._services = ServiceProcesses(
+            folder, security=security, log=config.log, pauses=False, machine=config.node_id
+        )
         self._gpus = own_gpus(config)
         # A plan over emulated GPUs uses their time.
         time_scale = config.generator.emulated.time_scale if config.generator.engine.is_emulated else 1.0

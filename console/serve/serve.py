@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from enum import StrEnum
@@ -66,7 +67,8 @@ def serve_command(
     # torch and vLLM write to any stream; a line cut by a crash is better than a lost one.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     watch_launcher()
-    tracing.configure(service.value, instance=name or service.value, run_id=run_id)
+    # Without a name: on other machines, and in other containers, are others of its kind.
+    tracing.configure(service.value, instance=name or f"{service}@{socket.gethostname()}", run_id=run_id)
     serve = _entry(service)
     heed(notices)
     try:

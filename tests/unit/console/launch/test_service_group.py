@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from console.launch import restarts
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import ProcessState, ServiceFailedError, ServiceSpec
 from penstock.security import NO_SECURITY
+from services.broker.config import BrokerConfig
+from services.trainer.config import TrainerConfig
 from tests.helpers.waiting import until
 
 SLEEPS = "import time; time.sleep(60)"
@@ -100,3 +103,21 @@ async def test_waiting_for_a_service_names_it_and_ends_if_it_does_not_come_up(fo
         await services.wait_ready("broker", timeout_s=60)
     assert set(waited) == {"broker"}
     await services.stop(services.names)
+
+
+def test_a_service_has_a_place_for_its_metrics_and_the_name_of_its_machine(
+    folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = ServiceProcesses(folder, security=NO_SECURITY, log=LogSection(), machine="l4-0")
+    started: list[ServiceSpec] = []
+    monkeypatch.setattr(services, "launch", started.append)
+    services.launch_service("broker", BrokerConfig(), name="broker", target="127.0.0.1:1")
+    services.launch_service("broker", BrokerConfig(metrics_port=9), name="stated", target="127.0.0.1:1")
+    services.launch_service("trainer", TrainerConfig(), name="rank-1", target="")
+    port = services.metrics_port("broker")
+    assert [spec.metrics for spec in started] == [f"127.0.0.1:{port}", "127.0.0.1:9", ""]
+    stored = json.loads((folder.services / "broker.yaml").read_text())
+    assert stored["metrics_port"] == port
+    names = [spec.argv[spec.argv.index("--name") + 1] for spec in started]
+    assert names == ["l4-0-broker", "l4-0-stated", "l4-0-rank-1"]
+    services.kill()
