@@ -127,15 +127,18 @@ class Launcher:
         return redis_url(self._folder)
 
     async def stop(self) -> None:
-        """Stop everything: consumers of the broker first, then the broker, then its Redis."""
+        """Stop everything: consumers of the broker first, then the broker, then its Redis.
+
+        The scheduler goes before them: it would look for a plan without the machines that leave.
+        """
         generators = [name for name in self.services.names if name.startswith(("generator-", "node-"))]
         scorers = [name for name in self.services.names if name.startswith("scorer-")]
         for group in (
+            ["scheduler"],
             generators,
             ["reward", "environment", *scorers],
             ["trainer"],
             ["critic"],
-            ["scheduler"],
             ["broker"],
             ["redis"],
             [name for name in self.services.names if name.startswith("host-")],
