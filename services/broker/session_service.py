@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from services.broker.rules.limits import duration
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.runtime.run_replica import RunReplica
 from services.broker.state.other_records import session_name
+from services.broker.state.run_state import RunState
 
 SILENT_AFTER_S = 8.0
 """A generator sends a heartbeat every 4.5 s at least, and another broker hears of it up to 3 s later."""
@@ -52,23 +54,16 @@ class SessionService(sessions_pb2_grpc.SessionServiceServicer):
         """Take sessions over, and send them with their turns."""
         replica = self._replica(request.run_id, request.generator_id)
         check_take(request)
-        await replica.peers.refresh()
-        taken = await replica.transact(
-            lambda state: agent_sessions.take(
-                state,
-                request,
-                is_gone=_is_gone(replica, silence_s=state.limits.generation_lease_s),
-                now_s=replica.clock.now_s(),
-            )
-        )
+        taken = await _take(replica, request)
         holders = [_holder(replica, name) for name in (taken.held_by, *sorted(taken.siblings_of)) if name]
         for holder in holders:
             if holder.is_silent or holder.generator_id == taken.held_by:
                 yield sessions_pb2.TakeSessionsResponse(holder=holder)
                 break
         for record in taken.records:
-            async for response in _with_turns(replica, record):
-                yield response
+            async with aclosing(_with_turns(replica, record)) as responses:
+                async for response in responses:
+                    yield response
 
     async def CheckSessions(
         self, request: sessions_pb2.CheckSessionsRequest, context: _Context
@@ -99,14 +94,37 @@ class SessionService(sessions_pb2_grpc.SessionServiceServicer):
         return self._run_registry.replica(run_id)
 
 
-def _is_gone(replica: RunReplica, *, silence_s: float) -> Callable[[str], bool]:
-    """Whether a generator takes no leases any more: it drains, its stream broke off, or it was silent for so long."""
-    living = {
-        view.hello.generator_id
-        for view in replica.peers.generators(max_age_s=silence_s)
-        if not view.beat.is_draining and not replica.peers.is_lost(view.hello.generator_id)
-    }
-    return lambda generator_id: generator_id not in living
+async def _take(replica: RunReplica, request: sessions_pb2.TakeSessionsRequest) -> agent_sessions.Taken:
+    """Take sessions over; an owner that seems gone may have come to another broker since the store was last asked."""
+    suspects: set[str] = set()
+
+    def suspected(generator_id: str) -> bool:
+        suspects.add(generator_id)
+        return False
+
+    await replica.peers.refresh()
+    taken = await _take_of(replica, request, suspected)
+    if suspects:
+        await replica.peers.refresh(at_once=True)
+        taken = await _take_of(replica, request, lambda generator_id: True)
+    return taken
+
+
+async def _take_of(
+    replica: RunReplica, request: sessions_pb2.TakeSessionsRequest, is_gone: Callable[[str], bool]
+) -> agent_sessions.Taken:
+    """Take sessions over of owners that do not live and for which `is_gone` answers yes.
+
+    One lives that is heard, whose stream to this broker did not break off, and that does not drain.
+    """
+
+    def operation(state: RunState) -> agent_sessions.Taken:
+        living = replica.peers.living(max_age_s=max(SILENT_AFTER_S, state.limits.generation_lease_s))
+        return agent_sessions.take(
+            state, request, is_gone=lambda owner: owner not in living and is_gone(owner), now_s=replica.clock.now_s()
+        )
+
+    return await replica.transact(operation)
 
 
 def _holder(replica: RunReplica, generator_id: str) -> sessions_pb2.SessionHolder:
@@ -115,7 +133,9 @@ def _holder(replica: RunReplica, generator_id: str) -> sessions_pb2.SessionHolde
     return sessions_pb2.SessionHolder(generator_id=generator_id, is_silent=is_silent)
 
 
-async def _with_turns(replica: RunReplica, record: SessionRecord) -> AsyncIterator[sessions_pb2.TakeSessionsResponse]:
+async def _with_turns(
+    replica: RunReplica, record: SessionRecord
+) -> AsyncGenerator[sessions_pb2.TakeSessionsResponse, None]:
     """A session, then its turns."""
     session_id = record.session.session_id
     [turns] = await replica.store.chunks(replica.run_id, [(session_name(session_id), 0)])

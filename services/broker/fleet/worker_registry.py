@@ -93,6 +93,18 @@ class Peers:
             and now_s - max(_beat_s(view), unbroken_since_s) <= max_age_s
         ]
 
+    def living(self, *, max_age_s: float) -> set[str]:
+        """Generators that were heard at any broker process lately, with a heartbeat or only hello, and do not leave."""
+        now_s, unbroken_since_s = self._clock.now_s(), self._clock.unbroken_since_s
+        return {
+            generator_id
+            for generator_id, view in self._generators.items()
+            if generator_id not in self._gone
+            and not view.beat.is_draining
+            and now_s - max(_beat_s(view), unbroken_since_s) <= max_age_s
+            and not self.is_lost(generator_id)
+        }
+
     def sample_speed(self, generator_id: str) -> float | None:
         """Tokens per second of each sample that it decodes; None if not measured."""
         view = self._generators.get(generator_id)
@@ -216,11 +228,11 @@ class Peers:
             self._workers_written_s[worker_id] = at_s
             await self._store.put_peers(self._run_id, {_WORKER + worker_id: view.SerializeToString()}, {})
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, at_once: bool = False) -> None:
         """Tell other broker processes of the generators here, and learn of theirs, at most every two seconds."""
         await self._write_changed()
         at_s = self._clock.monotonic_s()
-        if at_s - self._refreshed_s >= REFRESH_EVERY_S:
+        if at_once or at_s - self._refreshed_s >= REFRESH_EVERY_S:
             self._refreshed_s = at_s
             stored = await self._store.peers(self._run_id)
             self._longest_s = -math.inf

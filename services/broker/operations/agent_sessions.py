@@ -167,9 +167,13 @@ def release_all_of(state: RunState, generator_id: str) -> None:
             state.set_session(session_id, released)
 
 
-def expire(state: RunState, now_s: float) -> int:
-    """Drop the sessions whose time is up; returns how many."""
-    late = [session_id for session_id, record in state.sessions.items() if record.expire_s <= now_s]
+def expire(state: RunState, now_s: float, *, unbroken_since_s: float = 0.0) -> int:
+    """Drop the sessions whose time is up, which begins again at the end of a gap; returns how many."""
+    late = [
+        session_id
+        for session_id, record in state.sessions.items()
+        if record.expire_s + max(0.0, unbroken_since_s - record.put_s) <= now_s
+    ]
     for session_id in late:
         _end(state, session_id, EXPIRED)
     return len(late)

@@ -300,7 +300,7 @@ async def expire(replica: RunReplica, metrics: BrokerMetrics) -> None:
         if clock is None:
             return renewed, 0, 0
         heard_s, since_s = clock.heard_s, clock.unbroken_since_s
-        agent_sessions.expire(state, heard_s)
+        agent_sessions.expire(state, heard_s, unbroken_since_s=since_s)
         return (
             renewed,
             leasing.expire(state, heard_s, unbroken_since_s=since_s),

@@ -32,6 +32,8 @@ class ModelGenerator:
         self.held: dict[str, Held] = {}
         self.sent: list[types_pb2.TokenChunk] = []
         """Chunks sent lately, under leases that may be long over."""
+        self.replaces = ""
+        """The process that its own one says it replaces."""
         self._life = 0
         self._credit = 0
         self._num_leases = 0
@@ -47,12 +49,21 @@ class ModelGenerator:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def beat(self, *, slots: int, names: Sequence[str] | None = None) -> None:
+    @property
+    def is_connected(self) -> bool:
+        """Whether its lease stream is open."""
+        return self._leases.is_open
+
+    def beat(self, *, slots: int, names: Sequence[str] | None = None, is_draining: bool = False) -> None:
         """A heartbeat that asks for as many leases as make `slots`; names every lease held, or the given ones."""
         if not self._leases.is_open:
             self._credit = self._num_leases = 0
             hello = broker_pb2.GeneratorHello(
-                run_id=RUN, generator_id=self.generator_id, engine="model", max_context_tokens=CONTEXT_TOKENS
+                run_id=RUN,
+                generator_id=self.generator_id,
+                engine="model",
+                max_context_tokens=CONTEXT_TOKENS,
+                replaces_generator_id=self.replaces,
             )
             self._leases.open(broker_pb2.StreamLeasesRequest(hello=hello))
         self._credit = max(self._credit, self._num_leases + slots - len(self.held))
@@ -61,6 +72,7 @@ class ModelGenerator:
             policy_version=self.version,
             active_lease_ids=list(self.held) if names is None else list(names),
             num_running=len(self.held),
+            is_draining=is_draining,
         )
         self._leases.send(broker_pb2.StreamLeasesRequest(beat=beat))
 
@@ -88,10 +100,11 @@ class ModelGenerator:
         await self._leases.close()
         await self._tokens.close()
 
-    async def die(self) -> None:
-        """Crash: what it held is lost, what it sent is not."""
+    async def die(self, *, is_known: bool = False) -> None:
+        """Crash: what it held is lost, what it sent is not. If `is_known`, its successor says whom it replaces."""
         await self.reconnect()
         self.held.clear()
+        self.replaces = self.generator_id if is_known else ""
         self._life += 1
 
     # -- tokens --------------------------------------------------------------------------------------------------------

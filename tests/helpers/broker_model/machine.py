@@ -7,13 +7,10 @@ all that was submitted is trained or given up: nobody may wait for ever.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Coroutine
 from typing import Any
-from unittest import mock
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from penstock.errors import FencedError, OtherInstanceError, PenstockError, VersionConflictError
 from penstock.v1 import broker_pb2, types_pb2
@@ -21,13 +18,12 @@ from services.broker.rules.sample_policy import DISPATCH_NAMES
 from services.broker.state.run_state import RunState
 from tests.helpers.broker_model.generator import ModelGenerator
 from tests.helpers.broker_model.invariants import check_all, shards_hold_more
-from tests.helpers.broker_model.process import Backing
 from tests.helpers.broker_model.producer import ModelProducer
 from tests.helpers.broker_model.trainer import ModelTrainer
 from tests.helpers.broker_model.worker import ModelWorker
 from tests.helpers.broker_model.world import MAX_TRIES, RUN, Setting, World, settle
+from tests.helpers.broker_model.world_machine import WorldMachine, jumps
 from tests.helpers.brokers.broker import duration
-from tests.helpers.virtual_time import VirtualLoop
 
 NUM_GENERATORS, NUM_WORKERS = 2, 3
 SLOTS = 6
@@ -38,9 +34,6 @@ STATUSES = (types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_OK, types_pb2.SCOR
 
 generators = st.integers(0, NUM_GENERATORS - 1)
 workers = st.integers(0, NUM_WORKERS - 1)
-brokers = st.integers(0, 1)
-jumps = st.sampled_from([-3600.0, -60.0, -1.5, 60.0, 3600.0])
-"""Seconds by which a wall clock may be stepped."""
 
 
 def settings_of(group_size: int) -> st.SearchStrategy[Setting]:
@@ -70,31 +63,8 @@ def settings_of(group_size: int) -> st.SearchStrategy[Setting]:
     return st.builds(Setting, limits=limits, policy=policy)
 
 
-class BrokerMachine(RuleBasedStateMachine):
-    """One example; `make_backing` gives it an empty store."""
-
-    def __init__(self, make_backing: Callable[[], Backing]) -> None:
-        super().__init__()
-        self._make_backing = make_backing
-        self.loop = VirtualLoop()
-        self.world: World | None = None
-        # Ids in order instead of at random, so that an example that failed fails again.
-        numbers = itertools.count()
-        self.ids = mock.patch("secrets.token_hex", lambda size=8: f"{next(numbers):0{2 * size}x}")
-        self.ids.start()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Let the world go on until `work` is done."""
-        return self.loop.run_until_complete(work)
-
-    def do(self, action: Callable[[], object]) -> None:
-        """Do something at once, and let its consequences happen."""
-
-        async def work() -> None:
-            action()
-            await settle()
-
-        self.run(work())
+class BrokerMachine(WorldMachine):
+    """One example."""
 
     @initialize(setting=st.sampled_from([2, 3, 1]).flatmap(settings_of), num_steps=st.sampled_from([0, 1, 2]))
     def open(self, setting: Setting, num_steps: int) -> None:
@@ -320,9 +290,9 @@ class BrokerMachine(RuleBasedStateMachine):
         refused = {error.lease_id for error in errors}
         assert {chunk.lease_id for chunk in chunks} - current <= refused, "tokens of a lost lease were taken"
 
-    @rule(number=generators)
-    def lose_a_generator(self, number: int) -> None:
-        self.run(self.generators[number].die())
+    @rule(number=generators, is_known=st.booleans())
+    def lose_a_generator(self, number: int, is_known: bool) -> None:
+        self.run(self.generators[number].die(is_known=is_known))
 
     @rule(number=generators)
     def lose_a_generators_connections(self, number: int) -> None:
@@ -409,37 +379,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
         self.run(change())
 
-    # -- brokers, the store, time --------------------------------------------------------------------------------------
-
-    @rule(number=brokers)
-    def restart_a_broker(self, number: int) -> None:
-        self.run(self.world.restart(number))
-
-    @rule(number=brokers, fault=st.sampled_from(["before", "after"]))
-    def fail_the_next_commit(self, number: int, fault: Any) -> None:
-        self.world.broker(number).store.faults.append(fault)
-
-    @rule()
-    def save_the_store(self) -> None:
-        self.world.save_store()
-
-    @rule()
-    def lose_the_last_commits(self) -> None:
-        self.world.lose_commits()
-        self.run(settle())
-
-    @rule(seconds=st.sampled_from([0.5, 1.5, 2.5, 4.0, 70.0]))
-    def let_time_pass(self, seconds: float) -> None:
-        self.run(asyncio.sleep(seconds))
-
-    @rule(number=brokers, seconds=jumps)
-    def step_a_brokers_clock(self, number: int, seconds: float) -> None:
-        self.world.broker(number).clock.offset_s += seconds
-
-    @rule(number=brokers, is_starved=st.booleans())
-    def starve_a_broker(self, number: int, is_starved: bool) -> None:
-        """It has no time to spare, or has some again; leases wait for it."""
-        self.world.broker(number).run_registry.saturation.update(float(is_starved), 10.0)
+    # -- time ----------------------------------------------------------------------------------------------------------
 
     @rule(number=generators, steps=st.lists(jumps, min_size=1, max_size=3))
     def work_on_while_clocks_jump(self, number: int, steps: list[float]) -> None:
@@ -553,9 +493,7 @@ class BrokerMachine(RuleBasedStateMachine):
             if self.world is not None:
                 self.run(self._finish_everything())
         finally:
-            self.run(self._leave())
-            self.loop.shut_down()
-            self.ids.stop()
+            self.leave()
 
     async def _finish_everything(self) -> None:
         """No endless wait: with everybody at work, all that was begun ends."""
@@ -584,12 +522,6 @@ class BrokerMachine(RuleBasedStateMachine):
             if not shards_hold_more(self.world, await self.world.state()):
                 return
         raise AssertionError("token shards still have chunks of groups that are gone")
-
-    async def _leave(self) -> None:
-        if self.world is not None:
-            for broker in self.world.brokers:
-                await broker.kill()
-            await self.world.backing.store.close()
 
 
 def _is_of_present(state: RunState, key: types_pb2.SampleKey) -> bool:

@@ -19,11 +19,12 @@ from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
 from penstock.errors import InternalError, PenstockError, ServiceUnavailableError
-from penstock.v1 import broker_pb2
+from penstock.v1 import broker_pb2, sessions_pb2
 from services.broker.records.run_clock import MAX_GAP_S, Reading, StoredClock
 from services.broker.records.store import Delta, Mark, Snapshot, Store
 from services.broker.server import make_run_registry
 from services.broker.service import BrokerService
+from services.broker.session_service import SessionService
 from services.broker.storage.memory_store import MemoryStore
 from services.broker.storage.redis.keys import RunKeys
 from services.broker.storage.redis.redis_store import RedisStore
@@ -213,6 +214,7 @@ class InProcessBroker:
         self.registry = CollectorRegistry()
         self.run_registry = make_run_registry(self.store, registry=self.registry, clock=self.clock)
         self.service = BrokerService(self.run_registry)
+        self.sessions = SessionService(self.run_registry)
         self.streams: set[Stream] = set()
         self._caretaker = loop.create_task(self._care())
 
@@ -225,7 +227,12 @@ class InProcessBroker:
 
     async def call(self, method: str, request: Message) -> Any:
         """A unary call."""
-        return copied(await getattr(self.service, method)(copied(request), None))
+        service = self.service if hasattr(self.service, method) else self.sessions
+        return copied(await getattr(service, method)(copied(request), None))
+
+    async def take_sessions(self, request: sessions_pb2.TakeSessionsRequest) -> list[sessions_pb2.TakeSessionsResponse]:
+        """All frames of an answer."""
+        return [copied(frame) async for frame in self.sessions.TakeSessions(copied(request), None)]
 
     async def kill(self) -> None:
         """As kill -9 does: nothing more reaches the store, every client sees a lost connection."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.v1 import types_pb2
 from penstock.wire.codec import decode_versions, encode_versions, float32_array, float32_bytes, int32_array, int32_bytes
+from tests.helpers.broker_model.session_ledger import SessionLedger
 
 Attempt = tuple[str, int, int]
 """Group id, sample index, attempt."""
@@ -105,6 +106,8 @@ class Truth:
     """Scores that may be stored."""
     put: dict[str, types_pb2.TrajectoryGroup] = field(default_factory=dict)
     """Groups that came finished, as they were sent."""
+    sessions: SessionLedger = field(default_factory=SessionLedger)
+    """Agents' sessions."""
 
     def sent(self, sample: Attempt, offset: int, tokens: Content) -> None:
         """These tokens are on their way: from now on they may be stored."""

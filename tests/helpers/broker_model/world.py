@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -22,6 +23,11 @@ RUN = "run-1"
 MAX_TRIES = 12
 RETRY_S = 0.3
 """Longer than a broker takes to notice what another one changed."""
+
+KNOWN_AGAIN_S = 8.0
+"""Seconds until what a store has lost of generators that live is written again, and read by other brokers."""
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,7 @@ class World:
         self.truth = Truth()
         self.serials = Serials()
         self.has_lost_commits = False
+        self._lost_s = -math.inf
         self._saved: Truth | None = None
 
     def broker(self, number: int) -> InProcessBroker:
@@ -55,12 +62,16 @@ class World:
 
     async def call(self, method: str, request: Message, *, at: int = 0) -> Any:
         """A unary call, repeated at the next broker while one is unavailable."""
+        return await self.ask(lambda broker: broker.call(method, request), at=at)
+
+    async def ask(self, question: Callable[[InProcessBroker], Awaitable[_Answer]], *, at: int = 0) -> _Answer:
+        """What a broker answers, or the next one while that is unavailable."""
         for number in range(at, at + MAX_TRIES):
             try:
-                return await self.broker(number).call(method, request)
+                return await question(self.broker(number))
             except ServiceUnavailableError:
                 await asyncio.sleep(RETRY_S)
-        raise AssertionError(f"{method}: unavailable {MAX_TRIES} times")
+        raise AssertionError(f"brokers unavailable {MAX_TRIES} times")
 
     async def restart(self, number: int) -> None:
         """Kill a broker and start another in its place."""
@@ -82,6 +93,11 @@ class World:
             self.backing.lose()
             self.truth = copy.deepcopy(self._saved)
             self.has_lost_commits = True
+            self._lost_s = self.store_time.read().now_s
+
+    def has_lately_lost(self, now_s: float) -> bool:
+        """Whether commits were lost so lately that brokers may not know again who lives."""
+        return now_s - self._lost_s < KNOWN_AGAIN_S
 
     async def audit(self, *, at: int = 0) -> broker_pb2.Audit:
         """The books."""
