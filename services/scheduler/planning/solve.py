@@ -17,7 +17,13 @@ from services.scheduler.planning.relayout import relaid
 from services.scheduler.planning.service_places import with_center, with_relays, without_places
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.service_placement.services import NOTHING, has_all_to_place, with_all_placements, with_services
+from services.scheduler.service_placement.services import (
+    NOTHING,
+    has_all_to_place,
+    with_all_placements,
+    with_places,
+    with_services,
+)
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver
 from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infeasibility, part_of
 from services.scheduler.solvers.regeneration import regenerate
@@ -148,11 +154,13 @@ def solve(
                 return Solution(None, Infeasible(reason), 0.0, True, 0, name)
             return make_solver(name).solve(rest, time_left=time_left, seed=seed, starts=begins)
 
-        if name == ExhaustiveSolver.name and critic_machines is None and has_all_to_place(model.problem, stays):
-            return _checked(model, with_all_placements(model, time_left=time_left, starts=begins, kept=stays))
-        return _checked(
-            model, with_services(model, search, time_left=time_left, kept=stays, critic_machines=critic_machines)
-        )
+        if not has_all_to_place(model.problem, stays):
+            found = with_services(model, search, time_left=time_left, kept=stays, critic_machines=critic_machines)
+        elif name == ExhaustiveSolver.name and critic_machines is None:
+            found = with_all_placements(model, time_left=time_left, starts=begins, kept=stays)
+        else:
+            found = with_places(model, search, time_left=time_left, kept=stays, critic_machines=critic_machines)
+        return _checked(model, found)
 
     if solver == AUTO:
         return best_of_members(turn, time_left=time_left, starts=starts, kept=kept)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
-from services.scheduler.problem.plan_document import CriticPlace, PlanDocument
+from services.scheduler.problem.plan_document import CriticPlace, PlanDocument, TrainShare
 from services.scheduler.service_placement.placement_space import Placement, PlacementSpace
 from services.scheduler.service_placement.worker_placement import with_workload
 from services.scheduler.solvers.divisions import plan_of
@@ -22,6 +22,9 @@ from services.scheduler.solvers.scored import Parts
 
 _NOTHING_REACHED = 1e-6
 """Samples per second in whose units bounds are before there is a plan."""
+
+_WORTH_BOUNDS = 1.02
+"""A plan this much better makes bounds so much tighter that they are computed again."""
 
 
 def best_of_all_placements(
@@ -50,6 +53,8 @@ class _Search:
             pooled = with_workload(model.problem, train_tasks=(*workload.pool_tasks, *tasks), reward=None)
             self._pooled = model.over(pooled)
         self._best: tuple[PlanDocument | None, Score | Infeasible] = (None, no_plan(self._alone))
+        self._critic_s: dict[tuple[str, int], float] = {}
+        """What a critic beside the trainer adds to a step, by node entry and GPUs."""
         self._num_evaluated = 0
         for start in starts:
             self._try(start)
@@ -62,7 +67,7 @@ class _Search:
             if self._time_left() <= 0 or not self._around(self._space.placement(index)):
                 return self._solution(bound)
             bounds[index] = 0.0
-            if self._rate > reached:
+            if self._rate > reached * _WORTH_BOUNDS:
                 reached = self._rate
                 bounds = np.minimum(bounds, self._space.bounds(reached))
         return self._solution(None)
@@ -97,8 +102,20 @@ class _Search:
             plans.append(plan_of(self._pooled, parts).model_copy(update=update))
         for each in plans:
             for share in each.train:
+                if self._trained_beside(parts, share) <= self._rate:
+                    continue
                 beside = CriticPlace(node=share.node, gpus=share.gpus, is_beside_trainer=True)
                 yield each.model_copy(update={"critic": beside})
+
+    def _trained_beside(self, parts: Parts, share: TrainShare) -> float:
+        """The most that a pool trains with a critic on the GPUs of one of its machines."""
+        samples, rates = self._model.demand.samples_per_step, self._alone.gpu_training_rate
+        trained = sum(part.train_gpus * rates[part.node.name] for part in parts)
+        key = (self._model.nodes[share.node].name, share.gpus)
+        if key not in self._critic_s:
+            self._critic_s[key] = self._model.critic.step_s(self._model.nodes[share.node], share.gpus)
+        step_s = samples / trained + self._model.problem.cost_model.train_overhead_s + self._critic_s[key]
+        return samples / step_s * (1 + 1e-12)
 
     def _try(self, plan: PlanDocument) -> None:
         score = self._model.score(plan)

@@ -21,8 +21,8 @@ from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import CriticPlace, GpuWorkers
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.service_placement.worker_placement import gpu_rewards, scorers
-from services.scheduler.solvers.divisions import best_split, made_by
 from services.scheduler.solvers.exhaustive import Free
+from services.scheduler.solvers.generation_bound import GenerationBound
 from services.scheduler.solvers.interface import ProblemTooLargeError
 
 MAX_PLACEMENTS = 1_000_000
@@ -106,7 +106,8 @@ class PlacementSpace:
         self._rates = [{} if kind is None else kind.rates for kind in kinds]
         self._needs = [kind is not None for kind in kinds]
         self._critic_s = self._least_critic_s()
-        self._made = {node.name: self._made_with(node) for node in self._nodes}
+        self._generation = GenerationBound(alone)
+        self._made = {node.name: self._generation.best_worth(node) for node in self._nodes}
         self._options = [self._options_of(node) for node in self._nodes]
         self._shape = tuple(len(options.uses) for options in self._options)
         if math.prod(self._shape) > MAX_PLACEMENTS:
@@ -136,28 +137,23 @@ class PlacementSpace:
 
     def _ratio(self, needed_made: float, needed_trained: float) -> _Array:
         """How many times what is needed may be made and trained on the GPUs that are left."""
+        best: _Array = np.full(math.prod(self._shape), math.inf)
         if math.isinf(needed_made) or math.isinf(needed_trained):
-            return np.zeros(math.prod(self._shape))
-        made = {name: rates / needed_made for name, rates in self._made.items()}
+            return np.zeros_like(best)
         trained = {name: rate / needed_trained for name, rate in self._alone.gpu_training_rate.items()}
-        # The least mean is at a weight at which an entry's GPUs are worth as much in both stages, or in one alone.
-        worths = ((trained[name], float(np.max(rates))) for name, rates in made.items())
-        weights = {0.0, 1.0, *(train / (train + most) for train, most in worths if train + most > 0)}
-        best: _Array | None = None
-        for weight in sorted(weights):
-            total: _Array = np.zeros(1)
-            for options in self._options:
-                name = options.node.name
-                worth = _mean_worth(made[name], trained[name], weight)
-                total = (total[:, np.newaxis] + worth @ options.num_left).ravel()
-            best = total if best is None else np.minimum(best, total)
-        assert best is not None
+        for row, price in enumerate(self._generation.prices):
+            made = {name: rates[row] / needed_made for name, rates in self._made.items()}
+            all_under_way = price * self._generation.most_under_way / needed_made
+            # The least mean is at a weight at which an entry's GPUs are worth as much in both stages, or in one alone.
+            worths = ((trained[name], float(np.max(rates))) for name, rates in made.items())
+            weights = {0.0, 1.0, *(train / (train + most) for train, most in worths if train + most > 0)}
+            for weight in weights:
+                each = (
+                    _mean_worth(made[options.node.name], trained[options.node.name], weight) @ options.num_left
+                    for options in self._options
+                )
+                best = np.minimum(best, _summed(list(each)) + weight * all_under_way)
         return best
-
-    def _made_with(self, node: NodeClass) -> _Array:
-        """Samples per second of the best replicas of a machine, by GPUs that they may use."""
-        splits = (best_split(self._alone, node, node.gpus - gpus) for gpus in range(node.gpus + 1))
-        return np.array([made_by(self._alone, node, (split,)) for split in splits])
 
     def _least_critic_s(self) -> float:
         """What a critic beside the trainer adds to a step at least."""

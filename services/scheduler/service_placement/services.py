@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import Problem
 from services.scheduler.service_placement.critic_placement import with_critic
 from services.scheduler.service_placement.every_placement import best_of_all_placements
+from services.scheduler.service_placement.relaxed_placement import RelaxedPlacement
 from services.scheduler.service_placement.reward_placement import most_rewarded, with_rewards
 from services.scheduler.service_placement.worker_placement import Search, gpu_rewards, scorers, with_workers
-from services.scheduler.solvers.interface import Plans, Solution, TimeLeft
+from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, part_of
 
 NOTHING = PlanDocument()
+_PLACED = ("score", "reward_gpus", "critic")
+"""What takes GPUs for services."""
 
 
 def with_services(
@@ -42,6 +46,31 @@ def with_services(
         return with_critic(rest, with_scorers, time_left=time_left, kept=kept.critic, machines=critic_machines)
 
     return with_rewards(model, with_values, time_left=time_left, kept=kept)
+
+
+def with_places(
+    model: CostModel, alone: Search, *, time_left: TimeLeft, kept: PlanDocument, critic_machines: Collection[str] | None
+) -> Solution:
+    """The best plan around proposed places of all services, and of those found one by one with what time is left.
+
+    Arguments as in `with_services`.
+    """
+    proposals = RelaxedPlacement(model).proposals(critic_machines)
+    num_evaluated, best = 0, None
+    for index, places in enumerate((*proposals, None)):
+        mine = part_of(time_left, 1 / (len(proposals) + 1 - index))
+        update = (
+            {} if places is None else {field: getattr(places, field) for field in ("score", "reward_gpus", "critic")}
+        )
+        stays = kept.model_copy(update=update)
+        if best is not None and time_left() <= 0:
+            break
+        found = with_services(model, alone, time_left=mine, kept=stays, critic_machines=critic_machines)
+        num_evaluated += found.num_evaluated
+        if best is None or found.score.samples_per_second > best.score.samples_per_second:
+            best = found
+    assert best is not None, "the last turn proposes nothing"
+    return replace(best, num_evaluated=num_evaluated)
 
 
 def has_all_to_place(problem: Problem, kept: PlanDocument) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.problem.plan_document import GpuWorkers
@@ -73,12 +74,12 @@ def with_workers(
     for index, node in enumerate(entries):
         # Room for the fewest, then for as many as keep up with what the rest reaches beside these.
         mine = part_of(time_left, 1 / (len(entries) - index))
-        found = _around(model, kind, _packed(node, 1), search, time_left=part_of(mine, 1 / 2))
+        found = _around(model, kind, packed(node, 1), search, time_left=part_of(mine, 1 / 2))
         wanted = math.ceil(_rest_rate(model, kind, found) / kind.rates[node.name] - 1e-9)
         sizes = dict.fromkeys(_sizes(node, wanted)) if wanted > 1 else {}
         for position, gpus in enumerate(sizes):
             share = 1 / (len(sizes) - position)
-            other = _around(model, kind, _packed(node, gpus), search, time_left=part_of(mine, share))
+            other = _around(model, kind, packed(node, gpus), search, time_left=part_of(mine, share))
             found = max(found, other, key=lambda solution: solution.score.samples_per_second)
         if best is None or found.score.samples_per_second > best.score.samples_per_second:
             best = found
@@ -118,13 +119,14 @@ def _sizes(node: NodeClass, wanted: int) -> Iterator[int]:
     yield min(math.ceil(wanted / node.gpus) * node.gpus, most)
 
 
-def _packed(node: NodeClass, gpus: int) -> tuple[GpuWorkers, ...]:
-    """That many of an entry's GPUs, on its last machines."""
+def packed(node: NodeClass, gpus: int, taken: Mapping[str, int] = MappingProxyType({})) -> tuple[GpuWorkers, ...]:
+    """That many of an entry's GPUs, on its last machines; fewer where too many are `taken`, by machine."""
     found = []
-    for index in reversed(range(node.count)):
-        if gpus > 0:
-            found.append(GpuWorkers(node=node.machine(index), gpus=min(gpus, node.gpus)))
-            gpus -= node.gpus
+    for name in map(node.machine, reversed(range(node.count))):
+        here = min(gpus, node.gpus - taken.get(name, 0))
+        if here > 0:
+            found.append(GpuWorkers(node=name, gpus=here))
+            gpus -= here
     return tuple(found)
 
 

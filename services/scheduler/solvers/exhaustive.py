@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
-from services.scheduler.solvers.divisions import Division, divisions, made_by, plan_of
+from services.scheduler.solvers.divisions import Division, divisions, plan_of
+from services.scheduler.solvers.generation_bound import GenerationBound
 from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
 from services.scheduler.solvers.scored import Parts, parts_of
 
@@ -109,7 +111,7 @@ def _choices(model: CostModel, time_left: TimeLeft, free: Free | None) -> list[l
 def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
     """Throughput that no plan exceeds, flat in row-major order of the choices; 0 if it cannot run.
 
-    Assumes the largest batches that memory allows, only fresh samples, the shortest pause and the fastest NIC.
+    Assumes the best batches for the samples under way, only fresh samples, the shortest pause and the fastest NIC.
     """
     problem, demand = model.problem, model.demand
 
@@ -119,7 +121,11 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
             total = (total[:, np.newaxis] + np.array([value(part) for part in options], dtype=np.float64)).ravel()
         return total
 
-    made = summed(lambda part: made_by(model, part.node, part.splits))
+    generation = GenerationBound(model)
+    made: _Array = np.full(1, math.inf)
+    for index, price in enumerate(generation.prices):
+        sums = summed(partial(_worth_of, generation, index))
+        made = np.minimum(made, sums + price * generation.most_under_way)
     made /= 1 + made * problem.cost_model.sync_pause_s / demand.samples_per_step
     trained = summed(lambda part: part.train_gpus * model.gpu_training_rate[part.node.name])
     nodes = summed(lambda part: part.train_nodes)
@@ -145,3 +151,9 @@ def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
         bounds[np.sum([trained_in(region) > 0 for region in regions], axis=0) > 1] = 0
     # Summed in another order than the score, they may round below it.
     return bounds * (1 + 1e-12)
+
+
+def _worth_of(generation: GenerationBound, price: int, part: Division) -> float:
+    """Of all replicas of an entry's machines, at a price."""
+    worth = generation.worth[part.node.name][price]
+    return float(np.dot(part.sums[: len(worth)], worth))

@@ -17,7 +17,7 @@ from services.scheduler.solvers.interface import ProblemTooLargeError
 from services.scheduler.solvers.registry import AUTO, SOLVERS, members
 from tests.helpers.plans.drawn_services import CountedTime, drawn_with_services
 
-BUDGET = 1024
+BUDGET = 512
 """Plans that each search may score."""
 
 
@@ -30,7 +30,7 @@ def rate_of(problem: Problem, solver: str, time: CountedTime, num_plans: float, 
     return solution.score.samples_per_second
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(4, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("seed", [1, pytest.param(19, marks=pytest.mark.grid)])
 def test_auto_is_never_worse_than_a_member_with_the_same_budget(seed):
     problem = drawn_with_services(seed)
     with CountedTime() as time:
