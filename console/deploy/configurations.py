@@ -15,17 +15,19 @@ import math
 from pathlib import Path, PurePath
 
 from console.config.config import parse_run_config
-from console.config.data_section import canary_files, data_files, run_reward, source_rewards
+from console.config.data_section import canary_files, data_files
 from console.config.derive import training_config
 from console.deploy.description import (
     CRITIC_PORT,
     GPU_REWARD_PORT,
+    HOST_REWARD_PORT,
     IN_CONTAINERS,
     PORTS,
     SCORER_PORT,
     Layout,
     broker_name,
     broker_port,
+    host_reward,
 )
 from console.deploy.environments import is_served, reached_environment
 from console.deploy.machine_check import MachineConfig
@@ -43,6 +45,7 @@ from console.deploy.run_settings import (
     scheduler_config,
     trainer_roots,
 )
+from console.deploy.scoring import reward_settings, scorer_settings
 from console.deploy.trainers import RENDEZVOUS_PORT, training_machines
 from console.node.config import HostConfig, NodeConfig
 from penstock.config import ConfigError, Document, StrictModel, validate
@@ -119,7 +122,8 @@ class Configurations:
         self.has_certificates = not self.is_insecure and self.listen_host != _LOOPBACK
         self.serves_environment = is_served(self.config)
         """Whether the head serves the run's environment."""
-        self.hosts = [name for name in dict.fromkeys(plan.center.values()) if name in host_classes(model.problem)]
+        used = dict.fromkeys((*plan.center.values(), *plan.reward))
+        self.hosts = [name for name in used if name in host_classes(model.problem)]
         """Machines without GPUs that the plan uses."""
         self.center = {name: f"{self.host(self.place(name))}:{port}" for name, port in PORTS.items()}
         """Addresses of the run's services."""
@@ -194,15 +198,17 @@ class Configurations:
     def role(self, machine: str) -> str:
         """The role of its certificate: those that train open everything."""
         if machine in self.hosts:
-            return "broker"
+            return "broker" if machine in self.plan.center.values() else "reward"
         if self.moves_trainer:
             return "operator" if machine == self.head.name else "generator"
         return "operator" if any(each.name == machine for each in self.trainers) else "generator"
 
     def more_roles(self, machine: str) -> tuple[str, ...]:
         """Further roles of its certificate, for what it starts beside generators."""
-        if self.role(machine) in ("operator", "broker"):
+        if self.role(machine) in ("operator", "reward"):
             return ()
+        if machine in self.hosts:
+            return ("reward",) if machine in self.rewards else ()
         scores = machine in self.rewards or (
             bool(self.plan.score or self.plan.reward_gpus or self.rewards or self.may_add_rewards)
             and any(each.name == machine for each in self.machines)
@@ -280,10 +286,18 @@ class Configurations:
         documents["scheduler"] = scheduler_config(self.config, "/runs", listen=self._listen("scheduler"))
         if self.head_rewards:
             documents["reward"] = self._reward(PORTS["reward"])
-        return {
-            f"{self.site(self.place(name.partition('-')[0]))}/{name}.yaml": self._service(each)
-            for name, each in documents.items()
+        found = {
+            f"{self.site(self.place(name.partition('-')[0]))}/{name}.yaml": each for name, each in documents.items()
         }
+        for name, port in self.host_rewards.items():
+            found[f"{self.site(name)}/{host_reward(name)}.yaml"] = {**self._reward(port), "worker_id": f"{name}-reward"}
+        return {path: self._service(each) for path, each in found.items()}
+
+    @property
+    def host_rewards(self) -> dict[str, int]:
+        """The port of each reward worker on a machine without GPUs; several are tried on one host."""
+        names = [name for name in self.hosts if name in self.rewards]
+        return {name: HOST_REWARD_PORT + index for index, name in enumerate(names)}
 
     def _broker_address(self, index: int) -> str:
         return f"{self.host(self.place('broker'))}:{broker_port(index)}"
@@ -300,6 +314,8 @@ class Configurations:
         scheduler = scheduler_config(self.config, str(folder), listen=self._listen("scheduler"))
         documents = {"brokers": brokers, "scheduler": scheduler}
         here = {key: each for key, each in documents.items() if self.place(key.removesuffix("s")) == name}
+        if name in self.host_rewards:
+            here["reward"] = self._service(self._reward(self.host_rewards[name] if self.address is None else 0))
         # What starts these machines also ends them all at once, and the trainer still writes its checkpoint.
         wait = {"client_wait_s": LAST_ACT_S["trainer"]} if self.address is None else {}
         return self._service({"node_id": name, "dir": str(folder), **wait, **here})
@@ -308,28 +324,7 @@ class Configurations:
         return self.layout.runs / machine if self.address is None else self.folder / "machines" / machine
 
     def _reward(self, port: int) -> Document:
-        return {
-            "listen": f"{self.listen_host}:{port}",
-            "run_id": self.config["run"]["id"],
-            "broker": self.center["broker"],
-            "tokenizer_path": str(self.config["model"]["path"]),
-            "reward": run_reward(self.config),
-            **({"sources": own} if (own := source_rewards(self.config.get("data", {}))) else {}),
-        }
-
-    def _scorer(self) -> Document:
-        config, trainer = self.config, self.config.get("trainer", {})
-        stated = {key: trainer[key] for key in ("device", "tokens_per_pack", "num_threads") if key in trainer}
-        # Machines that are tried on one host would have the same ports.
-        port = SCORER_PORT if self.address is None else 0
-        return {
-            "listen": f"{self.listen_host}:{port}",
-            "run_id": config["run"]["id"],
-            "broker": self.center["broker"],
-            "model_path": str(config["algorithm"].get("reference_path") or config["model"]["path"]),
-            "dtype": config["model"].get("dtype", "auto"),
-            **stated,
-        }
+        return reward_settings(self.config, broker=self.center["broker"], listen=f"{self.listen_host}:{port}")
 
     @property
     def moves_critic(self) -> bool:
@@ -364,7 +359,9 @@ class Configurations:
         """Sections of a machine's file: for what revisions move, and for what is there."""
         found: Document = {}
         if self.plan.score:
-            found["scorer"] = self._service(self._scorer())
+            # Machines that are tried on one host would have the same ports.
+            listen = f"{self.listen_host}:{SCORER_PORT if self.address is None else 0}"
+            found["scorer"] = self._service(scorer_settings(self.config, broker=self.center["broker"], listen=listen))
         if (place := self.plan.critic) is not None and (self.moves_critic or machine == place.node):
             found["critic"] = self._service(self._critic(place, machine, own_folder))
         if self.plan.reward_gpus or self.rewards or (machine != self.head.name and self.may_add_rewards):
@@ -456,10 +453,12 @@ class Configurations:
         config = self.config
         trains = next((each for each in self.trainers if each.name == name), None)
         generates = next((each for each in self.machines if each.name == name), None)
-        paths = {} if name in self.hosts else {"model.path": config["model"]["path"]}
+        paths = {} if name in self.hosts and name not in self.rewards else {"model.path": config["model"]["path"]}
         if name == self.head.name or (self.moves_trainer and name not in self.hosts):
             paths |= {setting: holder[key] for setting, holder, key in data_files(config.get("data", {}))}
-        if (name == self.head.name and self.head_rewards) or (self.rewards and generates is not None):
+        if (name == self.head.name and self.head_rewards) or (
+            self.rewards and (generates is not None or name in self.host_rewards)
+        ):
             paths |= {setting: holder[key] for setting, holder, key in canary_files(config)}
         teacher = config["algorithm"].get("reference_path")
         if self.plan.score and generates is not None and teacher is not None:

@@ -26,6 +26,8 @@ MORE_BROKERS_PORT = 7320
 """Of the second broker on a machine; further ones have the ports that follow."""
 SCORER_PORT = 7310
 """Of the scorer on a machine's first GPU; those on others have the ports that follow."""
+HOST_REWARD_PORT = 7350
+"""Of the reward worker on the first machine without GPUs that has one; those on others have the ports that follow."""
 GPU_REWARD_PORT = 7330
 """Of the reward worker on a machine's first GPU, likewise."""
 REDIS_MEMORY_GIB = 8
@@ -113,6 +115,8 @@ class Host:
     services: tuple[Service, ...]
     role: str
     """The role of its certificate."""
+    is_center: bool = False
+    """Whether broker or scheduler are on it, or the run's console."""
     more_roles: tuple[str, ...] = ()
     """Its further roles."""
 
@@ -182,8 +186,8 @@ class Deployment:
 
     @property
     def center_hosts(self) -> list[Host]:
-        """The machines that services of the run are on: the head, then those without GPUs."""
-        return [self.head, *(host for host in self.hosts if isinstance(host.kind, HostClass))]
+        """The machines that services of the run are on: the head, then those without GPUs that others call."""
+        return [self.head, *(host for host in self.hosts if isinstance(host.kind, HostClass) and host.is_center)]
 
     @property
     def training(self) -> list[Host]:
@@ -212,6 +216,11 @@ class Deployment:
 def broker_name(index: int) -> str:
     """The name of a broker's configuration and container."""
     return "broker" if index == 0 else f"broker-{index}"
+
+
+def host_reward(machine: str) -> str:
+    """The name of the configuration and container of the reward worker on a machine without GPUs."""
+    return f"reward-{machine}"
 
 
 def broker_port(index: int) -> int:

@@ -15,6 +15,7 @@ from console.deploy.description import (
     Service,
     broker_name,
     broker_port,
+    host_reward,
     memory_gib,
 )
 from console.deploy.environments import NAME as ENVIRONMENT
@@ -38,6 +39,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
             services=services,
             role=made.role(name),
             more_roles=made.more_roles(name),
+            is_center=name in (made.head.name, *made.plan.center.values()),
         )
         for name in made.names()
         # Tried on one host, the head's trainer starts all processes.
@@ -134,7 +136,22 @@ def _center(made: Configurations, machine: str) -> list[Service]:
                 after=after,
             )
         )
+    if (own_port := made.host_rewards.get(machine)) is not None:
+        found.append(_host_reward(made, machine, own_port))
     return found
+
+
+def _host_reward(made: Configurations, machine: str, port: int) -> Service:
+    """The reward worker of a machine without GPUs."""
+    name = host_reward(machine)
+    return Service(
+        name=name,
+        kind="reward",
+        image="penstock-reward",
+        arguments=("serve", "reward", "--config", str(made.layout.config / f"{name}.yaml"), *_logs(made)),
+        port=port,
+        memory_gib=memory_gib("reward"),
+    )
 
 
 def _environment(made: Configurations) -> Service:
@@ -168,6 +185,7 @@ def _host(made: Configurations, machine: str) -> Service:
     """What starts the services of a machine without GPUs where there are no containers."""
     kinds = ("redis", *["broker"] * made.num_brokers, "scheduler")
     services = [name for name in kinds if made.place(name) == machine]
+    services += ["reward"] * (machine in made.host_rewards)
     return Service(
         name=f"node-{machine}",
         kind="node",

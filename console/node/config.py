@@ -72,7 +72,7 @@ class NodeConfig(NetworkConfig):
 
 
 class HostConfig(NetworkConfig):
-    """A machine without GPUs that a plan has for broker, Redis or scheduler."""
+    """A machine without GPUs that a plan has for broker, Redis, scheduler or a reward worker."""
 
     node_id: str = Field(min_length=1, max_length=128)
     """Its name in the plan."""
@@ -83,6 +83,8 @@ class HostConfig(NetworkConfig):
     `redis_url`."""
     scheduler: SchedulerConfig | None = None
     """Configuration of the scheduler, if it is here."""
+    reward: RewardConfig | None = None
+    """Configuration of a reward worker, if one is here; it listens at a free port if that of `listen` is 0."""
     client_wait_s: float = Field(default=0.0, ge=0, le=3600)
     """How long after SIGTERM its brokers keep serving while clients are connected: for machines that are all stopped at
     the same time, where the trainer still writes a checkpoint. A second SIGTERM ends them immediately."""

@@ -1,4 +1,4 @@
-"""Runs `penstock node` on a machine without GPUs: the broker with its Redis, and the scheduler, where a plan has them.
+"""Runs `penstock node` on a machine without GPUs: broker with its Redis, scheduler, reward worker, as a plan has them.
 
 Invariants:
 - Brokers start once their Redis answers, and end before it.
@@ -18,10 +18,12 @@ from console.config.derive import local_endpoint
 from console.config.run_folder import RunFolder
 from console.launch.embedded_redis import redis_spec, redis_url
 from console.launch.launcher import REDIS_READY_S
+from console.launch.ports import free_block
 from console.launch.service_group import ServiceProcesses
 from console.launch.supervisor import service_environment
 from console.node.callers import num_callers
 from console.node.config import HostConfig
+from console.node.scoring import REWARD, ScoringPlace, own_settings
 from penstock.config import MeasuredConfig
 from penstock.process.tasks import race
 from penstock.security import Security
@@ -84,6 +86,11 @@ class HostAgent:
         for index, broker in enumerate(config.brokers):
             own = {} if "redis_url" in broker.model_fields_set else {"redis_url": redis_url(self._folder)}
             self._launch(f"broker-{index}" if index else "broker", broker.model_copy(update=own), broker.listen)
+        if config.reward is not None:
+            place = ScoringPlace(kind=REWARD)
+            named = own_settings(config.reward.listen, place, node_id=config.node_id, free_port=free_block(1))
+            worker = config.reward.model_copy(update=named)
+            self._launch(REWARD, worker, worker.listen)
 
     def _launch(self, name: str, settings: MeasuredConfig, listen: str) -> None:
         own = settings.model_copy(update={"insecure": settings.insecure or self._config.insecure})

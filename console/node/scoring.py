@@ -71,15 +71,18 @@ def scoring_config(
     """The configuration of a process; `free_port` is for one whose own is 0."""
     base: ScorerConfig | CriticConfig | RewardConfig | None = getattr(config, place.kind)
     assert base is not None
-    host, _, port = base.listen.rpartition(":")
+    own = own_settings(base.listen, place, node_id=config.node_id, free_port=free_port)
+    return base.model_copy(update={**own, "insecure": base.insecure or config.insecure})
+
+
+def own_settings(listen: str, place: ScoringPlace, *, node_id: str, free_port: int) -> dict[str, object]:
+    """What one process of a machine has beside what its file says of all of the kind, which `listen` there."""
+    host, _, port = listen.rpartition(":")
     first = place.gpus[0] if place.kind != CRITIC and place.gpus else 0
-    update: dict[str, object] = {
-        "insecure": base.insecure or config.insecure,
-        "listen": f"{host}:{int(port) + first if int(port) else free_port}",
-    }
+    found: dict[str, object] = {"listen": f"{host}:{int(port) + first if int(port) else free_port}"}
     if place.kind == CRITIC:
-        return base.model_copy(update={**update, "processes": len(place.gpus)})
-    return base.model_copy(update={**update, "worker_id": f"{config.node_id}-{place.name}"})
+        return {**found, "processes": len(place.gpus)}
+    return {**found, "worker_id": f"{node_id}-{place.name}"}
 
 
 def _is_here(gpu: int, config: NodeConfig) -> bool:

@@ -10,8 +10,8 @@ from services.scheduler.cost_model.calibrated import CALIBRATED
 from services.scheduler.cost_model.reference import RM1, Limit
 from services.scheduler.planning.market import Alternative, Purchase
 from services.scheduler.planning.plan_report import FeasiblePlan, bottleneck
-from services.scheduler.planning.service_places import weight_routes
 from services.scheduler.problem.plan_document import PlanDocument, Replicas
+from services.scheduler.service_placement.service_places import weight_routes
 
 _LIMITS = {
     Limit.GENERATION: "generation limits: trainers wait for samples",
@@ -38,7 +38,7 @@ def print_plan(report: FeasiblePlan, *, is_explained: bool) -> None:
         table.add_column(heading, justify="left" if heading in ("machines", "GPU", "does") else "right")
     for (_, *cells), machines in _rows(report).items():
         shown = machines[0] if len(machines) == 1 else f"{machines[0]} and {len(machines) - 1} like it"
-        table.add_row(shown, report.model.nodes[machines[0]].gpu, *cells)
+        table.add_row(shown, node.gpu if (node := report.model.nodes.get(machines[0])) else "", *cells)
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     for line in (*_lines(report), *(_explained(report) if is_explained else _next_steps(report))):
         print(line)
@@ -63,7 +63,8 @@ def _rows(report: FeasiblePlan) -> dict[tuple[str, ...], list[str]]:
         does = f"reward workers, {workers.gpus} of {nodes[workers.node].gpus} GPUs"
         rows.setdefault((nodes[workers.node].name, does, "", "", ""), []).append(workers.node)
     for name in report.plan.reward:
-        rows.setdefault((nodes[name].name, "reward worker", "", "", ""), []).append(name)
+        kind = nodes[name].name if name in nodes else report.model.hosts[name].name
+        rows.setdefault((kind, "reward worker", "", "", ""), []).append(name)
     for each in report.score.generation:
         batch = each.state.batch if each.state is not None else 0
         cells = (_does(each.replicas), f"{batch}", f"{each.samples_per_second:.3g}", f"{each.duty:.0%}")

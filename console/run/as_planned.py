@@ -5,7 +5,13 @@ from __future__ import annotations
 from console.config.config import RunConfig
 from console.deploy.trainers import mesh_settings
 from penstock.config import ConfigError, validate
-from services.scheduler.problem.plan_document import PlanDocument, node_classes, placement_error, read_plan
+from services.scheduler.problem.plan_document import (
+    PlanDocument,
+    host_classes,
+    node_classes,
+    placement_error,
+    read_plan,
+)
 from services.scheduler.problem.problem import read_problem
 from services.trainer.run_sections import ComputeConfig
 
@@ -41,7 +47,8 @@ def _check_machines(config: RunConfig, plan: PlanDocument) -> None:
     # That it is there is checked with everything else that the run reads.
     if problem is None or not problem.is_file():
         return
-    if (reason := placement_error(plan, node_classes(read_problem(problem)))) is not None:
+    stated = read_problem(problem)
+    if (reason := placement_error(plan, node_classes(stated), host_classes(stated))) is not None:
         raise ConfigError(
             f"scheduler.plan: {config.scheduler.plan}: {reason} in {problem}; name the problem that it was planned "
             "for, or plan again"

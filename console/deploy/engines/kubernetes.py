@@ -163,7 +163,9 @@ def _network(deployment: Deployment, site: str) -> list[Object]:
 def _claims(deployment: Deployment, host: Host) -> list[Object]:
     """Volumes that outlive pods: model and data of every machine, Redis, runs, the critic, forecasts of lengths."""
     weights_gib = deployment.weight_bytes / _GIB
-    sizes = {"data": 10 + 2 * weights_gib} if host.all_gpus else {"data": 10.0, "runs": 10.0}
+    sizes = {"data": 10 + 2 * weights_gib} if host.all_gpus else {"data": 10.0}
+    if host.is_center:
+        sizes["runs"] = 10.0
     if host.has("redis"):
         sizes["redis"] = 20
     if host.name in (deployment.head.name, deployment.critic_on):

@@ -23,7 +23,14 @@ from services.scheduler.cost_model.replica import ReplicaModel, ReplicaState
 from services.scheduler.cost_model.reward import RewardModel
 from services.scheduler.cost_model.training_step import Pool, TrainingStep, gpu_samples_per_second
 from services.scheduler.meshes.training_pools import TrainingPools
-from services.scheduler.problem.plan_document import Layout, PlanDocument, Replicas, node_classes, placement_error
+from services.scheduler.problem.plan_document import (
+    Layout,
+    PlanDocument,
+    Replicas,
+    host_classes,
+    node_classes,
+    placement_error,
+)
 from services.scheduler.problem.problem import NodeClass, Problem
 
 RM1 = "rm1"
@@ -104,6 +111,8 @@ class CostModel:
         self.network = Network(problem.links)
         self.nodes = node_classes(problem)
         """Each machine's entry, by the machine's id."""
+        self.hosts = host_classes(problem)
+        """The same of machines without GPUs."""
         self.layouts = {node.name: layouts(problem, self.demand, node) for node in problem.nodes}
         """Layouts of replicas that fit, by node entry."""
         self.degrees = {
@@ -198,7 +207,7 @@ class CostModel:
 
     def score(self, plan: PlanDocument) -> Score | Infeasible:
         """What the plan achieves, or why it cannot run."""
-        if (reason := placement_error(plan, self.nodes)) is not None:
+        if (reason := placement_error(plan, self.nodes, self.hosts)) is not None:
             return Infeasible(reason)
         pool: Pool = [(self.nodes[share.node], share.gpus) for share in plan.train]
         errors = (check(plan) for check in (self._memory_error, self._scoring_error, self._critic_error))

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Limit, Score
 from services.scheduler.planning.market import Alternative, Purchase, usd_per_hour
-from services.scheduler.planning.service_places import weight_routes
 from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.service_placement.service_places import weight_routes
 from services.scheduler.solvers.interface import Solution
 
 

@@ -14,9 +14,9 @@ from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
 from services.scheduler.planning.portfolio import best_of_members
 from services.scheduler.planning.relayout import relaid
-from services.scheduler.planning.service_places import with_center, with_relays, without_places
 from services.scheduler.problem.plan_check import check_plan, violations
 from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.service_placement.service_places import with_center, with_relays, without_places
 from services.scheduler.service_placement.services import (
     NOTHING,
     has_all_to_place,

@@ -7,6 +7,7 @@ is returned.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import combinations
 
@@ -34,7 +35,12 @@ def check_plan(problem: Problem, plan: PlanDocument, *, solver: str) -> None:
 def violations(problem: Problem, plan: PlanDocument) -> list[str]:
     """All violations, each starting with its field; empty if the plan can run."""
     machines = {node.machine(index): node for node in problem.nodes for index in range(node.count)}
-    unknown = [f"{field}: there is no machine {name!r}" for field, name in _named(plan) if name not in machines]
+    hosts = {host.machine(index) for host in problem.hosts for index in range(host.count)}
+    unknown = [
+        f"{field}: there is no machine {name!r}"
+        for field, name in _named(plan)
+        if name not in machines and not (name in hosts and field.startswith("reward."))
+    ]
     if unknown:
         return unknown
     empty = [f"{field}: empty" for field, entries in (("gen", plan.gen), ("train", plan.train)) if not entries]
@@ -193,10 +199,29 @@ def _rewards(problem: Problem, machines: dict[str, NodeClass], plan: PlanDocumen
     held = Counter(plan.reward if plan.reward or plan.reward_gpus else [plan.train[0].node])
     for each in plan.reward_gpus:
         held[each.node] += each.gpus
-    return found + [
-        f"reward: {count} workers on {name} need {count * work.memory_GB:.1f} GB, and it has {memory_GB:.1f} GB"
+    return [*found, *_hosts(problem, plan), *_main_memory(machines, held, work.memory_GB)]
+
+
+def _hosts(problem: Problem, plan: PlanDocument) -> list[str]:
+    """What machines without GPUs lack for a reward worker."""
+    work, found = problem.workload.reward, list[str]()
+    if work is None:
+        return found
+    for host in problem.hosts:
+        for name in {host.machine(index) for index in range(host.count)} & set(plan.reward):
+            others = plan.broker.count + 1 if plan.broker is not None and plan.broker.node == name else 0
+            if (host.cores or math.inf) < others + work.cores:
+                found.append(f"reward: {name} has {host.cores} cores; a worker needs {work.cores} beside {others} more")
+            if (host.memory_GB or math.inf) < work.memory_GB:
+                found.append(f"reward: {name} has {host.memory_GB} GB, and a worker needs {work.memory_GB:.1f} GB")
+    return found
+
+
+def _main_memory(machines: dict[str, NodeClass], held: Counter[str], memory_GB: float) -> list[str]:
+    return [
+        f"reward: {count} workers on {name} need {count * memory_GB:.1f} GB, and it has {offered_GB:.1f} GB"
         for name, count in held.items()
-        if (memory_GB := machines[name].memory_GB) is not None and count * work.memory_GB > memory_GB
+        if name in machines and (offered_GB := machines[name].memory_GB) is not None and count * memory_GB > offered_GB
     ]
 
 

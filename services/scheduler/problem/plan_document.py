@@ -22,7 +22,7 @@ name their machines. The generators of a `relay` fetch each version over the lin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,15 +217,17 @@ def host_classes(problem: Problem) -> dict[str, HostClass]:
     return {host.machine(index): host for host in problem.hosts for index in range(host.count)}
 
 
-def placement_error(plan: PlanDocument, nodes: dict[str, NodeClass]) -> str | None:
+def placement_error(plan: PlanDocument, nodes: Mapping[str, NodeClass], hosts: Collection[str] = ()) -> str | None:
     """Why the machines cannot fit the plan, naming the field; None if they can.
 
-    The cost model checks whether the model fits into memory.
+    The cost model checks whether the model fits into memory. Reward workers may be on `hosts`, machines without GPUs.
     """
     if (error := _pool_error(plan) or _critic_error(plan)) is not None:
         return error
     used: Counter[str] = Counter()
     for field, node, gpus in plan.places():
+        if node in hosts and field.startswith("reward."):
+            continue
         if node not in nodes:
             return f"{field}: there is no machine {node!r}"
         used[node] += gpus

@@ -68,13 +68,15 @@ class NodeClass(StrictModel):
 
 
 class HostClass(StrictModel):
-    """`count` machines without GPUs that are there for broker, Redis and scheduler."""
+    """`count` machines without GPUs that are there for broker, Redis, scheduler and reward workers."""
 
     name: Name
     count: int = Field(default=1, ge=1, le=MAX_NODES)
     region: Name = "default"
     cores: Count | None = None
-    """CPU cores of each; unset: as many as brokers there need."""
+    """CPU cores of each; unset: as many as what is there needs."""
+    memory_GB: Positive | None = None
+    """Main memory of each, for reward workers; unset: as much as they need."""
     machines: tuple[Name, ...] = Field(default=(), max_length=MAX_NODES)
     """Names of the machines, as of those with GPUs."""
 

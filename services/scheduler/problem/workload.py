@@ -42,6 +42,8 @@ class RewardWork(StrictModel):
     """Samples that a worker scores at once."""
     memory_GB: NotNegative = 0.0
     """Main memory of a worker."""
+    cores: Count = 1
+    """CPU cores that a worker keeps busy: a machine without GPUs must have them beside broker and Redis."""
     gpu_memory_GB: NotNegative = 0.0
     """Of a GPU that each worker has to itself, for a reward model or judge; 0: workers take no GPU."""
 
@@ -51,7 +53,7 @@ class RewardWork(StrictModel):
         return with_default(value)
 
     def samples_per_second(self, gpu: str) -> float:
-        """Rate of one worker on a machine with GPUs of that type."""
+        """Rate of one worker on a machine with GPUs of that type; empty for one without."""
         value = self.seconds_per_sample
         return self.at_once / (value.get(gpu, value["default"]) if isinstance(value, dict) else value)
 

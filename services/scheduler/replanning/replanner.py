@@ -20,7 +20,7 @@ from services.scheduler.cost_model.demand import demand_of
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import described, document_of, keep_center
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
-from services.scheduler.problem.plan_document import PlanDocument, node_classes
+from services.scheduler.problem.plan_document import PlanDocument, host_classes, node_classes
 from services.scheduler.problem.problem import Problem
 from services.scheduler.replanning.critic_move import critic_machines, critic_moving_s
 from services.scheduler.replanning.environment_wait import environment_wait_s, with_environment_wait
@@ -174,7 +174,8 @@ class Replanner:
     async def _look(self, run: _Run, live: Live, problem: Problem, *, now_s: float, look: _Look) -> pb.Plan | None:
         run_id, in_force = run.task.run_id, document_of(run.plan)
         kept = live.from_real(in_force)
-        gone = machines_of(in_force) - set(live.node_ids.values())
+        # Machines without GPUs register nowhere.
+        gone = machines_of(in_force) - set(live.node_ids.values()) - host_classes(problem).keys()
         scales = _Scales(CostModel(problem), live, kept, run.plan, look.views, is_pool_fixed=run.task.keeps_trainers)
         if scales.kept_rate > 0 and not gone and now_s - run.revised_s < self._cool_down_s:
             return None

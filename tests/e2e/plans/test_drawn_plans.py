@@ -19,9 +19,9 @@ from console.deploy.deployment import write_deployment
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of
-from services.scheduler.planning.service_places import with_center, with_relays
 from services.scheduler.planning.solve import solve
 from services.scheduler.problem.plan_document import Broker, node_classes
+from services.scheduler.service_placement.service_places import with_center, with_relays
 from tests.e2e.runs import assert_balanced, penstock
 from tests.helpers.console import ROOT, write_rows
 from tests.helpers.models.tiny_model import make_tiny_mixture, make_tiny_model
@@ -39,6 +39,11 @@ SCORING = re.compile(r"(scorer|reward|critic) listens")
 def regions(problem):
     """Of each machine."""
     return {name: node.region for name, node in node_classes(problem).items()}
+
+
+def is_at(entry, home) -> bool:
+    """Whether an entry's machines may have a reward worker: those without GPUs beside the head only."""
+    return hasattr(entry, "gpus") or entry.region == home
 
 
 def kind_of(plan) -> str:
@@ -171,7 +176,9 @@ def test_a_drawn_plan_runs_as_it_is_planned(kind, tmp_path):
             assume(plan.score)
             assert all(each.pp > 1 or each.tp > 1 for each in plan.gen)
         if kind == "islands":
-            machines = {node.machine(0) for node in problem.nodes}
+            home = regions(problem)[plan.train[0].node]
+            machines = {each.machine(0) for each in (*problem.nodes, *problem.hosts) if is_at(each, home)}
+            assume(len(machines) > len(problem.nodes) or carried_out)
             assert {*plan.reward} == (machines if len(machines) > 1 else set())
         else:
             # Where the problem does not say what they take, only a person places reward workers.

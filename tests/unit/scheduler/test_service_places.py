@@ -6,11 +6,11 @@ from console.run.run_plan import as_message
 from penstock.config import ConfigError, validate
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_message import document_of, keep_center
-from services.scheduler.planning.service_places import MAX_BROKERS, weight_routes, with_center, with_relays
 from services.scheduler.planning.solve import make_advised_plan, make_plan
 from services.scheduler.problem.plan_check import violations
 from services.scheduler.problem.plan_document import Broker, PlanDocument, Relay
 from services.scheduler.problem.problem import Problem
+from services.scheduler.service_placement.service_places import MAX_BROKERS, weight_routes, with_center, with_relays
 from tests.helpers.plans.problems import document, plan, problem
 
 FAR = plan([("l4-0", 2, 4), ("l4-1", 2, 3), ("l40s-0", 1, 8)], [("a100-0", 8)])

@@ -16,13 +16,13 @@ from penstock.config import ConfigError, validate
 from penstock.v1 import scheduler_pb2 as pb
 from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.planning.plan_message import document_of
-from services.scheduler.planning.service_places import with_center, with_relays
 from services.scheduler.problem.plan_document import (
     Broker,
     CriticPlace,
     GpuWorkers,
     Replicas,
 )
+from services.scheduler.service_placement.service_places import with_center, with_relays
 from tests.helpers.plans.problems import plan, problem
 from tests.unit.console.deploy.deployed import PLAN, SPREAD, deployed, spread_model
 
@@ -224,6 +224,41 @@ def test_broker_redis_and_scheduler_stand_on_the_machine_of_the_plan(tmp_path):
     plain = deployed(CostModel(HOSTED), of=PLAN)
     assert plain["r0/docker-compose.yml"]["services"]["broker"]["profiles"] == ["a100-0"]
     assert "r0/node-desk.yaml" not in plain
+
+
+def test_reward_workers_stand_on_machines_without_gpus_where_the_plan_has_them(tmp_path):
+    stated = problem("tiny_04", "hosts=[{name: ctl, region: r0, count: 2, machines: [desk, shelf], cores: 8}]")
+    model = CostModel(stated)
+    plan = APART.model_copy(update={"reward": ("desk", "shelf", "l40s-0")})
+    assert document_of(as_message(plan)) == plan
+    files = deployed(model, of=plan)
+    services = files["r0/docker-compose.yml"]["services"]
+    for name, others in (("desk", {"redis", "broker", "scheduler"}), ("shelf", set())):
+        found = {each for each, service in services.items() if service["profiles"] == [name]}
+        assert found == {f"check-{name}", f"reward-{name}", *others}
+        own = f"/config/reward-{name}.yaml"
+        assert services[f"reward-{name}"]["command"] == ["serve", "reward", "--config", own]
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(files[f"r0/reward-{name}.yaml"]))
+        read = load_service_config(ServiceKind.REWARD, path, [], listen=None)
+        assert (read.worker_id, read.broker) == (f"{name}-reward", "desk:7301")
+        on_host = validate(HostConfig, files[f"r0/node-{name}.yaml"], source=name)
+        assert on_host.reward is not None
+        checked = validate(MachineConfig, files[f"r0/machine-{name}.yaml"], source="machine")
+        roles = {"desk": ("broker", ("reward",)), "shelf": ("reward", ())}
+        assert (checked.role, tuple(checked.more_roles)) == roles[name]
+        assert "model.path" in checked.readable
+    assert "reward" not in services, "the head has none"
+    assert files["r0/run.yaml"]["rewards"] == 0
+    assert files["r0/node-l40s-0.yaml"]["reward"]["broker"] == "desk:7301"
+    # Other sites call the head and the broker, not reward workers, which have a pod and no name.
+    one_trains = plan.model_copy(update={"train": plan.train[:1]})
+    pods = deployed(model, of=one_trains, engine="kubernetes", head_address="head.example,desk.example")
+    (worker,) = (each for each in pods["r0/pods-shelf.yaml"] if each["kind"] == "Deployment")
+    containers = worker["spec"]["template"]["spec"]["containers"]
+    assert [each["args"] for each in containers] == [["serve", "reward", "--config", "/config/reward-shelf.yaml"]]
+    named = {each["metadata"]["name"] for each in pods["r0/network.yaml"] if each["kind"] == "Service"}
+    assert named == {"a100-0", "desk"}
 
 
 def test_several_brokers_share_the_redis_and_the_tokens_of_the_run(tmp_path):

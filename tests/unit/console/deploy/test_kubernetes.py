@@ -20,9 +20,9 @@ from console.run.run_plan import as_message
 from penstock.config import ConfigError
 from penstock.process.grace_periods import STOP_GRACE_S
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.service_places import with_center
 from services.scheduler.problem.plan_document import Broker, CriticPlace
 from services.scheduler.problem.problem import Problem
+from services.scheduler.service_placement.service_places import with_center
 from tests.helpers.plans.problems import plan, problem
 from tests.helpers.plans.two_sites import PLAN, PROBLEM
 

@@ -15,7 +15,7 @@ from console.deploy.configurations import PLAIN_RUN
 from console.deploy.deployment import deployment, write_deployment
 from penstock.config import ConfigError
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.service_places import with_center
+from services.scheduler.service_placement.service_places import with_center
 from tests.helpers.plans.problems import plan, problem
 
 PYTHON = os.environ.get("PENSTOCK_SKYPILOT_PYTHON")

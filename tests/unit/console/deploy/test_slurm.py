@@ -15,7 +15,7 @@ from console.node.config import HostConfig, read_machine
 from penstock.config import ConfigError
 from penstock.process.grace_periods import STOP_GRACE_S
 from services.scheduler.cost_model.reference import CostModel
-from services.scheduler.planning.service_places import with_center
+from services.scheduler.service_placement.service_places import with_center
 from tests.helpers.plans.problems import plan, problem
 
 

@@ -7,8 +7,9 @@ from services.scheduler.planning.plan_message import document_of
 from services.scheduler.planning.plan_wire import PlanTask, plan_task
 from services.scheduler.planning.solve import make_plan, solve
 from services.scheduler.problem.plan_check import violations
-from services.scheduler.problem.plan_document import GpuWorkers, PlanDocument
-from services.scheduler.problem.problem import Problem, parse_problem
+from services.scheduler.problem.plan_document import Broker, GpuWorkers, PlanDocument
+from services.scheduler.problem.problem import HostClass, Problem, parse_problem
+from services.scheduler.service_placement.service_places import with_center
 from services.scheduler.solvers.registry import SOLVERS
 from tests.helpers.plans.problems import plan, problem
 
@@ -53,6 +54,41 @@ def test_as_many_machines_have_a_reward_worker_as_keep_up_with_the_rest():
     assert (slow.score.limit, slow.score.samples_per_second) == (Limit.REWARD, pytest.approx(0.4 * rate))
     by_type = f"{{seconds_per_sample: {{default: {0.9 / rate}, A100-80: {100 / rate}}}}}"
     assert planned(stated(by_type)).plan.reward == (head, "l40s-0")
+
+
+def test_machines_without_gpus_beside_the_head_are_first_where_they_have_the_cores():
+    free = planned(stated())
+    rate, head = free.score.samples_per_second, free.plan.train[0].node
+    home = CostModel(stated()).nodes[head].region
+
+    def with_hosts(*hosts, workers=1.5, cores=2, memory_GB=0):
+        reward = f"{{seconds_per_sample: {workers / rate}, cores: {cores}, memory_GB: {memory_GB}}}"
+        entries = [HostClass(**{"region": home, **host}) for host in hosts]
+        return stated(reward).model_copy(update={"hosts": tuple(entries)})
+
+    desk, shelf = {"name": "desk", "cores": 4}, {"name": "shelf", "cores": 2}
+    of = with_hosts(desk, shelf)
+    found = planned(of)
+    # The broker and its Redis take two cores of the first one.
+    assert found.plan == free.plan.model_copy(update={"reward": ("desk-0", "shelf-0")})
+    assert found.score.samples_per_second == pytest.approx(rate)
+    assert with_center(of, found.plan, None, tokens_per_second=1e9).broker == Broker(node="desk-0", count=1)
+    full = found.plan.model_copy(update={"broker": Broker(node="desk-0", count=2)})
+    assert (
+        "a worker keeps 2 cores busy beside 3 of brokers and Redis, and cores is 4" in CostModel(of).score(full).reason
+    )
+    assert violations(of, full) == ["reward: desk-0 has 4 cores; a worker needs 2 beside 3 more"]
+
+    assert planned(with_hosts(desk, shelf, workers=0.9)).plan.reward == ("desk-0",)
+    assert planned(with_hosts(desk, shelf, cores=3)).plan.reward == (head, "l40s-0")
+    small = with_hosts({**desk, "memory_GB": 8}, {**shelf, "region": "r1"}, memory_GB=16)
+    assert planned(small).plan.reward == (head, "l40s-0")
+    # A run that goes on keeps those that it has, and adds none that nobody would start.
+    of = with_hosts(desk, shelf, workers=2.5)
+    task = PlanTask(run_id="r", problem=of, cost_model="rm1", solver="partition", keeps_trainers=True)
+    running = free.plan.model_copy(update={"reward": ("shelf-0",)})
+    kept = document_of(plan_task(task, time_left=forever, start=running, keeps_pool=True))
+    assert kept.reward == ("shelf-0", "l4-0", "l4-1"), "the others only train"
 
 
 def test_workers_stand_where_main_memory_allows():

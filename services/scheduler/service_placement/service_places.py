@@ -14,14 +14,13 @@ import math
 from dataclasses import dataclass
 
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.cost_model.reward import CORES_OF_REDIS
 from services.scheduler.problem.plan_document import Broker, PlanDocument, Relay, host_classes, node_classes
 from services.scheduler.problem.problem import Problem
 
 TOKENS_PER_BROKER = 48_000
 """Completion tokens per second with which a broker is busy for 70 % of a core, by what was measured of its token stream
 (docs/benchmarks.md: 14.5 % for 10,000)."""
-_CORES_BESIDE_BROKERS = 1
-"""Of a host, for Redis."""
 MAX_BROKERS = 8
 """As many as were measured on one Redis (docs/scale.md)."""
 
@@ -60,17 +59,23 @@ def with_center(
         before: The plan that it starts from.
         tokens_per_second: Completion tokens that it reaches.
     """
-    head = plan.train[0].node
-    region = node_classes(problem)[head].region
-    hosts = host_classes(problem)
-    place = next((name for name, host in hosts.items() if host.region == region), head)
+    head, hosts = plan.train[0].node, host_classes(problem)
+    place = center_place(problem, head)
     broker, scheduler = (None, None) if before is None else (before.broker, before.scheduler)
     # Beside a trainer the run's console starts one.
-    cores = 1 if place == head else hosts[place].cores or MAX_BROKERS + _CORES_BESIDE_BROKERS
-    most = min(MAX_BROKERS, cores - _CORES_BESIDE_BROKERS)
+    cores = 1 if place == head else hosts[place].cores or MAX_BROKERS + CORES_OF_REDIS
+    if place in plan.reward and hosts[place].cores is not None and (work := problem.workload.reward) is not None:
+        cores -= work.cores
+    most = min(MAX_BROKERS, cores - CORES_OF_REDIS)
     wanted = max(1, min(most, math.ceil(tokens_per_second / TOKENS_PER_BROKER)))
     broker = broker or Broker(node=place, count=wanted)
     return plan.model_copy(update={"broker": broker, "scheduler": scheduler or place})
+
+
+def center_place(problem: Problem, head: str) -> str:
+    """Where broker, Redis and scheduler stand by the rule."""
+    region = node_classes(problem)[head].region
+    return next((name for name, host in host_classes(problem).items() if host.region == region), head)
 
 
 def with_relays(problem: Problem, plan: PlanDocument) -> PlanDocument:
