@@ -114,7 +114,7 @@ class Configurations:
         self.head_rewards = self.head.name in plan.reward or not (plan.reward or plan.reward_gpus)
         """Whether the head has one."""
         if (critic := plan.critic) is not None:
-            check_critic(self.config, critic, layout)
+            check_critic(self.config, critic, layout, moves=moves_trainer)
             names = [each.name for each in self.machines] if self.moves_critic else [critic.node]
             self.config["endpoints"]["critic"] = ",".join(f"{self.host(at)}:{self._critic_port(at)}" for at in names)
         self.listen_host = _LOOPBACK if address is not None and is_local(f"{address}:1") else "0.0.0.0"
@@ -328,8 +328,8 @@ class Configurations:
 
     @property
     def moves_critic(self) -> bool:
-        """Whether revisions may move the plan's critic; by the names of pods the trainer would not find it."""
-        return self.moves_trainer and self.plan.critic is not None and self.layout.names_gpus
+        """Whether revisions may move the plan's critic."""
+        return self.moves_trainer and self.plan.critic is not None
 
     def _critic_port(self, machine: str) -> int:
         """Of a critic; on one host each machine that may have it has its own."""

@@ -177,7 +177,7 @@ class Deployment:
     serves_environment: bool = False
     """Whether the head serves the run's environment, to which others then show their certificates."""
     critic_on: str | None = None
-    """The machine with a critic of its own."""
+    """The machine with a critic of its own that stays there, with its state; None without one."""
 
     @property
     def head(self) -> Host:

@@ -24,8 +24,8 @@ DATA = PurePath("/data")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def check_critic(config: Document, place: CriticPlace, layout: Layout) -> None:
-    """Raise ConfigError for a run that cannot have the plan's critic."""
+def check_critic(config: Document, place: CriticPlace, layout: Layout, *, moves: bool) -> None:
+    """Raise ConfigError for a run that cannot have the plan's critic; where trainers move, a pod may have both."""
     stated = config["endpoints"].get("critic")
     if stated is not None:
         raise ConfigError(f"endpoints.critic: {stated}, and the plan has a critic on {place.node}; leave it out")
@@ -34,7 +34,7 @@ def check_critic(config: Document, place: CriticPlace, layout: Layout) -> None:
             "algorithm.critic: trainer, and the plan has a critic; set it to service, or is_service of the "
             "problem's tasks to false and plan again"
         )
-    if place.is_beside_trainer and not layout.names_gpus:
+    if place.is_beside_trainer and not layout.names_gpus and not moves:
         raise ConfigError(
             f"critic.is_beside_trainer: pods share no GPUs, and the critic is on those that train on {place.node}; "
             "give it others in the plan, or deploy --for compose or slurm"

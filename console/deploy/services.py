@@ -59,7 +59,7 @@ def describe(made: Configurations, *, head_address: str | None) -> Deployment:
         public={},
         has_storage=made.config["run"].get("checkpoint_storage") is not None,
         serves_environment=made.serves_environment,
-        critic_on=None if made.plan.critic is None else made.plan.critic.node,
+        critic_on=None if made.plan.critic is None or made.moves_critic else made.plan.critic.node,
         moving_by=str(made.config["run"]["checkpoint_storage"]) if made.moves_trainer else None,
     )
     return replace(found, public=_public(found, head_address))

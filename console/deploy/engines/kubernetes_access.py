@@ -84,9 +84,10 @@ def network_policies(deployment: Deployment, site: str) -> list[Object]:
     found = [_policy("nobody", dict(NAME_LABEL), [])]
     if site == deployment.head.site:
         found += [_center_policy(deployment, host) for host in deployment.center_hosts]
-        found += [_critic_policy(deployment, host) for host in deployment.hosts if host.name == deployment.critic_on]
         if deployment.moving_by is not None:
+            # Where a critic moves as well, it is among those that the trainer's processes reach.
             return [*found, _ranks_policy("node"), _trainers_policy()]
+        found += [_critic_policy(deployment, host) for host in deployment.hosts if host.name == deployment.critic_on]
         return [*found, _ranks_policy(TRAINER)] if len(deployment.training) > 1 else found
     last = FIRST_GENERATOR_PORT + 2 * max(host.all_gpus for host in deployment.at(site)) - 1
     nodes = {**NAME_LABEL, COMPONENT_LABEL: "node"}
@@ -108,9 +109,8 @@ def _center_policy(deployment: Deployment, host: Host) -> Object:
 
 
 def _critic_policy(deployment: Deployment, host: Host) -> Object:
-    """The trainer alone calls the critic, from the head, or from any machine if it moves."""
-    trainer = dict(NAME_LABEL) if deployment.moving_by is not None else labels(deployment.head, "head")
-    caller = {"podSelector": {"matchLabels": trainer}}
+    """The trainer alone calls the critic, from the head."""
+    caller = {"podSelector": {"matchLabels": labels(deployment.head, "head")}}
     return _policy("critic", labels(host, "node"), [{"from": [caller], "ports": [{"port": CRITIC_PORT}]}])
 
 

@@ -301,3 +301,32 @@ def test_a_critic_has_a_name_a_volume_and_one_caller() -> None:
     assert policy["ingress"] == [{"from": [caller], "ports": [{"port": 7309}]}]
     with pytest.raises(ConfigError, match=r"^--for kubernetes: the plan has a critic on a100-0, whose name does not"):
         files("a100-0")
+
+
+@pytest.mark.parametrize("is_beside_trainer", [False, True])
+def test_a_critic_moves_to_the_pod_of_any_machine_where_the_trainer_does(is_beside_trainer: bool) -> None:
+    tasks = "[{name: actor, kind: train}, {name: critic, kind: train, is_service: true}]"
+    stated = problem("tiny_04", f"workload.train_tasks={tasks}")
+    nodes = tuple(node for node in stated.nodes if node.region == "r0")
+    model = CostModel(stated.model_copy(update={"nodes": nodes, "links": ()}))
+    node = "a100-0" if is_beside_trainer else "l40s-0"
+    critic = CriticPlace(node=node, gpus=8 if is_beside_trainer else 4, is_beside_trainer=is_beside_trainer)
+    of = plan([("l40s-0", 1, 4)], [("a100-0", 8)]).model_copy(update={"critic": critic})
+    found = deployment(model, of, engine="kubernetes", run=STORED, folder=Path("/out"), moves_trainer=True)
+
+    objects = [each for name in ("network", "pods-l40s-0", "pods-a100-0") for each in found[f"r0/{name}.yaml"]]
+    for each in objects:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+    assert found["r0/run.yaml"]["endpoints"]["critic"] == "a100-0:7309,l40s-0:7309"
+    named = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in objects}
+    for name, component in (("a100-0", "head"), ("l40s-0", "node")):
+        section = found[f"r0/node-{name}.yaml"]["critic"]
+        assert section["checkpoint_storage"] == STORED["run"]["checkpoint_storage"]
+        assert section["listen"] == "0.0.0.0:7309"
+        # Its name is its pod's, at any port; all pods that may have trainer or critic reach each other.
+        service = named["Service", name]
+        assert (service["clusterIP"], service["selector"]["app.kubernetes.io/component"]) == ("None", component)
+    ranks = named["NetworkPolicy", "ranks"]
+    assert ranks["ingress"] == [{"from": [{"podSelector": ranks["podSelector"]}]}]
+    assert ranks["podSelector"]["matchExpressions"][0]["values"] == ["head", "node"]
+    assert ("NetworkPolicy", "critic") not in named
