@@ -158,7 +158,7 @@ class Launcher:
     def _launch_environment(self, endpoint: Endpoint) -> None:
         section = self._config.environment
         assert section is not None
-        metrics = f"127.0.0.1:{self.services.metrics_port('environment')}"
+        metrics = self.services.metrics_address("environment")
         judges = Security.from_environment(JUDGES, insecure=self._config.insecure)
 
         async def is_ready() -> bool:

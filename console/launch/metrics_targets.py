@@ -14,6 +14,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 from console.config.derive import local_endpoint
@@ -37,13 +38,25 @@ class MetricsTargets:
         self._owner = folder.path.name if is_inside else self.path.name.removesuffix(SUFFIX)
         self._groups: dict[str, dict[str, object]] = {}
         self._held: dict[str, socket.socket] = {}
+        self._stated: dict[str, str] = {}
 
-    def port_of(self, name: str) -> int:
-        """A port of loopback for a service that states no address, the same one until it is removed."""
-        if name not in self._held:
-            self._held[name] = held_port()
-        port: int = self._held[name].getsockname()[1]
-        return port
+    def address_of(self, name: str, stated: str | None = None) -> str:
+        """Where a service is to serve its metrics until it is removed, host:port.
+
+        Args:
+            name: Of the service.
+            stated: What its settings say; of several that say the same, later ones get the next ports. None gives it a
+                free port of loopback.
+        """
+        if stated is None:
+            if name not in self._held:
+                self._held[name] = held_port()
+            return f"127.0.0.1:{self._held[name].getsockname()[1]}"
+        host, _, first = stated.rpartition(":")
+        taken = {address for other, address in self._stated.items() if other != name}
+        ports = (f"{host}:{port}" for port in count(int(first)))
+        self._stated[name] = next(address for address in ports if address not in taken)
+        return self._stated[name]
 
     def add(self, name: str, kind: str, address: str, *, serves_tls: bool) -> None:
         """Name a service that is started. Raises OSError: the file cannot be written."""
@@ -56,6 +69,7 @@ class MetricsTargets:
         """Forget services that were stopped. Raises OSError: the file cannot be written."""
         is_changed = False
         for name in names:
+            self._stated.pop(name, None)
             if (held := self._held.pop(name, None)) is not None:
                 held.close()
             is_changed |= self._groups.pop(name, None) is not None

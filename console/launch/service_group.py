@@ -98,8 +98,8 @@ class ServiceProcesses:
         One without a target serves nothing, and counts as up at once. Others serve their metrics, too: on a port of
         loopback unless the settings name a place.
         """
-        if target and settings.metrics_address is None:
-            settings = settings.model_copy(update={"metrics_port": self.metrics_port(name)})
+        metrics = self.metrics_address(name, settings.metrics_address) if target else ""
+        settings = settings.model_copy(update={"metrics_port": None, "metrics_listen": metrics or None})
         path = self._folder.services / f"{name}.yaml"
         write_config(settings, path)
         full_name = f"{self._machine}-{name}" if self._machine else name
@@ -117,7 +117,7 @@ class ServiceProcesses:
                 kind=kind,
                 argv=console_argv("serve", kind, "--config", str(path), "--name", full_name, *log_options(self._log)),
                 address=target,
-                metrics=settings.metrics_address or "" if target else "",
+                metrics=metrics,
                 env=service_environment({**os.environ, **(environment or {})}, num_threads=num_threads),
                 log_path=self._folder.log_of(name),
                 is_ready=is_ready,
@@ -125,9 +125,9 @@ class ServiceProcesses:
             )
         )
 
-    def metrics_port(self, name: str) -> int:
-        """A port of loopback for the metrics of a service, the same one until it is stopped."""
-        return self._targets.port_of(name)
+    def metrics_address(self, name: str, stated: str | None = None) -> str:
+        """Where a service is to serve its metrics until it is stopped; see `MetricsTargets.address_of`."""
+        return self._targets.address_of(name, stated)
 
     def launch(self, spec: ServiceSpec, *, serves_tls: bool | None = None) -> None:
         """Start a process and keep it running.

@@ -56,14 +56,15 @@ def test_a_machine_of_a_plan_has_its_own_file_or_the_one_that_its_run_says(
 
 def test_a_port_stays_the_services_own_and_nobody_else_gets_it(folder: RunFolder) -> None:
     targets = MetricsTargets(folder)
-    ports = {name: targets.port_of(name) for name in ("broker", "trainer")}
-    assert len(set(ports.values())) == 2
-    assert targets.port_of("broker") == ports["broker"]
+    addresses = {name: targets.address_of(name) for name in ("broker", "trainer")}
+    assert len(set(addresses.values())) == 2
+    assert targets.address_of("broker") == addresses["broker"]
+    port = int(addresses["broker"].rpartition(":")[2])
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.1", ports["broker"]))
-    targets.add("broker", "broker", f"127.0.0.1:{ports['broker']}", serves_tls=False)
-    targets.add("trainer", "trainer", f"127.0.0.1:{ports['trainer']}", serves_tls=False)
-    serve_metrics(f"127.0.0.1:{ports['broker']}", NO_SECURITY)
-    with urllib.request.urlopen(f"http://127.0.0.1:{ports['broker']}/metrics", timeout=10) as answer:
+        other.bind(("127.0.0.1", port))
+    targets.add("broker", "broker", addresses["broker"], serves_tls=False)
+    targets.add("trainer", "trainer", addresses["trainer"], serves_tls=False)
+    serve_metrics(addresses["broker"], NO_SECURITY)
+    with urllib.request.urlopen(f"http://{addresses['broker']}/metrics", timeout=10) as answer:
         assert b"# TYPE" in answer.read()
     targets.clear()

@@ -113,11 +113,14 @@ def test_a_service_has_a_place_for_its_metrics_and_the_name_of_its_machine(
     monkeypatch.setattr(services, "launch", started.append)
     services.launch_service("broker", BrokerConfig(), name="broker", target="127.0.0.1:1")
     services.launch_service("broker", BrokerConfig(metrics_port=9), name="stated", target="127.0.0.1:1")
+    services.launch_service("broker", BrokerConfig(metrics_listen="127.0.0.1:9"), name="same", target="127.0.0.1:1")
     services.launch_service("trainer", TrainerConfig(), name="rank-1", target="")
-    port = services.metrics_port("broker")
-    assert [spec.metrics for spec in started] == [f"127.0.0.1:{port}", "127.0.0.1:9", ""]
-    stored = json.loads((folder.services / "broker.yaml").read_text())
-    assert stored["metrics_port"] == port
+    own = services.metrics_address("broker")
+    assert own.startswith("127.0.0.1:")
+    assert [spec.metrics for spec in started] == [own, "127.0.0.1:9", "127.0.0.1:10", ""]
+    for spec in started:
+        stored = json.loads((folder.services / f"{spec.name}.yaml").read_text())
+        assert (stored["metrics_listen"] or "", stored["metrics_port"]) == (spec.metrics, None)
     names = [spec.argv[spec.argv.index("--name") + 1] for spec in started]
-    assert names == ["l4-0-broker", "l4-0-stated", "l4-0-rank-1"]
+    assert names == ["l4-0-broker", "l4-0-stated", "l4-0-same", "l4-0-rank-1"]
     services.kill()
