@@ -27,7 +27,7 @@ from penstock.v1 import access_pb2 as penstock_dot_v1_dot_access__pb2
 from penstock.v1 import types_pb2 as penstock_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/sessions.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18penstock/v1/access.proto\x1a\x17penstock/v1/types.proto\"!\n\x0eMessageDigests\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"\xc0\x04\n\tAgentTurn\x12\x13\n\x06parent\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x17\n\x0fgiven_token_ids\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x31\n\x0fpolicy_versions\x18\x05 \x01(\x0b\x32\x18.penstock.v1.VersionRuns\x12\x14\n\x0cis_truncated\x18\x06 \x01(\x08\x12\x13\n\x0brun_history\x18\x07 \x01(\r\x12\x0e\n\x06routes\x18\x08 \x01(\x0c\x12\x14\n\x0croutes_shape\x18\t \x03(\r\x12/\n\x08messages\x18\n \x01(\x0b\x32\x1b.penstock.v1.MessageDigestsH\x00\x12\x0e\n\x04text\x18\x0b \x01(\tH\x00\x12\x1b\n\x11history_token_ids\x18\x0c \x01(\x0cH\x00\x12\x0e\n\x06unsaid\x18\r \x01(\t\x12,\n\ntranscript\x18\x0e \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x18\n\x0bshared_with\x18\x0f \x01(\rH\x02\x88\x01\x01\x12\x12\n\nnum_shared\x18\x10 \x01(\r\x12.\n\x0b\x62\x65gun_after\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04took\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x13 \x01(\tB\t\n\x07historyB\t\n\x07_parentB\x0e\n\x0c_shared_with\"\xa8\x03\n\x0c\x41gentSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04task\x18\x02 \x01(\t\x12\x16\n\x0ehas_named_task\x18\x03 \x01(\x08\x12\r\n\x05group\x18\x04 \x01(\t\x12\x19\n\x11undelivered_turns\x18\x05 \x03(\r\x12.\n\x0bstarted_ago\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08used_ago\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x06reward\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12=\n\ncomponents\x18\t \x03(\x0b\x32).penstock.v1.AgentSession.ComponentsEntry\x12\x14\n\x0creward_model\x18\n \x01(\t\x12/\n\x0c\x66inished_ago\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"\xcd\x01\n\x11PutSessionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cgenerator_id\x18\x02 \x01(\t\x12*\n\x07session\x18\x03 \x01(\x0b\x32\x19.penstock.v1.AgentSession\x12%\n\x05turns\x18\x04 \x03(\x0b\x32\x16.penstock.v1.AgentTurn\x12\x12\n\nfirst_turn\x18\x05 \x01(\r\x12+\n\x08keep_for\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"8\n\x12PutSessionResponse\x12\x11\n\tnum_turns\x18\x01 \x01(\r\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"\x8a\x01\n\x13TakeSessionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cgenerator_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0c\n\x04task\x18\x04 \x01(\t\x12+\n\x08idle_for\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"|\n\x0cTakenSession\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.penstock.v1.AgentSession\x12-\n\nstored_ago\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tnum_turns\x18\x03 \x01(\r\"8\n\rSessionHolder\x12\x14\n\x0cgenerator_id\x18\x01 \x01(\t\x12\x11\n\tis_silent\x18\x02 \x01(\x08\"\xa3\x01\n\x14TakeSessionsResponse\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x19.penstock.v1.TakenSessionH\x00\x12&\n\x04turn\x18\x02 \x01(\x0b\x32\x16.penstock.v1.AgentTurnH\x00\x12,\n\x06holder\x18\x03 \x01(\x0b\x32\x1a.penstock.v1.SessionHolderH\x00\x42\x07\n\x05\x66rame\"Q\n\x14\x43heckSessionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cgenerator_id\x18\x02 \x01(\t\x12\x13\n\x0bsession_ids\x18\x03 \x03(\t\"*\n\x15\x43heckSessionsResponse\x12\x11\n\tmoved_ids\x18\x01 \x03(\t\"`\n\x12\x45ndSessionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cgenerator_id\x18\x02 \x01(\t\x12\x13\n\x0bsession_ids\x18\x03 \x03(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\"(\n\x13\x45ndSessionsResponse\x12\x11\n\tnum_ended\x18\x01 \x01(\r2\xfc\x02\n\x0eSessionService\x12T\n\nPutSession\x12\x1e.penstock.v1.PutSessionRequest\x1a\x1f.penstock.v1.PutSessionResponse\"\x05\xe2\xab\x19\x01\x03\x12\\\n\x0cTakeSessions\x12 .penstock.v1.TakeSessionsRequest\x1a!.penstock.v1.TakeSessionsResponse\"\x05\xe2\xab\x19\x01\x03\x30\x01\x12]\n\rCheckSessions\x12!.penstock.v1.CheckSessionsRequest\x1a\".penstock.v1.CheckSessionsResponse\"\x05\xe2\xab\x19\x01\x03\x12W\n\x0b\x45ndSessions\x12\x1f.penstock.v1.EndSessionsRequest\x1a .penstock.v1.EndSessionsResponse\"\x05\xe2\xab\x19\x01\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/sessions.proto\x12\x0bpenstock.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18penstock/v1/access.proto\x1a\x17penstock/v1/types.proto\"!\n\x0eMessageDigests\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"`\n\x0f\x41nsweredRequest\x12\x12\n\nkey_digest\x18\x01 \x01(\x0c\x12\x13\n\x0b\x62ody_digest\x18\x02 \x01(\x0c\x12\x13\n\x0bresponse_id\x18\x03 \x01(\t\x12\x0f\n\x07\x63reated\x18\x04 \x01(\x03\"\xef\x04\n\tAgentTurn\x12\x13\n\x06parent\x18\x01 \x01(\rH\x01\x88\x01\x01\x12\x17\n\x0fgiven_token_ids\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x31\n\x0fpolicy_versions\x18\x05 \x01(\x0b\x32\x18.penstock.v1.VersionRuns\x12\x14\n\x0cis_truncated\x18\x06 \x01(\x08\x12\x13\n\x0brun_history\x18\x07 \x01(\r\x12\x0e\n\x06routes\x18\x08 \x01(\x0c\x12\x14\n\x0croutes_shape\x18\t \x03(\r\x12/\n\x08messages\x18\n \x01(\x0b\x32\x1b.penstock.v1.MessageDigestsH\x00\x12\x0e\n\x04text\x18\x0b \x01(\tH\x00\x12\x1b\n\x11history_token_ids\x18\x0c \x01(\x0cH\x00\x12\x0e\n\x06unsaid\x18\r \x01(\t\x12,\n\ntranscript\x18\x0e \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\x18\n\x0bshared_with\x18\x0f \x01(\rH\x02\x88\x01\x01\x12\x12\n\nnum_shared\x18\x10 \x01(\r\x12.\n\x0b\x62\x65gun_after\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04took\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x13 \x01(\t\x12-\n\x07request\x18\x14 \x01(\x0b\x32\x1c.penstock.v1.AnsweredRequestB\t\n\x07historyB\t\n\x07_parentB\x0e\n\x0c_shared_with\"\xa8\x03\n\x0c\x41gentSession\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04task\x18\x02 \x01(\t\x12\x16\n\x0ehas_named_task\x18\x03 \x01(\x08\x12\r\n\x05group\x18\x04 \x01(\t\x12\x19\n\x11undelivered_turns\x18\x05 \x03(\r\x12.\n\x0bstarted_ago\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08used_ago\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x06reward\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12=\n\ncomponents\x18\t \x03(\x0b\x32).penstock.v1.AgentSession.ComponentsEntry\x12\x14\n\x0creward_model\x18\n \x01(\t\x12/\n\x0c\x66inished_ago\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x1a\x31\n\x0f\x43omponentsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"\xcd\x01\n\x11PutSessionRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cgenerator_id\x18\x02 \x01(\t\x12*\n\x07session\x18\x03 \x01(\x0b\x32\x19.penstock.v1.AgentSession\x12%\n\x05turns\x18\x04 \x03(\x0b\x32\x16.penstock.v1.AgentTurn\x12\x12\n\nfirst_turn\x18\x05 \x01(\r\x12+\n\x08keep_for\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"8\n\x12PutSessionResponse\x12\x11\n\tnum_turns\x18\x01 \x01(\r\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"\x8a\x01\n\x13TakeSessionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cgenerator_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0c\n\x04task\x18\x04 \x01(\t\x12+\n\x08idle_for\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"|\n\x0cTakenSession\x12*\n\x07session\x18\x01 \x01(\x0b\x32\x19.penstock.v1.AgentSession\x12-\n\nstored_ago\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tnum_turns\x18\x03 \x01(\r\"8\n\rSessionHolder\x12\x14\n\x0cgenerator_id\x18\x01 \x01(\t\x12\x11\n\tis_silent\x18\x02 \x01(\x08\"\xa3\x01\n\x14TakeSessionsResponse\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x19.penstock.v1.TakenSessionH\x00\x12&\n\x04turn\x18\x02 \x01(\x0b\x32\x16.penstock.v1.AgentTurnH\x00\x12,\n\x06holder\x18\x03 \x01(\x0b\x32\x1a.penstock.v1.SessionHolderH\x00\x42\x07\n\x05\x66rame\"Q\n\x14\x43heckSessionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cgenerator_id\x18\x02 \x01(\t\x12\x13\n\x0bsession_ids\x18\x03 \x03(\t\"*\n\x15\x43heckSessionsResponse\x12\x11\n\tmoved_ids\x18\x01 \x03(\t\"`\n\x12\x45ndSessionsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x14\n\x0cgenerator_id\x18\x02 \x01(\t\x12\x13\n\x0bsession_ids\x18\x03 \x03(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\"(\n\x13\x45ndSessionsResponse\x12\x11\n\tnum_ended\x18\x01 \x01(\r2\xfc\x02\n\x0eSessionService\x12T\n\nPutSession\x12\x1e.penstock.v1.PutSessionRequest\x1a\x1f.penstock.v1.PutSessionResponse\"\x05\xe2\xab\x19\x01\x03\x12\\\n\x0cTakeSessions\x12 .penstock.v1.TakeSessionsRequest\x1a!.penstock.v1.TakeSessionsResponse\"\x05\xe2\xab\x19\x01\x03\x30\x01\x12]\n\rCheckSessions\x12!.penstock.v1.CheckSessionsRequest\x1a\".penstock.v1.CheckSessionsResponse\"\x05\xe2\xab\x19\x01\x03\x12W\n\x0b\x45ndSessions\x12\x1f.penstock.v1.EndSessionsRequest\x1a .penstock.v1.EndSessionsResponse\"\x05\xe2\xab\x19\x01\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,32 +46,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONSERVICE'].methods_by_name['EndSessions']._serialized_options = b'\342\253\031\001\003'
   _globals['_MESSAGEDIGESTS']._serialized_start=126
   _globals['_MESSAGEDIGESTS']._serialized_end=159
-  _globals['_AGENTTURN']._serialized_start=162
-  _globals['_AGENTTURN']._serialized_end=738
-  _globals['_AGENTSESSION']._serialized_start=741
-  _globals['_AGENTSESSION']._serialized_end=1165
-  _globals['_AGENTSESSION_COMPONENTSENTRY']._serialized_start=1105
-  _globals['_AGENTSESSION_COMPONENTSENTRY']._serialized_end=1154
-  _globals['_PUTSESSIONREQUEST']._serialized_start=1168
-  _globals['_PUTSESSIONREQUEST']._serialized_end=1373
-  _globals['_PUTSESSIONRESPONSE']._serialized_start=1375
-  _globals['_PUTSESSIONRESPONSE']._serialized_end=1431
-  _globals['_TAKESESSIONSREQUEST']._serialized_start=1434
-  _globals['_TAKESESSIONSREQUEST']._serialized_end=1572
-  _globals['_TAKENSESSION']._serialized_start=1574
-  _globals['_TAKENSESSION']._serialized_end=1698
-  _globals['_SESSIONHOLDER']._serialized_start=1700
-  _globals['_SESSIONHOLDER']._serialized_end=1756
-  _globals['_TAKESESSIONSRESPONSE']._serialized_start=1759
-  _globals['_TAKESESSIONSRESPONSE']._serialized_end=1922
-  _globals['_CHECKSESSIONSREQUEST']._serialized_start=1924
-  _globals['_CHECKSESSIONSREQUEST']._serialized_end=2005
-  _globals['_CHECKSESSIONSRESPONSE']._serialized_start=2007
-  _globals['_CHECKSESSIONSRESPONSE']._serialized_end=2049
-  _globals['_ENDSESSIONSREQUEST']._serialized_start=2051
-  _globals['_ENDSESSIONSREQUEST']._serialized_end=2147
-  _globals['_ENDSESSIONSRESPONSE']._serialized_start=2149
-  _globals['_ENDSESSIONSRESPONSE']._serialized_end=2189
-  _globals['_SESSIONSERVICE']._serialized_start=2192
-  _globals['_SESSIONSERVICE']._serialized_end=2572
+  _globals['_ANSWEREDREQUEST']._serialized_start=161
+  _globals['_ANSWEREDREQUEST']._serialized_end=257
+  _globals['_AGENTTURN']._serialized_start=260
+  _globals['_AGENTTURN']._serialized_end=883
+  _globals['_AGENTSESSION']._serialized_start=886
+  _globals['_AGENTSESSION']._serialized_end=1310
+  _globals['_AGENTSESSION_COMPONENTSENTRY']._serialized_start=1250
+  _globals['_AGENTSESSION_COMPONENTSENTRY']._serialized_end=1299
+  _globals['_PUTSESSIONREQUEST']._serialized_start=1313
+  _globals['_PUTSESSIONREQUEST']._serialized_end=1518
+  _globals['_PUTSESSIONRESPONSE']._serialized_start=1520
+  _globals['_PUTSESSIONRESPONSE']._serialized_end=1576
+  _globals['_TAKESESSIONSREQUEST']._serialized_start=1579
+  _globals['_TAKESESSIONSREQUEST']._serialized_end=1717
+  _globals['_TAKENSESSION']._serialized_start=1719
+  _globals['_TAKENSESSION']._serialized_end=1843
+  _globals['_SESSIONHOLDER']._serialized_start=1845
+  _globals['_SESSIONHOLDER']._serialized_end=1901
+  _globals['_TAKESESSIONSRESPONSE']._serialized_start=1904
+  _globals['_TAKESESSIONSRESPONSE']._serialized_end=2067
+  _globals['_CHECKSESSIONSREQUEST']._serialized_start=2069
+  _globals['_CHECKSESSIONSREQUEST']._serialized_end=2150
+  _globals['_CHECKSESSIONSRESPONSE']._serialized_start=2152
+  _globals['_CHECKSESSIONSRESPONSE']._serialized_end=2194
+  _globals['_ENDSESSIONSREQUEST']._serialized_start=2196
+  _globals['_ENDSESSIONSREQUEST']._serialized_end=2292
+  _globals['_ENDSESSIONSRESPONSE']._serialized_start=2294
+  _globals['_ENDSESSIONSRESPONSE']._serialized_end=2334
+  _globals['_SESSIONSERVICE']._serialized_start=2337
+  _globals['_SESSIONSERVICE']._serialized_end=2717
 # @@protoc_insertion_point(module_scope)

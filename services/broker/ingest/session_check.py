@@ -94,6 +94,11 @@ def _check_turn(turn: sessions_pb2.AgentTurn, number: int) -> None:
     for field in ("begun_after", "took"):
         _check_duration(f"turns.{field}", getattr(turn, field), max_s=MAX_AGO_S)
     _check_name("turns.traceparent", turn.traceparent)
+    request = turn.request
+    for field, digest in (("key_digest", request.key_digest), ("body_digest", request.body_digest)):
+        is_short = len(digest) <= MAX_DIGEST_BYTES
+        require(is_short, f"turns.request.{field}", f"{len(digest)} bytes", f"at most {MAX_DIGEST_BYTES}")
+    _check_name("turns.request.response_id", request.response_id)
     is_short = all(len(digest) <= MAX_DIGEST_BYTES for digest in turn.messages.digests)
     require(is_short, "turns.messages", "a longer digest", f"at most {MAX_DIGEST_BYTES} bytes each")
 

@@ -18,6 +18,7 @@ import asyncio
 import functools
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -44,7 +45,7 @@ from services.generator.openai.formats.openai_requests import (
     read,
 )
 from services.generator.openai.formats.token_requests import TokenForm, TokenRequest
-from services.generator.openai.idempotency import KEY_HEADER, RETRY_HEADER, KeptAnswers, repeat_key
+from services.generator.openai.idempotency import KEY_HEADER, RETRY_HEADER, KeptAnswers, RepeatKey, repeat_key
 from services.generator.openai.placement import Placement
 from services.generator.openai.responses import Form
 from services.generator.openai.route_access import (
@@ -55,6 +56,7 @@ from services.generator.openai.route_access import (
     labels_of,
 )
 from services.generator.openai.session_reward import SessionRewards
+from services.generator.openai.sessions.agent_session import AnsweredRequest
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -189,7 +191,14 @@ class OpenAIRoutes:
                 self._metrics.repeats.inc()
                 return await self._respond(request, *slot.made)
             prepared = await prepare()
+            if key.is_repetition:
+                prepared = await self._agents.repeated(prepared, key)
             form = form_of(prepared)
+            if prepared.answered is not None:
+                self._metrics.repeats.inc()
+                form = replace(form, response_id=prepared.answered.response_id, created_s=prepared.answered.created_s)
+            else:
+                prepared = replace(prepared, answered=_answered(key, form))
             try:
                 return await self._respond(request, prepared, form)
             finally:
@@ -336,6 +345,15 @@ class OpenAIRoutes:
             "owned_by": "penstock",
             "max_model_len": self._agents.max_model_len,
         }
+
+
+def _answered(key: RepeatKey, form: Form) -> AnsweredRequest:
+    return AnsweredRequest(
+        key_digest=key.digest,
+        body_digest=key.body_digest,
+        response_id=form.response_id,
+        created_s=form.created_s,
+    )
 
 
 async def _body(request: web.Request) -> bytes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ from penstock.errors import PenstockError
 from penstock.tracing import current
 from services.generator.config import OpenAIConfig
 from services.generator.decoding.unleased import UnleasedSamples
-from services.generator.engine.engine import GenerateRequest, SamplingSettings
+from services.generator.engine.engine import FinishReason, GenerateRequest, SamplingSettings, TokenSpan
 from services.generator.openai.answer_sampling import Answer, Piece, take_answer
 from services.generator.openai.formats.api_errors import ApiError, invalid, unavailable
 from services.generator.openai.formats.chat_template import ConversationTokenizer
@@ -36,7 +36,15 @@ from services.generator.openai.formats.openai_requests import (
     SamplingRequest,
     transcript,
 )
-from services.generator.openai.sessions.agent_session import History, Session, Turn, token_ids_of
+from services.generator.openai.idempotency import RepeatKey
+from services.generator.openai.sessions.agent_session import (
+    AnsweredRequest,
+    History,
+    Sampled,
+    Session,
+    Turn,
+    token_ids_of,
+)
 from services.generator.openai.sessions.group_sender import GroupPutter
 from services.generator.openai.sessions.kept_sessions import KeptSessions
 from services.generator.openai.sessions.metrics import OpenAIMetrics
@@ -80,6 +88,8 @@ class Prepared:
     transcript: list[tuple[str, str]]
     """The conversation for display and for reward models."""
     labels: Labels | None
+    answered: AnsweredRequest | None = None
+    """How a repetition of the request is recognised; None outside of sessions."""
     outcomes: list[Outcome] = field(default_factory=list)
     """One for each recorded turn."""
 
@@ -190,6 +200,35 @@ class Agents:
         finally:
             if session is not None and self._groups is not None:
                 self._groups.leave(session, self.clock.monotonic_s())
+
+    async def repeated(self, prepared: Prepared, key: RepeatKey) -> Prepared:
+        """The request with the answer that its session has for this key, if any, from whichever process sampled it.
+
+        Raises ApiError: the key came with another request.
+        """
+        session = (await self.groups()).find(key.session_id)
+        turn = session.answer_to(key.digest) if session is not None else None
+        if session is None or turn is None or turn.answers is None:
+            return prepared
+        key.check_body(turn.answers.body_digest)
+        given = turn.given_token_ids.tolist()
+        known = replace(
+            prepared,
+            parent=turn.parent,
+            given_token_ids=given,
+            prompt_token_ids=(*token_ids_of(turn.parent), *given),
+            answered=turn.answers,
+        )
+
+        async def ignore(_piece: Piece) -> None:
+            pass
+
+        answer = await self._collect(
+            known, self._request(known, 0), _spans(turn.sampled), ignore, run_history=turn.sampled.run_history
+        )
+        known.outcomes.append(Outcome(session, turn, answer))
+        session.last_used_s = self.clock.monotonic_s()
+        return known
 
     async def touch(self, session_id: str) -> bool:
         """Whether a session is open, which then counts as used; raises ApiError if it has ended."""
@@ -355,23 +394,38 @@ class Agents:
             raise unavailable(f"the broker does not answer: {error}") from error
 
     async def _sample(self, prepared: Prepared, index: int, emit: Callable[[Piece], Awaitable[None]]) -> Answer:
+        request = self._request(prepared, index)
+        spans = self._unleased.decode(request, wait_s=self._config.request_timeout_s)
+        return await self._collect(prepared, request, spans, emit)
+
+    def _request(self, prepared: Prepared, index: int) -> GenerateRequest:
         sampling = prepared.sampling
         seed = None if sampling.seed is None else sampling.seed + index
-        request = GenerateRequest(
+        return GenerateRequest(
             request_id=f"agent-{secrets.token_hex(12)}",
             prompt_token_ids=prepared.prompt_token_ids,
             sampling=replace(sampling, seed=seed),
             has_routes=self._unleased.parts.records_routes and prepared.labels is not None,
         )
+
+    async def _collect(
+        self,
+        prepared: Prepared,
+        request: GenerateRequest,
+        spans: AsyncGenerator[TokenSpan, None],
+        emit: Callable[[Piece], Awaitable[None]],
+        *,
+        run_history: int | None = None,
+    ) -> Answer:
         body = prepared.body
         return await take_answer(
-            self._unleased.decode(request, wait_s=self._config.request_timeout_s),
+            spans,
             request,
             tokenizer=self.tokenizer,
             stops=body.stops,
             emit=emit,
             finds_tools=isinstance(body, ChatRequest) and body.usable_tools is not None,
-            run_history=lambda: self._unleased.run_history or 0,
+            run_history=lambda: (self._unleased.run_history or 0) if run_history is None else run_history,
         )
 
     def _record(self, session: Session, prepared: Prepared, answer: Answer, begun_s: float) -> None:
@@ -386,6 +440,7 @@ class Agents:
             begun_s=begun_s,
             ended_s=self.clock.monotonic_s(),
             caller="" if caller is None else caller.traceparent,
+            answers=prepared.answered,
         )
         self._metrics.turns.labels(_kind(session, prepared.parent)).inc()
         session.add(turn, [*prepared.transcript, ("assistant", said)])
@@ -402,6 +457,18 @@ class Agents:
         calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.tool_calls]
         message = Message.model_validate({"role": "assistant", "content": answer.content, "tool_calls": calls or None})
         return (*history, message.digest()), answer.content
+
+
+async def _spans(sampled: Sampled) -> AsyncGenerator[TokenSpan, None]:
+    """What the engine gave for an answer that is known, a token a span."""
+    reason, num_tokens = FinishReason.LENGTH if sampled.is_truncated else FinishReason.STOP, len(sampled.token_ids)
+    for at in range(num_tokens):
+        yield TokenSpan(
+            token_ids=sampled.token_ids[at : at + 1],
+            logprobs=sampled.logprobs[at : at + 1],
+            policy_version=int(sampled.versions[at]),
+            finish_reason=reason if at == num_tokens - 1 else None,
+        )
 
 
 def _kind(session: Session, parent: Turn | None) -> str:

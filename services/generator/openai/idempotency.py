@@ -1,7 +1,8 @@
 """Keeps answers for retried requests: the same key in the same session gets the same answer, decoded once.
 
 A client that lost an answer in transit retries. By an `Idempotency-Key`, or the retry count that OpenAI's clients send,
-the retry is recognised and gets the answer sampled the first time.
+the retry is recognised and gets the answer sampled the first time: from the memory of this process or, where that has
+none, from the session's turns, which outlive it (`Agents.repeated`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ class RepeatKey:
     is_repetition: bool
     """Whether a kept answer may be reused; a first request without a key gets a new one."""
 
+    @property
+    def digest(self) -> bytes:
+        """Of the key, to keep it with the turn that answers it."""
+        return hashlib.blake2b(self.key.encode(), digest_size=16).digest()
+
+    def check_body(self, body_digest: bytes) -> None:
+        """Raise ApiError unless the key was used for the same request."""
+        if body_digest != self.body_digest:
+            raise invalid(KEY_HEADER, f"{self.key!r:.80} came with another request before: use a new key")
+
 
 @dataclass(slots=True, eq=False)
 class Slot(Generic[_Made]):
@@ -72,8 +83,7 @@ class KeptAnswers(Generic[_Made]):
             self._num_bytes += slot.num_bytes
             while self._num_bytes > self._max_bytes:
                 self._num_bytes -= self._slots.popitem(last=False)[1].num_bytes
-        if slot.body_digest != key.body_digest:
-            raise invalid(KEY_HEADER, f"{key.key!r:.80} came with another request before: use a new key")
+        key.check_body(slot.body_digest)
         async with slot.making:
             if not key.is_repetition:
                 slot.made = None

@@ -168,6 +168,46 @@ async def test_a_group_whose_generator_died_before_it_heard_that_it_is_stored_co
 
 
 @pytest.mark.timeout(120)
+async def test_a_repeated_request_gets_its_answer_also_from_another_generator(model: Any) -> None:
+    async with AsyncExitStack() as stack:
+        benches = await fleet(stack, model, 2)
+        fronts = [bench for bench, _ in benches]
+        headers = {"X-Penstock-Session": "a", "X-Penstock-Group": "task"}
+
+        async def ask(bench: Bench, *texts: str, stream: bool, key: str) -> list[Any]:
+            answer = await bench.client(default_headers=headers).chat.completions.create(
+                model="tiny",
+                messages=said(*texts),  # type: ignore[arg-type]
+                stream=stream,
+                logprobs=True,
+                extra_headers={"Idempotency-Key": key},
+            )
+            return [part async for part in answer] if stream else [answer]
+
+        whole = await ask(fronts[0], stream=False, key="1")
+        parts = await ask(fronts[0], "more", stream=True, key="2")
+        owner = owner_of(fronts, "a")
+        [other] = [bench for bench in fronts if bench is not owner]
+        [killed] = [inner for bench, inner in benches if bench is owner]
+        await killed.aclose()
+
+        assert await ask(other, stream=False, key="1") == whole
+        again = await ask(other, "more", stream=True, key="2")
+        assert _text(again) == _text(parts) != ""
+        assert {(part.id, part.created) for part in again} == {(part.id, part.created) for part in parts}
+        # Nothing was sampled a second time, and the turn that followed the first one stands.
+        assert not other.engine.requests
+        found = await state(other, "a")
+        assert (found["turns"], found["branches"], found["turns_not_taken"]) == (2, 1, 0)
+        with pytest.raises(APIStatusError, match="came with another request"):
+            await ask(other, "more", stream=False, key="1")
+
+
+def _text(parts: list[Any]) -> str:
+    return "".join(choice.delta.content or "" for part in parts for choice in part.choices)
+
+
+@pytest.mark.timeout(120)
 async def test_an_answer_does_not_wait_for_room_at_the_broker(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_sessions, "MAX_RUN_BYTES", 10)
     async with AsyncExitStack() as stack:

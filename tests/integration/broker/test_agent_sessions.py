@@ -98,8 +98,8 @@ class Endpoint:
                 await asyncio.sleep(0.1)
 
     async def turn(self, session: str, token_ids: list[int]) -> list[int]:
-        """What is sampled after these tokens."""
-        headers = {"X-Session-ID": session, "X-Penstock-Group": "task"}
+        """What is sampled after these tokens; the same for the same tokens, as for a client that asks again."""
+        headers = {"X-Session-ID": session, "X-Penstock-Group": "task", "Idempotency-Key": f"turn-{len(token_ids)}"}
         body = {"token_ids": token_ids, "sampling_params": {"max_tokens": 32}}
         answer = await self.call("POST", "/inference/v1/generate", body, headers)
         sampled: list[int] = answer["choices"][0]["token_ids"]
@@ -140,6 +140,8 @@ async def test_a_session_goes_on_where_its_only_endpoint_is_killed_and_where_ano
         found = (await client.audit(RUN)).sessions
         assert (found.opened, found.open) == (2, 2)
         one.start()
+        assert await one.turn("s", spoken) == sampled[0]
+        assert await one.num_turns("s") == 1
         spoken += [*sampled[0], 9]
         sampled.append(await one.turn("s", spoken))
         assert await one.num_turns("s") == 2
@@ -149,6 +151,8 @@ async def test_a_session_goes_on_where_its_only_endpoint_is_killed_and_where_ano
         # For good: another one, which has never heard of either, goes on with both.
         two.start()
         one.kill()
+        assert await two.turn("s", spoken) == sampled[1]
+        assert await two.num_turns("s") == 2
         spoken += [*sampled[1], 9]
         sampled.append(await two.turn("s", spoken))
         assert await two.num_turns("s") == 3

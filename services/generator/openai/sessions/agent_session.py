@@ -53,6 +53,17 @@ class Sampled:
         return replace(self, routes=self.routes[-(num_given + len(self.token_ids)) :].copy())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredRequest:
+    """The request that a turn answers, as a repetition is recognised, and what its answer said beside the tokens."""
+
+    key_digest: bytes
+    body_digest: bytes
+    response_id: str
+    created_s: int
+    """Seconds since the Unix epoch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
     """One answer and its prompt."""
@@ -73,6 +84,8 @@ class Turn:
     """When it was answered, likewise."""
     caller: str = ""
     """Trace context that the request named (W3C); empty if none."""
+    answers: AnsweredRequest | None = None
+    """None for a request that cannot be repeated."""
 
     @property
     def request(self) -> tuple[int, bytes]:
@@ -157,6 +170,11 @@ class Session:
             if is_kin and (found is None or len(known) >= len(found.history)):
                 found = turn
         return found
+
+    def answer_to(self, key_digest: bytes) -> Turn | None:
+        """The newest turn that answers a request of this key."""
+        known = (turn for turn in reversed(self.turns) if turn.answers and turn.answers.key_digest == key_digest)
+        return next(known, None)
 
     @property
     def latest(self) -> Turn | None:

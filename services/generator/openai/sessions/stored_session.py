@@ -17,7 +17,7 @@ from penstock.v1 import sessions_pb2, types_pb2
 from penstock.wire.codec import decode_versions, encode_versions, float32_array, float32_bytes, int32_array, int32_bytes
 from penstock.wire.routes import Routes
 from penstock.wire.timestamps import duration
-from services.generator.openai.sessions.agent_session import History, Sampled, Session, Turn
+from services.generator.openai.sessions.agent_session import AnsweredRequest, History, Sampled, Session, Turn
 
 Transcript = list[tuple[str, str]]
 """A conversation: role and text of each message."""
@@ -117,6 +117,15 @@ def _turn_message(session: Session, turn: Turn, numbers: dict[Turn, int]) -> ses
     if turn.begun_s:
         message.begun_after.CopyFrom(duration(max(0.0, turn.begun_s - session.started_s)))
         message.took.CopyFrom(duration(max(0.0, turn.ended_s - turn.begun_s)))
+    if turn.answers is not None:
+        message.request.CopyFrom(
+            sessions_pb2.AnsweredRequest(
+                key_digest=turn.answers.key_digest,
+                body_digest=turn.answers.body_digest,
+                response_id=turn.answers.response_id,
+                created=turn.answers.created_s,
+            )
+        )
     known = 0 if turn.parent is None else len(turn.parent.history)
     rest = turn.history[known:]
     if isinstance(rest, tuple):
@@ -157,6 +166,19 @@ def _read_turn(stated: sessions_pb2.AgentTurn, session: Session) -> Turn:
         begun_s=begun_s,
         ended_s=begun_s + _seconds(stated.took),
         caller=stated.traceparent,
+        answers=_read_request(stated),
+    )
+
+
+def _read_request(stated: sessions_pb2.AgentTurn) -> AnsweredRequest | None:
+    if not stated.HasField("request"):
+        return None
+    request = stated.request
+    return AnsweredRequest(
+        key_digest=request.key_digest,
+        body_digest=request.body_digest,
+        response_id=request.response_id,
+        created_s=request.created,
     )
 
 
