@@ -24,6 +24,7 @@ SUITES = {
     "gpu": "everything that needs a GPU, as one page (make gpu-check)",
     "placement": "sessions of several turns where their prefix is cached, next to the least loaded generator",
     "ranker": "forecasts of completion lengths",
+    "reward.programs": "programs a second in a sandbox, by the shape of their tests",
     "reward.scores": "scores a second through broker, Redis and a reward worker",
     "scale": "unit costs of a broker under a thousand generators, and what fleets need",
     "scale.churn": "what grows in a broker and in Redis within an hour of a run",

@@ -24,6 +24,8 @@ from services.reward.code.suites import Assertions, Calls, Streams, Suite, same_
 
 _SUITES: dict[str, type[Suite]] = {"streams": Streams, "calls": Calls, "assertions": Assertions}
 PROGRAM_FILE = "program.py"
+_UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+"""What `literal_eval` raises for what is no literal."""
 _KINDS = {kind: name for name, kind in _SUITES.items()}
 
 
@@ -205,7 +207,7 @@ def _put(path: Path, content: bytes) -> None:
 
 
 class _Talk:
-    """Questions and answers with a running program, a line each."""
+    """Questions and answers with a running program, a line each: Python literals."""
 
     def __init__(self, running: Running, limits: Limits) -> None:
         self._running = running
@@ -220,16 +222,16 @@ class _Talk:
             return {}
         try:
             if message is not None:
-                send(self._running.stdin, json.dumps(message).encode() + b"\n", deadline_s=self._deadline_s)
+                send(self._running.stdin, ascii(message).encode() + b"\n", deadline_s=self._deadline_s)
             line = self._lines.next()
             if line is None:
                 self.limit = self._running.wait(self._deadline_s - time.monotonic()).limit
                 return {}
-            found = json.loads(line)
+            found = ast.literal_eval(line.decode("ascii"))
         except LimitError as error:
             self.limit = str(error)
             return {}
-        except (ValueError, RecursionError):
+        except _UNREADABLE:
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -251,7 +253,7 @@ def _is_result(text: object, expected: object) -> bool:
     """Whether a literal that a program returned is what was expected, tuples being lists as in JSON."""
     try:
         return isinstance(text, str) and same_result(json.loads(json.dumps(ast.literal_eval(text))), expected)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+    except _UNREADABLE:
         return False
 
 

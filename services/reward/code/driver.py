@@ -1,17 +1,19 @@
 """Runs a row's assertions, in a sandbox of its own; runs alone, with the standard library only.
 
-Reads one line, JSON of {"setup", "tests", "functions"}, and prints a line for each test, {"passed": true or false}, or
-{"unsupported": why}. The functions are not here but with the candidate's program: a call is printed as {"call": ...},
-and the next line is its answer, as `harness` has them. Values that come back are data, never objects of the program, so
-that nothing of it runs here.
+Reads one line, the Python literal of {"setup", "tests", "functions"}, and prints that of a dictionary for each test,
+{"passed": True or False}, or {"unsupported": why}. The functions are not here but with the candidate's program: a call
+is printed as {"call": ...}, and the next line is its answer, as `harness` has them. Values that come back are data,
+never objects of the program, so that nothing of it runs here. Imports as little as `harness` does.
 """
 
 import ast
 import builtins
-import json
 import os
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 
 class Unsupported(BaseException):
@@ -27,25 +29,25 @@ def main() -> None:
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
 
-    def ask(message: dict[str, Any]) -> Any:
-        answers.write(json.dumps(message) + "\n")
+    def ask(message: "dict[str, Any]") -> "Any":
+        answers.write(ascii(message) + "\n")
         answers.flush()
         line = requests.readline()
         if not line:
             raise Ended
-        return json.loads(line)
+        return ast.literal_eval(line)
 
-    task = json.loads(requests.readline())
+    task = ast.literal_eval(requests.readline())
     namespace: dict[str, Any] = {"__name__": "tests"}
     namespace.update({name: _proxy(name, ask) for name in task["functions"]})
     outcome = _run(task["setup"], namespace)
     for test in task["tests"]:
         tested = outcome if outcome != {"passed": True} else _run(test, namespace)
-        answers.write(json.dumps(tested) + "\n")
+        answers.write(ascii(tested) + "\n")
         answers.flush()
 
 
-def _run(source: str, namespace: dict[str, Any]) -> dict[str, Any]:
+def _run(source: str, namespace: "dict[str, Any]") -> "dict[str, Any]":
     try:
         exec(source, namespace)
     except Unsupported as error:
@@ -55,8 +57,8 @@ def _run(source: str, namespace: dict[str, Any]) -> dict[str, Any]:
     return {"passed": True}
 
 
-def _proxy(name: str, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
-    def call(*arguments: object, **keywords: object) -> Any:
+def _proxy(name: str, ask: "Callable[[dict[str, Any]], dict[str, Any]]") -> "Callable[..., Any]":
+    def call(*arguments: object, **keywords: object) -> "Any":
         answer = ask({"call": [name, _literal(arguments), _literal(keywords)]})
         if "ended" in answer:
             raise Ended

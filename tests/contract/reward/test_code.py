@@ -21,7 +21,10 @@ try:
 except SandboxError as error:
     pytest.skip(f"no sandbox works here: {error}", allow_module_level=True)
 
-IN_CONTAINERS = ("runc", pytest.param("container", marks=[pytest.mark.docker, pytest.mark.timeout(300)]))
+IN_CONTAINERS = (
+    pytest.param("runc", marks=pytest.mark.grid),
+    pytest.param("container", marks=[pytest.mark.docker, pytest.mark.timeout(300)]),
+)
 STREAMS = {"tests": [{"input": "2 3\n", "output": "5"}, {"input": "1 1", "output": "2\n"}]}
 CALLS = {"input_output": {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}}
 ASSERTIONS = {"test_list": ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]}
@@ -53,7 +56,7 @@ async def scores(*cases, drops_at_limit=False, **settings):
     return [(result.status, result.value) for result in results], results
 
 
-@pytest.mark.parametrize("kind", [SANDBOX, *IN_CONTAINERS])
+@pytest.mark.parametrize("kind", [SANDBOX, "runc", IN_CONTAINERS[1]])
 async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not(kind):
     skip_without(kind)
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"

@@ -108,3 +108,14 @@ def test_scores_are_measured_until_the_broker_has_them() -> None:
     result = json.loads(done.stdout)
     assert result["scores_per_second"] > 0
     assert result["cpu_ms_per_score"] > 0
+
+
+@pytest.mark.grid
+def test_programs_are_measured_in_every_shape_of_tests() -> None:
+    words = ["bench", "reward.programs", "--programs", "4", "--repetitions", "1", "--json"]
+    command = [sys.executable, "-m", "console", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    shapes = json.loads(done.stdout)["shapes"]
+    assert shapes.keys() == {"input", "calls", "assertions"}
+    assert all(each["programs_per_second"] > 0 and each["cpu_ms_per_program"] > 0 for each in shapes.values())
