@@ -35,6 +35,7 @@ CHECK = {
     ),
     "entry_point": "add",
 }
+RAISES = "try:\n    add(1, 2)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
 ADD, SCRIPT = "def add(a, b):\n    return a + b", "a, b = map(int, input().split())\nprint(a + b)"
 PASSED, WRONG = (ScoreStatus.OK, 1.0), (ScoreStatus.OK, 0.0)
 
@@ -71,6 +72,8 @@ async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not
         ("def add(a, b):\n    return int(a) + int(b) if b != 'a' else 0", CHECK),
         ("import os\ndef add(a, b):\n    if b == 'a': os._exit(0)\n    return a + b", CHECK),
         ("def add(a, b): (", ASSERTIONS),
+        # A result that is no data is no error that a test may wait for.
+        ("def add(a, b): return object()", {"test_list": [RAISES]}),
         ("", CHECK),
     ]
     found, _ = await scores(*right, *wrong, sandbox=kind)
