@@ -18,7 +18,7 @@ from console.config.config import RunConfig, load_run_config
 from console.node.config import NodeConfig, device_differences, read_nodes
 from console.plan.cluster import cluster_of
 from console.plan.lengths import Lengths, output_lengths, read_lengths
-from console.plan.model_section import decode_constants, model_section, pass_constants
+from console.plan.model_section import decode_constants, model_section, offload_constants, pass_constants
 from console.plan.reward_section import reward_section
 from console.probe.probe_file import Probe, read_inventory
 from penstock.config import ConfigError, Document, validate
@@ -98,6 +98,7 @@ def build_problem(inventory: Path, sources: Sources) -> BuiltProblem:
         "cost_model": {
             **decode_constants(list(probes.values()), notes),
             **pass_constants(list(probes.values()), notes),
+            **offload_constants(list(probes.values())),
             **_run_constants(run, notes),
         },
         "constraints": _constraints(run),

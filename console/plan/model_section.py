@@ -75,6 +75,15 @@ def decode_constants(probes: Sequence[Probe], notes: list[str]) -> Document:
     }
 
 
+def offload_constants(probes: Sequence[Probe]) -> Document:
+    """Keys of `cost_model` for trainers that offload, by the slowest machine; those that no probe has are left out."""
+    found = {
+        "host_link_GBps": [probe.host_link_GBps for probe in probes if probe.host_link_GBps is not None],
+        "host_memory_GBps": [probe.host_memory_GBps for probe in probes if probe.host_memory_GBps is not None],
+    }
+    return {key: min(rates) for key, rates in found.items() if rates}
+
+
 def _overheads(decode: Decode, tflops: float, memory_GBps: float) -> tuple[float, float]:
     """Seconds a step and seconds a sequence, neither below 0; least squares of relative errors."""
     constants = CostConstants()

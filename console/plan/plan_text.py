@@ -10,6 +10,7 @@ from services.scheduler.cost_model.calibrated import CALIBRATED
 from services.scheduler.cost_model.reference import RM1, Limit
 from services.scheduler.planning.market import Alternative, Purchase
 from services.scheduler.planning.plan_report import FeasiblePlan, bottleneck
+from services.scheduler.problem.cost_constants import CostConstants
 from services.scheduler.problem.plan_document import PlanDocument, Replicas
 from services.scheduler.service_placement.service_places import weight_routes
 
@@ -196,6 +197,14 @@ def _alternative(report: FeasiblePlan, each: Alternative) -> str:
     )
 
 
+def _offload_rates(constants: CostConstants) -> Iterator[str]:
+    """By which rates weights and optimiser move, and whether anybody measured them."""
+    for field, what in (("host_link_GBps", "between a GPU and its machine's memory"), ("host_memory_GBps", "in it")):
+        is_stated = field in constants.model_fields_set
+        origin = "stated" if is_stated else f"assumed; penstock probe measures it: cost_model.{field}"
+        yield f"  {getattr(constants, field):10.1f} GB/s {what} ({origin})"
+
+
 def _explained(report: FeasiblePlan) -> Iterator[str]:
     """How the time is spent, and every offer."""
     training = report.score.training
@@ -207,6 +216,8 @@ def _explained(report: FeasiblePlan) -> Iterator[str]:
         ("fixed", training.overhead_s),
     ):
         yield f"  {seconds:10.3f} s  {name} ({seconds / training.step_s:.0%})"
+    if report.plan.mesh is not None and report.plan.mesh.offload:
+        yield from _offload_rates(report.model.problem.cost_model)
     yield "generation, a decode step of one replica:"
     generation = {(each.replicas.node, _does(each.replicas)): each for each in report.score.generation}
     for (name, does, *_), machines in _rows(report).items():

@@ -1,7 +1,9 @@
 """Measures one device, a GPU or a share of the CPUs, while all devices of the machine do the same: a child process.
 
 The rates are of what PyTorch reaches: a large bfloat16 matrix product, a copy within the device's memory, sums over all
-devices by gloo (CPUs) or NCCL (GPUs), as a trainer's processes add up gradients, and passes of a model's layers.
+devices by gloo (CPUs) or NCCL (GPUs), as a trainer's processes add up gradients, and passes of a model's layers; of
+GPUs also copies from and to page-locked memory of the machine, and inside it by the processors, as a trainer that
+offloads makes them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ _MATRIX = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """More than a processor's caches hold."""
 _SUM_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+_HOST_BYTES = 256 << 20
 _MEET_S = 30.0
 _MAX_ROUNDS = 100_000
 
@@ -46,6 +49,11 @@ def main() -> None:
         worker.tell(copied_GBps=_copy_rate(device, seconds) / 1e9)
         if count > 1 and settings["sums"]:
             worker.tell(**_sums(device, count, seconds))
+        if settings["host"]:
+            _meet(count)
+            worker.tell(host_link_GBps=_host_link_rate(device, seconds) / 1e9)
+            _meet(count)
+            worker.tell(host_copied_GBps=_copy_rate(torch.device("cpu"), seconds) / 1e9)
     if settings["passes"]:
         _measure_passes(worker, device, count, seconds)
     if count > 1:
@@ -83,6 +91,15 @@ def _copy_rate(device: torch.device, seconds: float) -> float:
     one = torch.ones(_COPY_BYTES[device.type] // 4, device=device)
     other = torch.empty_like(one)
     return 2.0 * _COPY_BYTES[device.type] / _seconds_each(lambda: other.copy_(one), device, seconds)
+
+
+def _host_link_rate(device: torch.device, seconds: float) -> float:
+    """Bytes per second between a GPU and the machine's memory, in the slower direction."""
+    here = torch.ones(_HOST_BYTES // 4).pin_memory()
+    there = torch.empty_like(here, device=device)
+    up_s = _seconds_each(lambda: there.copy_(here, non_blocking=True), device, seconds / 2)
+    down_s = _seconds_each(lambda: here.copy_(there, non_blocking=True), device, seconds / 2)
+    return _HOST_BYTES / max(up_s, down_s)
 
 
 def _sums(device: torch.device, count: int, seconds: float) -> dict[str, object]:

@@ -114,6 +114,8 @@ class Measurements:
             memory_GBps=_mean(devices, "copied_GBps"),
             allreduce=_allreduce(devices),
             passes=_passes(devices, model=self._options.model),
+            host_link_GBps=_mean(devices, "host_link_GBps"),
+            host_memory_GBps=_sum(devices, "host_copied_GBps"),
             disk=disk,
             decode=decode,
             reward=reward,
@@ -133,6 +135,8 @@ class Measurements:
             self._absent["allreduce"] = "one device: it shares nothing with others"
         elif has_mig:
             self._absent["allreduce"] = "NCCL does not join MIG instances"
+        if has_mig:
+            self._absent["host"] = "MIG instances share the link of their GPU"
         sums = "allreduce" not in self._absent
         parts = ["matrix rate", "memory", *(["all-reduce"] if sums else [])]
         parts += ["passes"] if "passes" not in self._absent else []
@@ -145,6 +149,7 @@ class Measurements:
             "sums": sums,
             "passes": "passes" not in self._absent,
             "model": self._model,
+            "host": bool(gpus) and not has_mig,
         }
         # Of a GPU in MIG mode a process sees one instance: one stands for all.
         ranks = range(1 if has_mig else count)
@@ -157,6 +162,7 @@ class Measurements:
         )
         names = {"matrix": "tflops", "memory": "copied_GBps", "allreduce": "bus_GBps"}
         names["passes"] = "forward_backward_tflops"
+        names |= {"host": "host_copied_GBps"} if gpus else {}
         for name, key in names.items():
             if name not in self._absent and not all(key in answer for answer in outcome.answers):
                 refused = (answer[f"{name}_problem"] for answer in outcome.answers if f"{name}_problem" in answer)
@@ -291,6 +297,11 @@ def _passes(answers: Sequence[Mapping[str, Any]], *, model: Path | None) -> Pass
         return None
     name = "widths of the probe" if model is None else model.name
     return Passes(model=name, forward_tflops=forward, forward_backward_tflops=both)
+
+
+def _sum(answers: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    found = _mean(answers, key)
+    return None if found is None else found * len(answers)
 
 
 def _allreduce(answers: Sequence[Mapping[str, Any]]) -> AllReduce | None:

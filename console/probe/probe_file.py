@@ -151,6 +151,10 @@ class Probe(StrictModel):
     """Bytes read and written by a copy inside each device's memory, with all devices at work."""
     allreduce: AllReduce | None = None
     passes: Passes | None = None
+    host_link_GBps: Rate | None = None
+    """Between each GPU and the machine's memory in the slower direction, with all GPUs at work."""
+    host_memory_GBps: Rate | None = None
+    """Bytes read and written by copies inside the machine's memory, by processors for all GPUs at once."""
     disk: Disk | None = None
     decode: Decode | None = None
     reward: MeasuredReward | None = None

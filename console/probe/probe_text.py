@@ -28,6 +28,8 @@ def summary(probe: Probe) -> list[str]:
             f"  passes      {passes.forward_tflops:.4g} TFLOP/s each forward, {passes.forward_backward_tflops:.4g} "
             f"forward and backward ({passes.model})"
         )
+    lines += _line("host link", probe.host_link_GBps, "{:.4g} GB/s each to the machine's memory")
+    lines += _line("host memory", probe.host_memory_GBps, "{:.4g} GB/s by all processors")
     if (disk := probe.disk) is not None:
         lines.append(f"  disk        {disk.write_GBps:.3g} GB/s written, {disk.read_GBps:.3g} GB/s read")
     if (decode := probe.decode) is not None:

@@ -59,6 +59,40 @@ class MessageDigests(_message.Message):
 Global___MessageDigests: _TypeAlias = MessageDigests  # noqa: Y015
 
 @_typing.final
+class AnsweredRequest(_message.Message):
+    """A request that was answered, and what its answer said beside the tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_DIGEST_FIELD_NUMBER: _builtins.int
+    BODY_DIGEST_FIELD_NUMBER: _builtins.int
+    RESPONSE_ID_FIELD_NUMBER: _builtins.int
+    CREATED_FIELD_NUMBER: _builtins.int
+    key_digest: _builtins.bytes
+    """Digest of its key, which a repetition of it has too, at most 64 bytes."""
+    body_digest: _builtins.bytes
+    """Digest of its body, at most 64 bytes."""
+    response_id: _builtins.str
+    """The answer's id, at most 256 characters."""
+    created: _builtins.int
+    """The answer's time of creation, seconds since the Unix epoch."""
+    def __init__(
+        self,
+        *,
+        key_digest: _builtins.bytes = ...,
+        body_digest: _builtins.bytes = ...,
+        response_id: _builtins.str = ...,
+        created: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body_digest", b"body_digest", "created", b"created", "key_digest", b"key_digest", "response_id", b"response_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnsweredRequest: _TypeAlias = AnsweredRequest  # noqa: Y015
+
+@_typing.final
 class AgentTurn(_message.Message):
     """One answer, and what was given to the model before it. At most 8 MiB."""
 
@@ -83,6 +117,7 @@ class AgentTurn(_message.Message):
     BEGUN_AFTER_FIELD_NUMBER: _builtins.int
     TOOK_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     """Number of the turn that it continues, from 0; unset if none."""
     given_token_ids: _builtins.bytes
@@ -135,6 +170,10 @@ class AgentTurn(_message.Message):
     def took(self) -> _duration_pb2.Duration:
         """Until it was answered."""
 
+    @_builtins.property
+    def request(self) -> Global___AnsweredRequest:
+        """The request that it answers, for those who repeat it after its generator died; unset if it cannot be repeated."""
+
     def __init__(
         self,
         *,
@@ -157,10 +196,11 @@ class AgentTurn(_message.Message):
         begun_after: _duration_pb2.Duration | None = ...,
         took: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
+        request: Global___AnsweredRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_shared_with", b"_shared_with", "begun_after", b"begun_after", "history", b"history", "history_token_ids", b"history_token_ids", "messages", b"messages", "parent", b"parent", "policy_versions", b"policy_versions", "shared_with", b"shared_with", "text", b"text", "took", b"took"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_shared_with", b"_shared_with", "begun_after", b"begun_after", "history", b"history", "history_token_ids", b"history_token_ids", "messages", b"messages", "parent", b"parent", "policy_versions", b"policy_versions", "request", b"request", "shared_with", b"shared_with", "text", b"text", "took", b"took"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_shared_with", b"_shared_with", "begun_after", b"begun_after", "given_token_ids", b"given_token_ids", "history", b"history", "history_token_ids", b"history_token_ids", "is_truncated", b"is_truncated", "logprobs", b"logprobs", "messages", b"messages", "num_shared", b"num_shared", "parent", b"parent", "policy_versions", b"policy_versions", "routes", b"routes", "routes_shape", b"routes_shape", "run_history", b"run_history", "shared_with", b"shared_with", "text", b"text", "token_ids", b"token_ids", "took", b"took", "traceparent", b"traceparent", "transcript", b"transcript", "unsaid", b"unsaid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_shared_with", b"_shared_with", "begun_after", b"begun_after", "given_token_ids", b"given_token_ids", "history", b"history", "history_token_ids", b"history_token_ids", "is_truncated", b"is_truncated", "logprobs", b"logprobs", "messages", b"messages", "num_shared", b"num_shared", "parent", b"parent", "policy_versions", b"policy_versions", "request", b"request", "routes", b"routes", "routes_shape", b"routes_shape", "run_history", b"run_history", "shared_with", b"shared_with", "text", b"text", "token_ids", b"token_ids", "took", b"took", "traceparent", b"traceparent", "transcript", b"transcript", "unsaid", b"unsaid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015

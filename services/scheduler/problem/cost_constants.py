@@ -69,9 +69,11 @@ class CostConstants(StrictModel):
     """Tokens of a trainer's forward pass. Memory and traffic are then those of Penstock's trainer: even shards over
     all GPUs of the pool, gathered weights and activations besides, gathers for every pass. 0: RM-1's rules."""
     host_link_GBps: Positive = 20.0
-    """Between a GPU and its machine's memory, each way, where a mesh offloads. Assumed: of PCIe 4.0 x16's 32 GB/s."""
+    """Between a GPU and its machine's memory, each way, where a mesh offloads. Assumed unless measured: of PCIe 4.0
+    x16's 32 GB/s."""
     host_memory_GBps: Positive = 100.0
-    """Of a machine's memory, as its processors read and write it in AdamW's step where a mesh offloads. Assumed."""
+    """Of a machine's memory, as its processors read and write it in AdamW's step where a mesh offloads. Assumed
+    unless measured."""
 
     @field_validator("mfu_train", "mfu_infer")
     @classmethod

@@ -215,6 +215,13 @@ def test_decode_steps_give_the_overheads_that_the_cost_model_lacks(sources):
     assert note == "gpu-2 decoded faster than the rates measured on it allow, so its decode steps are not used"
 
 
+def test_trainers_offload_at_the_rates_of_the_slowest_machine(sources):
+    assert "host_link_GBps" not in built(sources, document()).problem.cost_model.model_fields_set
+    measured = document("gpu-2", host_link_GBps=22.0, host_memory_GBps=90.0)
+    found = built(sources, document(host_link_GBps=25.0), measured).problem.cost_model
+    assert (found.host_link_GBps, found.host_memory_GBps) == (22.0, 90.0)
+
+
 def test_many_lengths_are_stated_as_quantiles_with_the_same_mean():
     seen = list(range(1, 5001))
     found = output_lengths(seen, longest=None)

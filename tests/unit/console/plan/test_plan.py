@@ -8,6 +8,7 @@ from console.cli import app
 from console.plan.plan_text import print_plan
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.planning.plan_report import report_of
+from services.scheduler.problem.mesh import Mesh
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.problem.problem import read_problem
 from services.scheduler.solvers.interface import Solution
@@ -174,6 +175,19 @@ def test_each_kind_of_replica_of_a_machine_is_explained(capsys):
     for degree in (1, 2):
         batch = model.replica(model.nodes["h20-0"], degree).batch
         assert f"h20, tensor parallel {degree}: {batch} sequences" in output, output
+
+
+def test_rates_of_offload_that_nobody_measured_are_told(capsys):
+    settings = ("model.ffn=12288", "cost_model.train_pack_tokens=4096", "cost_model.host_link_GBps=24")
+    nodes = "nodes=[{name: a100, gpu: A100-80, gpus: 2, memory_GB: 500}, {name: l4, gpu: L4, gpus: 4}]"
+    model = CostModel(problem("tiny_04", *settings, nodes, "links=[]"))
+    offloading = candidate([("l4-0", 4, 1)], [("a100-0", 2)]).model_copy(update={"mesh": Mesh(offload=True)})
+    solution = Solution(offloading, model.score(offloading), None, False, 1, "by hand")
+
+    print_plan(report_of(model, solution, solve_s=0.0), is_explained=True)
+    output = capsys.readouterr().out
+    assert "24.0 GB/s between a GPU and its machine's memory (stated)" in output, output
+    assert "100.0 GB/s in it (assumed; penstock probe measures it: cost_model.host_memory_GBps)" in output
 
 
 @pytest.mark.slow

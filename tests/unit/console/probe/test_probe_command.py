@@ -15,6 +15,7 @@ from tests.helpers.recorded_gpus import A100, Card, install_nvidia_smi, uuid_of
 
 PASSES = {"forward_tflops": 120.0, "forward_backward_tflops": 96.0}
 GOOD = {"tflops": 240.0, "copied_GBps": 1500.0, "backend": "nccl", "bus_GBps": 200.0, "latency_us": 15.0, **PASSES}
+GOOD |= {"host_link_GBps": 24.0, "host_copied_GBps": 40.0}
 
 
 @pytest.fixture
@@ -52,6 +53,8 @@ def test_gpus_are_measured_together_and_one_of_them_decodes(probe):
     assert found["allreduce"] == {"backend": "nccl", "bus_GBps": 200.0, "latency_us": 15.0}
     assert found["passes"] == {"model": "widths of the probe", **PASSES}
     assert found["decode"]["weight_bytes"] == 2.0
+    # Each GPU has a link of its own, and all share the machine's memory.
+    assert (found["host_link_GBps"], found["host_memory_GBps"]) == (24.0, 80.0)
     (worker, settings, environment), (decoder, _, one) = calls
     assert (worker, decoder) == ("device_worker", "decode_worker")
     assert [(each["kind"], each["rank"], each["count"], each["sums"]) for each in settings] == [
@@ -68,7 +71,7 @@ def test_what_fails_is_absent_with_its_reason_and_the_exit_status_says_so(probe)
     del unknown["forward_backward_tflops"]
     result, found, _ = probe([Card(name=A100)] * 2, [unknown, unknown], "--skip", "decode")
     assert (result.exit_code, found["passes"], found["absent"]["passes"]) == (1, None, "a mixture of experts")
-    partly = {"tflops": 240.0, "copied_GBps": 1500.0}
+    partly = {key: GOOD[key] for key in ("tflops", "copied_GBps", "host_link_GBps", "host_copied_GBps")}
     skipped = ("--skip", "decode", "--skip", "passes")
     result, found, _ = probe([Card(name=A100)] * 2, [partly, partly], *skipped, problem=said)
     assert result.exit_code == 1
@@ -83,8 +86,9 @@ def test_of_mig_instances_one_is_measured_for_all(probe):
     assert result.exit_code == 0, result.output
     assert found["accelerators"]["count"] == 2
     assert found["absent"]["allreduce"] == "NCCL does not join MIG instances"
+    assert found["absent"]["host"] == "MIG instances share the link of their GPU"
     ((_, settings, _),) = calls
-    assert [(each["count"], each["sums"]) for each in settings] == [(1, False)]
+    assert [(each["count"], each["sums"], each["host"]) for each in settings] == [(1, False, False)]
 
 
 @pytest.mark.parametrize(
