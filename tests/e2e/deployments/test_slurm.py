@@ -1,4 +1,4 @@
-"""`penstock plan --deploy --for slurm` on a real slurmctld and two slurmd: refused, requeued and resumed, complete."""
+"""`penstock plan --deploy --for slurm` on a real slurmctld and three slurmd: refused, requeued, resumed, complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.console import ROOT
-from tests.helpers.plans.two_sites import MACHINES, RUN_ID, deploy, issue_certificates, make_data, run_document
+from tests.helpers.plans.two_sites import (
+    CENTER,
+    MACHINES,
+    RUN_ID,
+    deploy,
+    issue_certificates,
+    make_data,
+    run_document,
+)
 from tests.helpers.slurm_cluster import SlurmCluster, reason_to_skip, slurm_cluster, wait
 
 NUM_STEPS = 60
@@ -28,7 +36,7 @@ pytestmark = [
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
-    with slurm_cluster(tmp_path / "slurm", MACHINES) as found:
+    with slurm_cluster(tmp_path / "slurm", (*MACHINES, CENTER)) as found:
         yield found
 
 
@@ -36,7 +44,7 @@ def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
 def folder(tmp_path: Path) -> Path:
     """The deployment, with settings filled in."""
     data = make_data(tmp_path / "data")
-    found = deploy(tmp_path / "out", "slurm", run_document(data, num_steps=NUM_STEPS))
+    found = deploy(tmp_path / "out", "slurm", run_document(data, num_steps=NUM_STEPS), has_center=True)
     command = tmp_path / "bin" / "penstock"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m console "$@"\n')
@@ -53,8 +61,11 @@ def test_a_job_is_refused_requeued_when_a_component_ends_and_resumed_to_the_end(
 ) -> None:
     log = folder / "job.log"
 
+    def times(text: str) -> int:
+        return log.read_text().count(text) if log.exists() else 0
+
     def said(text: str) -> bool:
-        return log.exists() and text in log.read_text()
+        return times(text) > 0
 
     def submit() -> None:
         told = cluster("./submit.sh", folder=folder)
@@ -70,13 +81,15 @@ def test_a_job_is_refused_requeued_when_a_component_ends_and_resumed_to_the_end(
     issue_certificates(folder.parent)
     log.unlink()
     submit()
-    wait("steps", lambda: said("step 4/"), timeout_s=WAIT_S, said=log.read_text)
-    cluster("pkill", "--signal", str(int(signal.SIGKILL)), "--full", "console node node-l4-0")
-    wait("requeue", lambda: said("queued again"), timeout_s=WAIT_S, said=log.read_text)
-    assert said("penstock: component 1 (far: l4-0) ended with status 137; the job is queued again")
-    assert said("can be resumed")
+    lost = (("l4-0", "component 1 (far: l4-0)"), (CENTER, f"component 2 (home: {CENTER})"))
+    for num_before, (machine, component) in enumerate(lost):
+        wait("steps", lambda at=4 + 20 * num_before: said(f"step {at}/"), timeout_s=WAIT_S, said=log.read_text)
+        cluster("pkill", "--signal", str(int(signal.SIGKILL)), "--full", f"console node node-{machine}")
+        wait("requeue", lambda now=num_before + 1: times("queued again") == now, timeout_s=WAIT_S, said=log.read_text)
+        assert said(f"penstock: {component} ended with status 137; the job is queued again")
+        assert said("can be resumed")
 
     wait("end", lambda: "COMPLETED" in cluster.states(), timeout_s=WAIT_S, said=log.read_text)
-    assert said(f"resumes {folder / 'home' / 'runs' / RUN_ID}")
+    assert times(f"resumes {folder / 'home' / 'runs' / RUN_ID}") == len(lost)
     assert said("in flight 0: balanced")
     assert said("penstock: the run is complete")

@@ -13,6 +13,7 @@ from console.certs.issuing import issue
 from console.certs.request import checked_request
 from console.deploy.deployment import write_deployment
 from services.scheduler.cost_model.reference import CostModel
+from services.scheduler.problem.plan_document import Broker
 from services.scheduler.problem.problem import Problem
 from tests.helpers.console import write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
@@ -20,6 +21,7 @@ from tests.helpers.plans.problems import plan
 
 RUN_ID = "deployed"
 MACHINES = ("head-0", "l4-0")
+CENTER = "center-0"
 PLAN = plan([("l4-0", 1, 1)], [("head-0", 2)])
 # 7B on two GPUs that can hold its training, and one that cannot.
 PROBLEM: dict[str, Any] = {
@@ -65,9 +67,13 @@ def run_document(data: Path | str, *, num_steps: int, **sections: Any) -> dict[s
     }
 
 
-def deploy(folder: Path, engine: str, run: dict[str, Any]) -> Path:
-    """Writes the plan for an engine."""
-    write_deployment(folder, CostModel(Problem.model_validate(PROBLEM)), PLAN, engine=engine, run=run)
+def deploy(folder: Path, engine: str, run: dict[str, Any], *, has_center: bool = False) -> Path:
+    """Writes the plan for an engine; with a center broker, Redis and scheduler are on that machine, without GPUs."""
+    problem, chosen = PROBLEM, PLAN
+    if has_center:
+        problem = {**PROBLEM, "hosts": [{"name": "center", "region": "home", "cores": 4}]}
+        chosen = PLAN.model_copy(update={"broker": Broker(node=CENTER), "scheduler": CENTER})
+    write_deployment(folder, CostModel(Problem.model_validate(problem)), chosen, engine=engine, run=run)
     return folder
 
 
@@ -76,7 +82,8 @@ def issue_certificates(folder: Path, *, run_id: str = RUN_ID, owner: int | None 
     now = datetime.now(UTC)
     shutil.rmtree(folder / "authority", ignore_errors=True)
     authority = make_authority(folder / "authority", name="Penstock", days=10, now=now)
-    for name, role, run, site in (("head-0", "operator", "*", "*"), ("l4-0", "generator", run_id, "far")):
+    holders = (("head-0", "operator", "*", "*"), (CENTER, "broker", run_id, "*"), ("l4-0", "generator", run_id, "far"))
+    for name, role, run, site in holders:
         out = folder / "certificates" / name
         shutil.rmtree(out, ignore_errors=True)
         request = checked_request([role], run=run, site=site, name=name, hosts=[name])
