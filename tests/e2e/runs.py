@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,12 @@ class Run:
 
 
 @contextmanager
-def penstock(*arguments: str, cwd: Path, run_dir: Path) -> Iterator[Run]:
+def penstock(*arguments: str, cwd: Path, run_dir: Path, **variables: str) -> Iterator[Run]:
     """The running command; killed at the end if it still runs, which takes its services with it."""
     process = subprocess.Popen(
         (*COMMAND, *arguments),
         cwd=cwd,
-        env=environment(),
+        env=environment() | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -127,12 +128,41 @@ def penstock(*arguments: str, cwd: Path, run_dir: Path) -> Iterator[Run]:
 
 
 @contextmanager
-def running(document: dict[str, Any], folder: Path) -> Iterator[Run]:
+def running(document: Mapping[str, Any], folder: Path, **variables: str) -> Iterator[Run]:
     """`penstock run` of this configuration."""
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(document))
-    with penstock("run", str(config), cwd=folder, run_dir=folder / "runs" / RUN_ID) as run:
+    with penstock("run", str(config), cwd=folder, run_dir=folder / "runs" / RUN_ID, **variables) as run:
         yield run
+
+
+@contextmanager
+def service(
+    kind: str, settings: Mapping[str, Any], folder: Path, *, name: str = "", **variables: str
+) -> Iterator[None]:
+    """`penstock serve` of that kind; its log is NAME.log in `folder`, KIND.log without a name."""
+    path = folder / f"{name or kind}.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    with path.with_suffix(".log").open("wb") as log:
+        command = (*COMMAND, "serve", kind, "--config", str(path))
+        process = subprocess.Popen(command, cwd=folder, env=environment() | variables, stdout=log, stderr=log)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def wait_for_listeners(addresses: Iterable[str]) -> None:
+    """Until something listens at each."""
+    deadline = time.monotonic() + 120
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        while True:
+            with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+                break
+            assert time.monotonic() < deadline, f"nothing listens at {address}"
+            time.sleep(0.1)
 
 
 def assert_logs_are_json(logs: Path, service: str) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 
 import grpc
 import pytest
-import yaml
 
 from console.launch.ports import free_addresses
 from penstock.network.rpc import open_channel
 from penstock.v1 import broker_pb2_grpc, critic_pb2, critic_pb2_grpc
-from tests.e2e.runs import RUN_ID, assert_balanced, running, small_run
+from tests.e2e.runs import RUN_ID, assert_balanced, running, service, small_run, wait_for_listeners
 from tests.helpers.certificates import issue, make_authority
-from tests.helpers.console import COMMAND, environment
 from tests.helpers.proxies.tls_proxy import TLS_HANDSHAKE, recording
 
 TOKEN = "open-sesame-and-nothing-else"
@@ -78,33 +73,6 @@ def test_a_run_trains_by_one_certificate(task, tmp_path, certificate, monkeypatc
     assert f"https://{listen['openai']}/v1" in logs
     assert "in plain text" not in logs + run.text
     assert TOKEN not in logs + run.text
-
-
-def wait_for_listeners(addresses):
-    """Until something listens at each."""
-    deadline = time.monotonic() + 120
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        while True:
-            with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
-                break
-            assert time.monotonic() < deadline, f"nothing listens at {address}"
-            time.sleep(0.1)
-
-
-@contextmanager
-def service(kind, settings, folder, env):
-    """`penstock serve` of that kind."""
-    path = folder / f"{kind}.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    with (folder / f"{kind}.log").open("wb") as log:
-        command = (*COMMAND, "serve", kind, "--config", str(path))
-        process = subprocess.Popen(command, cwd=folder, env={**environment(), **env}, stdout=log, stderr=log)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
 
 async def refused(answer, kind):
@@ -183,7 +151,7 @@ async def test_services_train_by_certificates_of_their_roles_and_no_credential_p
         listen = {**own, "scorer": scorer_listens}
         for kind in SERVICES:
             env = credentials(certificate(kind, {"generator": "gen"}.get(kind, kind)))
-            stack.enter_context(service(kind, {"listen": listen[kind], **settings[kind]}, tmp_path, env))
+            stack.enter_context(service(kind, {"listen": listen[kind], **settings[kind]}, tmp_path, **env))
         for name, value in credentials(certificate("operator", "anna")).items():
             monkeypatch.setenv(name, value)
         wait_for_listeners(own.values())
