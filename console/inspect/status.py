@@ -31,7 +31,7 @@ from console.view.run_view import BUSY_WINDOW_S, idle_ratio
 from penstock import flush_interval, heartbeat_interval
 from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
-from penstock.errors import PenstockError, UnknownRunError
+from penstock.errors import BadTokenError, ForbiddenError, PenstockError, UnknownRunError
 from penstock.security import Security
 from penstock.security.checks.inspection import printable
 from penstock.v1 import broker_pb2, trainer_pb2
@@ -99,7 +99,7 @@ def pictures(target: Target) -> Iterator[Picture]:
         assert target.broker is not None
         try:
             run = asyncio.run(ask(target.broker, lambda client: _get_run(client, target.run_id)))
-        except UnknownRunError as error:
+        except (UnknownRunError, BadTokenError, ForbiddenError) as error:
             raise ConfigError(str(error)) from error
         except PenstockError as error:
             problem = str(error)

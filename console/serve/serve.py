@@ -15,6 +15,7 @@ import uvloop
 from console.launch.supervisor import watch_launcher
 from penstock import tracing
 from penstock.config import ConfigError, StrictModel, apply_overrides, read_document, validate
+from penstock.errors import BadTokenError, ForbiddenError
 from penstock.memory.collector import collect_rarely
 from penstock.network.rpc import PortUnavailableError
 from penstock.notices.watch import NoticeSources, heed
@@ -58,7 +59,7 @@ def serve_command(
     log_format: str,
     notices: NoticeSources,
 ) -> None:
-    """Load the configuration and serve until SIGTERM, SIGINT or a notice. Raises ConfigError."""
+    """Load the configuration and serve until SIGTERM, SIGINT or a notice. Raises ConfigError, also if refused."""
     collect_rarely()
     service = _choice(kind, tuple(ServiceKind), "service")
     config = load_service_config(service, path, overrides, listen=listen)
@@ -75,6 +76,9 @@ def serve_command(
         uvloop.run(serve(config))
     except PortUnavailableError as error:
         raise ConfigError(f"listen: {error}") from error
+    except (BadTokenError, ForbiddenError) as error:
+        # Its credential is of another run or role, or was revoked: no restart helps.
+        raise ConfigError(str(error)) from error
 
 
 def begin_logs(service: str, *, run_id: str, level: str, log_format: str) -> None:

@@ -63,7 +63,7 @@ class HttpAccess:
         if run_id := request.match_info.get("run_id"):
             caller.check_run(run_id)
         if self._site and not any(grant.site in (ANY, self._site) for grant in caller.grants):
-            raise ForbiddenError(f"site: {self._site!r} is not open to {caller}", field="site")
+            raise caller.refusal("site", self._site)
 
     @property
     def middleware(self) -> Middleware:

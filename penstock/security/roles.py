@@ -110,7 +110,16 @@ class Caller:
     def check_run(self, run_id: str) -> None:
         """Raise ForbiddenError unless the run is its own."""
         if not self.sees_run(run_id):
-            raise ForbiddenError(f"run_id: {run_id!r} is not open to {self}", field="run_id", run_id=run_id)
+            raise self.refusal("run_id", run_id)
+
+    def refusal(self, field: str, value: str) -> ForbiddenError:
+        """The error that refuses this caller another run ("run_id") or site ("site") than its own."""
+        what = field.removesuffix("_id")
+        return ForbiddenError(
+            f"{field}: {value!r} is not open to {self}; that takes a credential of the {what}: "
+            f"penstock certs issue ROLE --{what} {what.upper()}",
+            field=field,
+        )
 
     def check_message(self, message: Any) -> None:
         """Raise ForbiddenError if a request, its hello or its frame is of another run, site or name."""
@@ -128,7 +137,7 @@ class Caller:
                 value = getattr(message, field)
                 grants = [grant for grant in grants if getattr(grant, field) in (ANY, value)]
                 if not grants:
-                    raise ForbiddenError(f"{field}: {value!r} is not open to {self}", field=field)
+                    raise self.refusal(field, value)
         for field in _NAMED_FIELDS:
             if field in fields:
                 self._check_name(field, getattr(message, field))

@@ -183,7 +183,8 @@ async def test_a_run_that_is_not_the_callers_is_refused():
     async with weights(SECURED) as base, aiohttp.ClientSession() as session:
         assert (await ask(session, "GET", f"{base}/weights/r/c", token=OF_RUN))[0] == 200
         status, text = await ask(session, "GET", f"{base}/weights/r/c", token=OF_OTHER_RUN)
-        assert (status, text) == (403, "run_id: 'r' is not open to generator of run code")
+        fix = "that takes a credential of the run: penstock certs issue ROLE --run RUN"
+        assert (status, text) == (403, f"run_id: 'r' is not open to generator of run code; {fix}")
 
 
 async def test_a_relay_serves_its_own_site_only(authority):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ import pytest
 import yaml
 from cryptography import x509
 
+from console.certs.commands import revoke_command
 from console.launch.ports import free_addresses
 from penstock.security import Security
+from penstock.security.revocations import REVOKED_FILE
 from tests.helpers.certificates import issue, make_authority, make_security
 
 COMMAND = (sys.executable, "-m", "console")
@@ -106,20 +109,42 @@ def test_a_service_says_which_peer_its_certificate_fails_at(tmp_path: Path) -> N
     listen = free_addresses(1)[0]
     with started("serve", "broker", "redis_url=memory://", "--listen", listen, security=good) as broker:
         line_with(broker, "broker serves")
-        reward = (
-            "serve",
-            "reward",
-            "run_id=r",
-            f"broker={listen}",
-            "reward.model=numeric",
-            "reward.trusts_generator_text=true",
-        )
-        with started(*reward, "--listen", free_addresses(1)[0], security=other) as worker:
+        with started(*reward_worker(listen), security=other) as worker:
             line = line_with(worker, "was signed by")
     assert "[error" in line
     assert listen in line
     assert f"which {other.ca_file} (PENSTOCK_TLS_CA) does not hold" in line
     assert "put the authority that signed it into that file" in line
+
+
+def reward_worker(broker: str) -> tuple[str, ...]:
+    model = ("reward.model=numeric", "reward.trusts_generator_text=true")
+    return ("serve", "reward", "run_id=r", f"broker={broker}", *model, "--listen", free_addresses(1)[0])
+
+
+def test_a_service_whose_certificate_is_anothers_runs_or_was_revoked_ends_with_one_line(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path / "authority")
+    own = issue(authority, roles=["broker"], name="center")
+    strange, good = (issue(authority, roles=["reward"], run=run, name=f"of-{run}") for run in ("other", "r"))
+    listen = free_addresses(1)[0]
+    with started("serve", "broker", "redis_url=memory://", "--listen", listen, security=own) as broker:
+        line_with(broker, "broker serves")
+        for security, text in (
+            (strange, "run_id: 'r' is not open to of-other, reward of run other; that takes a credential of the run: "),
+            (good, "the certificate of 'of-r' (serial "),
+        ):
+            with started(*reward_worker(listen), security=security) as worker:
+                if security is good:
+                    line_with(worker, "waiting for broker and run")
+                    assert own.ca_file is not None
+                    revoke_command("of-r", directory=authority)
+                    shutil.copy(authority / REVOKED_FILE, own.ca_file.with_name(REVOKED_FILE))
+                line = line_with(worker, "penstock: ")
+                assert line.startswith(f"penstock: broker {listen}: {text}")
+                assert "penstock certs issue" in line
+                assert worker.stdout is not None
+                assert worker.stdout.read() == ""
+                assert worker.wait(timeout=30) == 2
 
 
 def test_a_run_whose_services_could_not_be_reached_is_not_begun(
