@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from services.generator import incarnation
 from services.generator.incarnation import Incarnation
 
 
@@ -32,3 +35,22 @@ def test_without_a_folder_no_predecessor_is_named(tmp_path: Path) -> None:
     alone.begin()
     alone.end()
     assert alone.predecessor == ""
+
+
+def test_a_process_of_another_machine_is_never_said_to_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Incarnation("gen-0", tmp_path)
+    there.begin()
+    # A shared folder whose locks each machine keeps for itself: the lock is free here, and its holder lives.
+    there.end()
+    monkeypatch.setattr(incarnation, "_BOOT_ID", tmp_path / "boot_id")
+    (tmp_path / "boot_id").write_text("another kernel\n")
+    here = Incarnation("gen-0", tmp_path)
+    here.begin()
+    assert here.predecessor == ""
+    here.end()
+    successor = Incarnation("gen-0", tmp_path)
+    successor.begin()
+    assert successor.predecessor == here.generator_id
+    successor.end()
