@@ -15,6 +15,7 @@ SUITES = {
     "broker.reload": "a restarted broker that loads a large run",
     "broker.restart": "how soon a broker over a very large run answers again",
     "broker.retained": "what Redis keeps of trained steps, bytes a token",
+    "broker.sessions": "agents' sessions: CPU a turn and memory of a broker, with many open",
     "dispatch": "dispatch policies on simulated fleets",
     "dispatch.depth": "dispatch decisions with a long queue",
     "e2e": "a whole run next to TRL and to the ideal overlap",

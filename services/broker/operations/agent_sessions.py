@@ -71,7 +71,7 @@ def _check_room(
         raise QueueFullError(f"session {session.session_id!r}: {size} bytes; at most {MAX_SESSION_BYTES} are kept")
     if before is None and len(state.sessions) >= MAX_SESSIONS:
         raise QueueFullError(f"sessions: {len(state.sessions)} are open; at most {MAX_SESSIONS} are kept")
-    others = sum(each.stored_bytes for each in state.sessions.values() if each is not before)
+    others = state.sessions.stored_bytes - (0 if before is None else before.stored_bytes)
     if others + size > MAX_RUN_BYTES:
         raise QueueFullError(f"sessions: {others + size} bytes; at most {MAX_RUN_BYTES} of a run are kept")
 
@@ -132,15 +132,12 @@ def _wanted(
     task = request.task
     if not task and asked is not None and asked.session.has_named_task:
         task = asked.session.task
-    old_s = now_s - request.idle_for.ToMilliseconds() / 1000 if request.HasField("idle_for") else None
-    found = [
-        (session_id, record)
-        for session_id, record in state.sessions.items()
-        if record is asked
-        or (task and record.session.has_named_task and record.session.task == task)
-        or (old_s is not None and record.put_s <= old_s)
-    ]
-    return sorted(found, key=lambda each: each[1] is not asked)
+    found = [] if asked is None else [request.session_id]
+    found += state.sessions.of_task(task)
+    if request.HasField("idle_for"):
+        old_s = now_s - request.idle_for.ToMilliseconds() / 1000
+        found += [session_id for session_id, record in state.sessions.items() if record.put_s <= old_s]
+    return [(session_id, state.sessions[session_id]) for session_id in dict.fromkeys(found)]
 
 
 def moved(state: RunState, generator_id: str, session_ids: Collection[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -47,6 +48,38 @@ def put_or_remove(records: dict[_Key, _Record], key: _Key, record: _Record | Non
         records[key] = record
 
 
+class Sessions(dict[str, SessionRecord]):
+    """Agents' sessions by id. Each turn asks for all bytes, each new session for those of its task: both are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored_bytes = 0
+        """Of all sessions."""
+        self._by_task: dict[str, dict[str, None]] = {}
+
+    def put(self, session_id: str, record: SessionRecord | None) -> None:
+        """Replace a session, or remove it with None. Nothing else may change them."""
+        before = self.get(session_id)
+        self.stored_bytes += (0 if record is None else record.stored_bytes) - (before.stored_bytes if before else 0)
+        task_before, task = _named_task(before), _named_task(record)
+        if task_before and task_before != task:
+            others = self._by_task[task_before]
+            del others[session_id]
+            if not others:
+                del self._by_task[task_before]
+        if task:
+            self._by_task.setdefault(task, {})[session_id] = None
+        put_or_remove(self, session_id, record)
+
+    def of_task(self, task: str) -> Collection[str]:
+        """Ids of the sessions of a task that clients named, in the order in which they began."""
+        return self._by_task.get(task, {})
+
+
+def _named_task(record: SessionRecord | None) -> str:
+    return record.session.task if record is not None and record.session.has_named_task else ""
+
+
 class OtherRecords:
     """See the module. Only `RunState` changes anything here."""
 
@@ -55,7 +88,7 @@ class OtherRecords:
         """By step."""
         self.renewals: dict[str, RenewalRecord] = {}
         """By generator."""
-        self.sessions: dict[str, SessionRecord] = {}
+        self.sessions = Sessions()
         """By session id."""
 
     def serialized(self, name: str) -> bytes | None:
@@ -76,6 +109,6 @@ class OtherRecords:
         if name.startswith(_TALLY):
             put_or_remove(self.tallies, int(key), None if data is None else StepTally.FromString(data))
         elif name.startswith(_SESSION):
-            put_or_remove(self.sessions, key, None if data is None else SessionRecord.FromString(data))
+            self.sessions.put(key, None if data is None else SessionRecord.FromString(data))
         else:
             put_or_remove(self.renewals, key, None if data is None else RenewalRecord.FromString(data))

@@ -229,7 +229,7 @@ class RunState:
         name = other_records.session_name(session_id)
         self._undo.setdefault(name, self._serialized(name))
         self.run.format = FORMAT
-        other_records.put_or_remove(self.sessions, session_id, session)
+        self.sessions.put(session_id, session)
         if session is None:
             self.clear((name, 0))
 

@@ -118,11 +118,13 @@ def test_sessions_of_a_run_are_bounded_and_end_with_it(monkeypatch: pytest.Monke
     with pytest.raises(QueueFullError, match="at most 2"):
         put(state, "c", b"0")
     put(state, "a", b"1", first_turn=1)
+    assert state.sessions.stored_bytes == 502
     monkeypatch.setattr(drops, "MAX_REASONS", 0)
     with pytest.raises(InvalidFieldError, match="one more than the 0 reasons"):
         agent_sessions.end(state, "gen-0", ["a"], "odd")
     agent_sessions.drop_all(state, "run_ended")
     assert counts(state) == (2, 0, {"run_ended": 2}, 0)
+    assert state.sessions.stored_bytes == 0
     state.run.is_closed = True
     with pytest.raises(RunClosedError):
         put(state, "d", b"0")
