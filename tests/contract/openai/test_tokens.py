@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from penstock.wire.codec import int32_array
 from tests.helpers.console import ROOT
 from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_model
-from tests.helpers.imports import python_of
+from tests.helpers.imports import path_with_uv, python_of
 
 HELPERS = Path(__file__).resolve().parents[2] / "helpers" / "imports"
 CLIENT = HELPERS / "verifiers_client.py"
@@ -123,14 +122,13 @@ async def test_the_train_client_of_verifiers_samples_two_turns(model):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.skipif(shutil.which("uv") is None, reason="verifiers' harnesses start their programs with uv")
 async def test_a_taskset_of_verifiers_is_played_by_its_harness_and_its_rewards_are_put(model):
     python = python_of("verifiers")
     async with endpoint_bench(model, lambda _prompt: "2", limits={"group_size": 2}) as bench:
         options = {"--url": bench.base_url, "--model-dir": str(model), "--taskset": "toy_taskset", "--group-size": "2"}
         options |= {"--tasks": "2", "--max-tokens": "20", "--concurrent": "1"}
         command = [python, str(PLAY), *(word for pair in options.items() for word in pair)]
-        env = {**os.environ, "PYTHONPATH": str(HELPERS)}
+        env = {**os.environ, "PYTHONPATH": str(HELPERS), "PATH": path_with_uv()}
         made = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=180, env=env)
         assert made.returncode == 0, made.stderr[-2000:]
         groups = await bench.groups(2)

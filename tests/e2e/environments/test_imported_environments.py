@@ -6,12 +6,10 @@ import asyncio
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import urllib.request
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +18,7 @@ from tests.contract.environments.test_imports import nemo_gym_server, openenv_se
 from tests.e2e.runs import RUN_ID, assert_balanced, running
 from tests.helpers.console import ROOT
 from tests.helpers.generators.openai_endpoint import END, chat_tokenizer, save_chat_model
-from tests.helpers.imports import python_of
+from tests.helpers.imports import path_with_uv, python_of
 from tests.helpers.models.chat_model import save_speaker
 from tests.helpers.stores.redis_server import free_port
 
@@ -28,7 +26,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 2, 2, 4
 HELPERS = ROOT / "tests" / "helpers" / "imports"
 MCP_SERVER = HELPERS / "mcp_server.py"
-BIN = str(Path(sys.executable).parent)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
@@ -186,13 +183,12 @@ def answers(url):
 
 
 @pytest.mark.grid
-@pytest.mark.skipif(shutil.which("uv", path=BIN) is None, reason="verifiers' harnesses start their programs with uv")
 def test_a_taskset_of_verifiers_brings_the_groups_of_training(tmp_path):
     python, port = python_of("verifiers"), free_port()
     url = f"http://127.0.0.1:{port}/v1"
     command = [python, ROOT / "examples" / "verifiers" / "play.py", "--url", url]
     command += ["--model-dir", tmp_path / "model", "--taskset", "toy_taskset", "--group-size", str(GROUP_SIZE)]
-    path = os.pathsep.join([BIN, os.environ["PATH"]])
+    path = path_with_uv()
     command = [*map(str, command), "--max-tokens", "16"]
     commands = [(f"{url}/models", lambda _: command)]
     lines = fed(tmp_path, port, commands, PYTHONPATH=str(HELPERS), PATH=path)

@@ -32,25 +32,8 @@ _QUIET = ("/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh")
 _CLONE_NEWUSER = 0x10000000
 _REFUSED_CALLS = (
     *("add_key", "bpf", "fanotify_init", "io_uring_enter", "io_uring_register", "io_uring_setup", "kcmp", "keyctl"),
-    *(
-        "lookup_dcookie",
-        "mount",
-        "move_mount",
-        "name_to_handle_at",
-        "open_by_handle_at",
-        "open_tree",
-        "perf_event_open",
-    ),
-    *(
-        "perf_event_open",
-        "pidfd_getfd",
-        "process_vm_readv",
-        "process_vm_writev",
-        "ptrace",
-        "request_key",
-        "setns",
-        "unshare",
-    ),
+    *("lookup_dcookie", "mount", "move_mount", "name_to_handle_at", "open_by_handle_at", "open_tree", "pidfd_getfd"),
+    *("perf_event_open", "process_vm_readv", "process_vm_writev", "ptrace", "request_key", "setns", "unshare"),
     *("userfaultfd", "vmsplice"),
 )
 """What programs have no use for, and kernels have had holes in; a program has no capabilities in any case."""
