@@ -1,4 +1,4 @@
-"""A sandbox of containers without an engine: one for each program, made by `runc`, which Docker and Podman use, too.
+"""A sandbox of containers without an engine: one for each program, made by `runc`, which Docker uses, too.
 
 A container's bundle, its `config.json` of the OCI runtime specification 1.0.2, is made here: an engine takes several
 times the CPU time of what it starts (docs/rewards.md).
