@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.scheduler import comparisons
 from benchmarks.scheduler.comparisons import Comparison
-from benchmarks.scheduler.reasons import COLUMNS, reasons
+from benchmarks.scheduler.reasons import COLUMNS, NEED_COLUMNS, needs, reasons
 
 DOCS = Path(__file__).parents[2] / "docs"
 PARTS: dict[str, Callable[[], Iterator[Comparison]]] = {
@@ -58,7 +58,10 @@ def main() -> int:
 
 def _reasons_table() -> str:
     lines = [f"## {WHY}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(reason.cells)} |" for reason in reasons())])
+    lines += [f"| {' | '.join(reason.cells)} |" for reason in reasons()]
+    lines += ["", "What the papers' ratios need of the fastest division of whole machines, in seconds:", ""]
+    lines += [f"| {' | '.join(NEED_COLUMNS)} |", f"|{'---|' * len(NEED_COLUMNS)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in needs())])
 
 
 def _table(name: str, part: Callable[[], Iterator[Comparison]]) -> str:
