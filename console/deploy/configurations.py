@@ -364,7 +364,8 @@ class Configurations:
             found["scorer"] = self._service(scorer_settings(self.config, broker=self.center["broker"], listen=listen))
         if (place := self.plan.critic) is not None and (self.moves_critic or machine == place.node):
             found["critic"] = self._service(self._critic(place, machine, own_folder))
-        if self.plan.reward_gpus or self.rewards or (machine != self.head.name and self.may_add_rewards):
+        # The head's without a GPU is started with the run.
+        if self.plan.reward_gpus or (machine != self.head.name and (self.rewards or self.may_add_rewards)):
             port = GPU_REWARD_PORT if self.plan.reward_gpus else PORTS["reward"]
             found["reward"] = self._service(self._reward(port if self.address is None else 0))
         return found

@@ -13,7 +13,7 @@ from services.scheduler.cost_model.calibrated import make_model
 from services.scheduler.cost_model.reference import Infeasible
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_json
 from services.scheduler.planning.solve import make_advised_plan
-from services.scheduler.problem.plan_document import read_plan
+from services.scheduler.problem.plan_document import placement_error, read_plan
 from services.scheduler.problem.problem import Problem, read_problem
 from services.scheduler.solvers.interface import ProblemTooLargeError
 from services.scheduler.solvers.registry import SOLVERS
@@ -54,12 +54,40 @@ def stated_problem(path: Path | None, sources: Sources) -> Problem:
 
 
 def plan_problem(
-    problem: Problem, *, solver: str, cost_model: str, budget_s: float, seed: int, start: Path | None
+    problem: Problem,
+    *,
+    solver: str,
+    cost_model: str,
+    budget_s: float,
+    seed: int,
+    start: Path | None,
+    is_deployed: bool = False,
 ) -> PlanReport:
-    """Plan a problem; `start` is the initial plan. Raises ConfigError."""
+    """Plan a problem. Raises ConfigError.
+
+    Args:
+        problem: It.
+        solver: One of SOLVERS.
+        cost_model: Its name.
+        budget_s: Time for everything.
+        seed: Of the search.
+        start: The initial plan.
+        is_deployed: Whether files that start the plan will be written: then a `start` of other machines is refused.
+    """
     model = make_model(problem, cost_model)
+    for region in problem.unlinked_regions:
+        print(
+            f"note: no link joins region {region!r} with another, so a plan has machines there or elsewhere, not both; "
+            "state one in links (penstock probe --with measures it)",
+            file=sys.stderr,
+        )
     starts = () if start is None else (read_plan(start),)
     for plan in starts:
+        if is_deployed and (reason := placement_error(plan, model.nodes, model.hosts)) is not None:
+            raise ConfigError(
+                f"--start: {start}: {reason}, so what --deploy wrote would be another plan; leave --start out, or plan "
+                "for the machines that it names"
+            )
         if isinstance(score := model.score(plan), Infeasible):
             print(
                 f"note: {start} cannot run on these machines ({score.reason}); the plan is made without it",

@@ -210,7 +210,15 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         write_problem=write_problem,
     )
     found = stated_problem(problem, sources)
-    report = plan_problem(found, solver=solver, cost_model=cost_model, budget_s=budget_s, seed=seed, start=start)
+    report = plan_problem(
+        found,
+        solver=solver,
+        cost_model=cost_model,
+        budget_s=budget_s,
+        seed=seed,
+        start=start,
+        is_deployed=deploy is not None,
+    )
     if isinstance(report, FeasiblePlan):
         if picture is not None:
             picture.write_text(plan_picture(report), encoding="utf-8")

@@ -143,6 +143,13 @@ class Problem(StrictModel):
     """See `measured`."""
 
     @property
+    def unlinked_regions(self) -> tuple[str, ...]:
+        """Regions with machines that no link joins with any other, where there are others."""
+        regions = dict.fromkeys(node.region for node in self.nodes)
+        linked = {region for link in self.links if link.a != link.b for region in (link.a, link.b)}
+        return tuple(region for region in regions if region not in linked and len(regions) > 1)
+
+    @property
     def offload_obstacle(self) -> str | None:
         """Why its trainer cannot offload; None if it can, on machines that state `memory_GB`."""
         if not self.cost_model.train_pack_tokens:

@@ -201,3 +201,23 @@ def test_a_running_plan_is_where_the_search_begins(answer, tmp_path):
     told = plan(EXAMPLE, "--start", EXAMPLE)
     assert told.exit_code == 2
     assert "two_sites.yaml" in told.output
+
+
+def test_a_plan_of_other_machines_is_not_deployed_and_a_region_without_a_link_is_named(tmp_path):
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps({**document("tiny_04"), "links": []}))
+    other = tmp_path / "other.json"
+    other.write_text(candidate([("l4-0", 1, 4)], [("h800-7", 8)]).model_dump_json())
+    begun = (str(path), "--solver", "partition", "--budget-s", "2", "--start", str(other))
+    refused = plan(*begun, "--deploy", str(tmp_path / "out"))
+    assert refused.exit_code == 2, refused.output
+    lines = refused.stderr.splitlines()
+    assert [line.split(",")[0] for line in lines[:2]] == [
+        f"note: no link joins region '{region}' with another" for region in ("r0", "r1")
+    ]
+    assert lines[2:] == [
+        f"penstock: --start: {other}: train.0.node: there is no machine 'h800-7', so what --deploy wrote would be "
+        "another plan; leave --start out, or plan for the machines that it names"
+    ]
+    assert not (tmp_path / "out").exists()
+    assert "the plan is made without it" in plan(*begun).stderr
