@@ -89,7 +89,11 @@ def _hosts(probes: Sequence[Probe], sites: Collection[str], notes: list[str]) ->
             "region": site,
             "machines": [each.name for each in alike],
         }
-        yield found if cores is None else {**found, "cores": cores}
+        if cores is not None:
+            found["cores"] = cores
+        if memories := [probe.memory_GB for probe in alike if probe.memory_GB is not None]:
+            found["memory_GB"] = min(memories)
+        yield found
 
 
 def _grouped(every: Sequence[_Each], key: Callable[[_Each], _Key]) -> Mapping[_Key, list[_Each]]:

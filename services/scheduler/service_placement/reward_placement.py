@@ -73,17 +73,17 @@ def _keeping_up(
     # A machine without GPUs is started once, by what the first plan has there.
     hosts = [] if begun else _hosts(model, nodes[head].region, center or center_place(model.problem, head))
 
-    def order(name: str) -> tuple[bool, bool, bool, bool, bool]:
-        is_apart = name not in begun and name in nodes and nodes[name].region != nodes[head].region
-        return name not in begun, name not in hosts, name != head, is_apart, name in trains
+    def order(name: str) -> tuple[bool, bool, bool, bool]:
+        is_apart = name in nodes and nodes[name].region != nodes[head].region
+        return name not in hosts, name != head, is_apart, name in trains
 
     found: list[str] = []
     scored = 0.0
     # While a run goes on, a `penstock node` starts them, which a machine that only trains need not have.
     only_train = trains - {each.node for each in plan.gen} | {head} if begun else frozenset()
     others = [name for name in nodes if name not in begun and name not in only_train]
-    fitting = [*begun, *hosts, *(name for name in others if model.reward.fits(nodes[name], 1))]
-    for name in sorted(fitting, key=order):
+    fitting = [*hosts, *(name for name in others if model.reward.fits(nodes[name], 1))]
+    for name in (*begun, *sorted(fitting, key=order)):
         if found and name not in begun and scored >= rate * _ENOUGH:
             break
         found.append(name)
