@@ -138,11 +138,11 @@ def probe_all(made: Machines) -> None:
     """One after the other, and the link between the sites with the machine that listens."""
     listen = ("probe", "--listen", f"0.0.0.0:{PROBE_PORT}", "--name", TRAINER, "--site", "a")
     listener = made.start(TRAINER, *COMMAND, *listen)
-    listener.wait_for("a listener", lambda: "answers at" in listener.text)
     desk = made.probe(DESK)
     assert desk["accelerators"] is None
     trainer = made.probe(TRAINER, "--cpu-devices", "1", "--reward", "my.yaml")
     assert trainer["reward"]["model"] == "math"
+    listener.wait_for("a listener", lambda: "answers at" in listener.text)
     first, second = GENERATORS
     (link,) = made.probe(first, "--cpu-devices", "1", "--with", f"{TRAINER}:{PROBE_PORT}")["links"]
     assert (link["machine"], link["site"]) == (TRAINER, "a")
@@ -208,11 +208,13 @@ def test_probe_plan_deploy_and_start_give_an_encrypted_run_that_is_revised(tmp_p
         follow_readme(made)
         out = made.folder / "out"
 
-        started: dict[str, Run] = {}
-        for host in (DESK, *GENERATORS, TRAINER):
-            checked = made.run(host, "env", f"SLURMD_NODENAME={host}", str(out / "machine.sh"), "check")
-            assert (checked.returncode, checked.stderr) == (0, "")
-            started[host] = made.start(host, str(out / "machine.sh"), "start", SLURMD_NODENAME=host)
+        def on_all(what: str) -> dict[str, Run]:
+            script = (str(out / "machine.sh"), what)
+            return {host: made.start(host, *script, SLURMD_NODENAME=host) for host in (DESK, *GENERATORS, TRAINER)}
+
+        for host, checked in on_all("check").items():
+            assert checked.end(timeout_s=200) == 0, f"{host}: {checked.text}"
+        started = on_all("start")
         run = started[TRAINER]
         run.wait_for_step(2)
         assert generating(plans(run)[0]) == set(GENERATORS)
