@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from console.plan.build_problem import Sources, build_problem, write_problem
+from console.plan.plan_picture import plan_picture
 from console.plan.plan_text import print_plan
 from penstock.config import ConfigError, read_document
 from services.scheduler.cost_model.calibrated import make_model
@@ -102,38 +104,50 @@ def plan_problem(
         raise ConfigError(f"{problem.id}: {error}") from error
 
 
-def deploy(
-    folder: Path,
-    report: FeasiblePlan,
-    *,
-    engine: str,
-    run: Path | None,
-    address: str | None,
-    head_address: str | None,
-    moves_trainer: bool = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What `--deploy` and the options beside it say."""
+
+    folder: Path | None
+    """None where nothing is deployed."""
+    engine: str
+    run: Path | None
+    address: str | None
+    head_address: str | None
+    moves_trainer: bool
+
+
+def write_files(report: PlanReport, *, picture: Path | None, deployment: Deployment) -> None:
+    """Write what was asked for of a plan that can run. Raises ConfigError."""
+    if isinstance(report, FeasiblePlan):
+        if picture is not None:
+            picture.write_text(plan_picture(report), encoding="utf-8")
+        if deployment.folder is not None:
+            _deploy(report, deployment.folder, deployment)
+
+
+def _deploy(report: FeasiblePlan, folder: Path, deployment: Deployment) -> None:
     """Write the files that start the plan; see `console.deploy.deployment.write_deployment`. Raises ConfigError."""
     from console.deploy.configurations import PLAIN_RUN
     from console.deploy.deployment import write_deployment
     from console.deploy.trainers import training_machines
 
-    model, plan = report.model, report.plan
-    stated = read_document(run) if run is not None else PLAIN_RUN
+    model, plan, address = report.model, report.plan, deployment.address
+    stated = read_document(deployment.run) if deployment.run is not None else PLAIN_RUN
     written = write_deployment(
         folder,
         model,
         plan,
-        engine=engine,
+        engine=deployment.engine,
         run=stated,
         address=address,
-        head_address=head_address,
-        moves_trainer=moves_trainer,
+        head_address=deployment.head_address,
+        moves_trainer=deployment.moves_trainer,
     )
     print(f"{len(written)} files in {folder}; its README.md says how to start them", file=sys.stderr)
-    if engine == "compose":
-        for each in (
-            each for each in training_machines(model, plan, address=address, moves=moves_trainer) if each.torchrun
-        ):
+    if deployment.engine == "compose":
+        machines = training_machines(model, plan, address=address, moves=deployment.moves_trainer)
+        for each in (each for each in machines if each.torchrun):
             command = " ".join(("torchrun", *each.torchrun, "-m console serve trainer --config"))
             print(
                 f"note: without containers, {each.name} trains by: {command} {each.site}/trainer.yaml", file=sys.stderr

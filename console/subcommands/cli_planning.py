@@ -191,10 +191,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
       penstock plan --inventory inventory --run my.yaml --completion-tokens 900 --write-problem problem.yaml
     """
     from console.plan.build_problem import Sources
-    from console.plan.plan_command import check_solver, plan_problem, show, stated_problem
-    from console.plan.plan_command import deploy as write
-    from console.plan.plan_picture import plan_picture
-    from services.scheduler.planning.plan_report import FeasiblePlan
+    from console.plan.plan_command import Deployment, check_solver, plan_problem, show, stated_problem, write_files
 
     check_solver(solver)
     sources = Sources(
@@ -209,9 +206,8 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         reward_rate=reward_rate,
         write_problem=write_problem,
     )
-    found = stated_problem(problem, sources)
     report = plan_problem(
-        found,
+        stated_problem(problem, sources),
         solver=solver,
         cost_model=cost_model,
         budget_s=budget_s,
@@ -219,13 +215,10 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
         start=start,
         is_deployed=deploy is not None,
     )
-    if isinstance(report, FeasiblePlan):
-        if picture is not None:
-            picture.write_text(plan_picture(report), encoding="utf-8")
-        if deploy is not None:
-            write(
-                deploy, report, engine=engine, run=run, address=address, head_address=head, moves_trainer=moves_trainer
-            )
+    deployment = Deployment(
+        folder=deploy, engine=engine, run=run, address=address, head_address=head, moves_trainer=moves_trainer
+    )
+    write_files(report, picture=picture, deployment=deployment)
     return show(report, is_json=json_output, is_explained=explain)
 
 
