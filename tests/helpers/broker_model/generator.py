@@ -64,6 +64,7 @@ class ModelGenerator:
                 engine="model",
                 max_context_tokens=CONTEXT_TOKENS,
                 replaces_generator_id=self.replaces,
+                has_environment=self.world.setting.policy.has_environment,
             )
             self._leases.open(broker_pb2.StreamLeasesRequest(hello=hello))
         self._credit = max(self._credit, self._num_leases + slots - len(self.held))
@@ -121,10 +122,19 @@ class ModelGenerator:
         )
         chunk = chunk_of(lease_id, held.lease.key, held.offset, tokens, finish)
         chunk.token_shard = held.lease.token_shard
+        if finish == types_pb2.FINISH_REASON_STOP and self.world.setting.policy.has_environment:
+            self._score(chunk)
         held.offset += num_tokens
         if finish:
             del self.held[lease_id]
         return chunk
+
+    def _score(self, chunk: types_pb2.TokenChunk) -> None:
+        """The environment's score, of every other session; the others go to a reward worker."""
+        value = self.world.serials.next()
+        if value % 2:
+            chunk.score.CopyFrom(types_pb2.Score(status=types_pb2.SCORE_STATUS_OK, value=value))
+            self.world.truth.scores.setdefault(attempt_of(chunk.key), set()).add(float(value))
 
     async def put(self, *chunks: types_pb2.TokenChunk, are_new: bool = True) -> list[broker_pb2.ChunkError]:
         """Send chunks until they are answered; what was taken and what was refused is noted."""

@@ -59,6 +59,7 @@ def settings_of(group_size: int) -> st.SearchStrategy[Setting]:
         dispatch=st.sampled_from(DISPATCH_NAMES),
         token_shards=st.sampled_from([0, 0, 2, 3]),
         needs_reference_logprobs=st.booleans(),
+        has_environment=st.booleans(),
     )
     return st.builds(Setting, limits=limits, policy=policy)
 
