@@ -24,12 +24,6 @@ from simulator.virtual_run.simulation import steady_rate
 EXIT_INFEASIBLE = 1
 
 
-def check_solver(solver: str) -> None:
-    """Raise ConfigError unless there is a solver of that name."""
-    if solver not in SOLVERS:
-        raise ConfigError(f"--solver: {solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
-
-
 def stated_problem(path: Path | None, sources: Sources) -> Problem:
     """The problem in a file, or one built from an inventory, and written if a file is named. Raises ConfigError."""
     inventory = sources.inventory
@@ -76,6 +70,8 @@ def plan_problem(
         start: The initial plan.
         is_deployed: Whether files that start the plan will be written: then a `start` of other machines is refused.
     """
+    if solver not in SOLVERS:
+        raise ConfigError(f"--solver: {solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
     model = make_model(problem, cost_model)
     for region in problem.unlinked_regions:
         print(

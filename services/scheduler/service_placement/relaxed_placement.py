@@ -123,11 +123,13 @@ class RelaxedPlacement:
         )
 
     def _most(self, critic: CriticPlace | None) -> float:
-        if critic is None:
+        """What the critic keeps up with; beside the trainer at the least time that it adds to a step."""
+        if not self._model.problem.workload.critic_tasks:
             return math.inf
-        return self._model.demand.samples_per_step / self._model.critic.step_s(
-            self._model.nodes[critic.node], critic.gpus
-        )
+        step_s = self._beside_s()
+        if critic is not None:
+            step_s = self._model.critic.step_s(self._model.nodes[critic.node], critic.gpus)
+        return self._model.demand.samples_per_step / step_s
 
     def _beside_s(self) -> float:
         critic = self._model.critic
