@@ -5,8 +5,8 @@
     beside the trainer   the rest is planned as if the pool computed the critic's tasks, then each machine of that pool
                          is tried
 
-The fastest plan counts. Which places are tried depends on nothing but the rates found, and a faster search tries no
-fewer of them.
+The fastest plan counts. Which places are tried depends on nothing but the rates found and the time left, and a faster
+search tries no fewer of them.
 """
 
 from __future__ import annotations
@@ -49,10 +49,18 @@ def with_critic(
     fitting = [node for node in ordered_nodes(model.problem) if model.critic.fits(node, node.gpus)]
     entries = [(node, name) for node in fitting if (name := _last(node, allowed)) is not None]
     for index, (node, name) in enumerate(entries):
+        if _is_enough(found, time_left):
+            break
         share = 1 / (len(entries) - index + 1)
         found += _on_own_gpus(model, node, name, search, time_left=part_of(time_left, share))
-    found.append(_beside_trainer(model, search, allowed, time_left=time_left))
+    if not _is_enough(found, time_left):
+        found.append(_beside_trainer(model, search, allowed, time_left=time_left))
     return max(found, key=lambda solution: solution.score.samples_per_second)
+
+
+def _is_enough(found: Collection[Solution], time_left: TimeLeft) -> bool:
+    """Whether there is a plan, and no time for another one."""
+    return time_left() <= 0 and any(solution.plan is not None for solution in found)
 
 
 def _last(node: NodeClass, allowed: Collection[str]) -> str | None:
@@ -70,7 +78,8 @@ def _on_own_gpus(
         place = CriticPlace(node=name, gpus=gpus)
         solution = _at(model, place, search, time_left=part_of(time_left, 1 / (len(sizes) - index)))
         yield solution
-        if not isinstance(solution.score, Score) or solution.score.limit is not Limit.CRITIC:
+        is_limited = isinstance(solution.score, Score) and solution.score.limit is Limit.CRITIC
+        if not is_limited or time_left() <= 0:
             return
 
 

@@ -64,6 +64,7 @@ def with_workers(
     """The best plan found with workers of a kind on one entry's machines; without any, what the search finds.
 
     Whether another plan is better is not proved, and there is no bound. Those that are `kept` stay where they are.
+    Entries that time does not reach are left out, so that nested searches end in time on large clusters.
     """
     if kind is None:
         return search(model, time_left)
@@ -72,12 +73,16 @@ def with_workers(
     best: Solution | None = None
     entries = [node for node in ordered_nodes(model.problem) if kind.rates[node.name]]
     for index, node in enumerate(entries):
+        if best is not None and best.plan is not None and time_left() <= 0:
+            break
         # Room for the fewest, then for as many as keep up with what the rest reaches beside these.
         mine = part_of(time_left, 1 / (len(entries) - index))
         found = _around(model, kind, packed(node, 1), search, time_left=part_of(mine, 1 / 2))
         wanted = math.ceil(_rest_rate(model, kind, found) / kind.rates[node.name] - 1e-9)
         sizes = dict.fromkeys(_sizes(node, wanted)) if wanted > 1 else {}
         for position, gpus in enumerate(sizes):
+            if mine() <= 0:
+                break
             share = 1 / (len(sizes) - position)
             other = _around(model, kind, packed(node, gpus), search, time_left=part_of(mine, share))
             found = max(found, other, key=lambda solution: solution.score.samples_per_second)
