@@ -59,7 +59,7 @@ test-parts: setup
 	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 6 -m "not vllm and not grid" --durations=20
 
 test-runs: setup
-	$(PYTEST) tests/e2e tests/contract/engines -q $(RERUN) $(PARALLEL) 2 -m "(e2e or vllm) and not grid" --durations=20
+	$(PYTEST) tests/e2e tests/contract/engines -q $(RERUN) $(PARALLEL) 3 -m "(e2e or vllm) and not grid" --durations=20
 
 test-fast: setup lint  ## The quick part: no vLLM, nothing that is marked slow
 	$(ONE_THREAD) $(PYTEST) tests/unit tests/contract -q $(PARALLEL) 3 -m "not vllm and not slow and not grid"

@@ -8,7 +8,7 @@ from quickstart.prepare import Prepared
 from tests.e2e.runs import assert_balanced, running, small_run
 from tests.helpers.models.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grid, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.runs import RUN_ID, assert_balanced, penstock, running, small_run
 from tests.helpers.full_disk import fill, small_disk
 
-pytestmark = [pytest.mark.e2e, pytest.mark.flaky(reruns=0), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grid, pytest.mark.flaky(reruns=0), pytest.mark.timeout(900)]
 DISK_BYTES = 256 * 2**20
 
 
