@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import weakref
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
@@ -38,6 +39,8 @@ class MetricsTargets:
         self._owner = folder.path.name if is_inside else self.path.name.removesuffix(SUFFIX)
         self._groups: dict[str, dict[str, object]] = {}
         self._held: dict[str, socket.socket] = {}
+        # Services that were planned and never started are stopped by no one.
+        weakref.finalize(self, _close, self._held)
         self._stated: dict[str, str] = {}
 
     def address_of(self, name: str, stated: str | None = None) -> str:
@@ -85,6 +88,11 @@ class MetricsTargets:
             replace_file(self.path, json.dumps(list(self._groups.values()), indent=2) + "\n")
         else:
             self.path.unlink(missing_ok=True)
+
+
+def _close(held: dict[str, socket.socket]) -> None:
+    for each in held.values():
+        each.close()
 
 
 def run_targets(folder: RunFolder, node: str = "") -> Path:

@@ -8,10 +8,11 @@ dearest first: StreamRL (Zhong et al. 2025, section 4.3) adds units only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from services.scheduler.cost_model.reference import CostModel, Score
-from services.scheduler.problem.plan_document import PlanDocument
+from services.scheduler.problem.plan_document import PlanDocument, TrainShare
 from services.scheduler.solvers.divisions import Division, Split, best_split, machine_splits, plan_of
 from services.scheduler.solvers.interface import Solution, TimeLeft
 from services.scheduler.solvers.scored import BETTER, Parts, Scored, climb, parts_of, with_part
@@ -34,7 +35,21 @@ def regenerate(model: CostModel, running: PlanDocument, *, time_left: TimeLeft) 
         if (leaner := _leaner(model, trains, scored, scored.best)) is None:
             break
         scored.settle_for(leaner)
-    return scored.solution(NAME)
+    return _with_head_of(model, scored.solution(NAME), running)
+
+
+def _with_head_of(model: CostModel, found: Solution, running: PlanDocument) -> Solution:
+    """The solution with the shares of the pool in their order: the first one's machine is the head, which stays."""
+    if found.plan is None or found.plan.train == running.train:
+        return found
+    if sorted(found.plan.train, key=_name) != sorted(running.train, key=_name):
+        return found
+    plan = found.plan.model_copy(update={"train": running.train})
+    return replace(found, plan=plan, score=model.score(plan))
+
+
+def _name(share: TrainShare) -> str:
+    return share.node
 
 
 def _leaner(model: CostModel, trains: PlanDocument | None, scored: Scored, parts: Parts) -> Parts | None:

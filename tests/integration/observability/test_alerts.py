@@ -83,7 +83,7 @@ def alerts_of_rows(page: str, heading: str) -> dict[str, set[str]]:
 
 
 def test_every_invariant_and_every_fault_has_an_alert() -> None:
-    invariants = alerts_of_rows("architecture.md", "`PENSTOCK_HYPOTHESIS=long` both run for hours.")
+    invariants = alerts_of_rows("architecture.md", "With `PENSTOCK_HYPOTHESIS=long` all run for hours.")
     faults = alerts_of_rows("operating.md", "## What fails, and what happens")
     assert (len(invariants), len(faults)) == (7, 16)
     there = {str(rule["alert"]) for rule in rules("alerts.yml")}

@@ -50,7 +50,7 @@ def test_a_registered_solver_plans_for_programs_and_on_the_command_line():
     answer = json.loads(result.output)
     center = {"broker": {"node": HALVES.train[0].node}, "scheduler": HALVES.train[0].node}
     assert (answer["rm1_plan"], answer["solver"]) == ({**HALVES.stated(), **center}, "toy")
-    refused = CliRunner().invoke(app, ["plan", "nowhere.json", "--solver", "oracle"])
+    refused = CliRunner().invoke(app, ["plan", str(INSTANCES / "tiny_02.json"), "--solver", "oracle"])
     assert "choose one of auto, partition, streamrl, exhaustive, multilevel, milp, toy" in refused.output
     asked = pb.CreatePlanRequest(problem_json=json.dumps(document("tiny_02")), solver="toy")
     task = checked_task(asked, cost_model="rm1")
