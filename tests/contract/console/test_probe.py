@@ -30,7 +30,7 @@ FLAGS = ("--prompts-per-step", "4", "--group-size", "4", "--staleness", "1")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
     # Other tests probe this machine, too, and one at a time may.
     with mock.patch.dict(os.environ, TMPDIR=str(tmp_path)):
@@ -38,6 +38,7 @@ def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
             *("probe", "--out", "inventory", "--name", "this", "--cpu-devices", "2", "--seconds", "0.05"),
             *("--skip", "decode", "--json"),
             cwd=tmp_path,
+            timeout_s=200,
         )
     assert probed.returncode == 0, probed.stderr
     found = json.loads(probed.stdout)
@@ -79,6 +80,7 @@ def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
     assert (node["gpu"], node["gpus"]) == (found["accelerators"]["kind"], 2)
 
 
+@pytest.mark.timeout(240)
 def test_a_machine_without_gpus_is_a_host_on_which_programs_of_a_reward_are_run(tmp_path: Path) -> None:
     try:
         find_sandbox("auto")
@@ -94,6 +96,7 @@ def test_a_machine_without_gpus_is_a_host_on_which_programs_of_a_reward_are_run(
         probed = penstock(
             *("probe", "--name", "desk", "--seconds", "0.05", "--reward", "run.yaml", "--skip", "disk", "--json"),
             cwd=tmp_path,
+            timeout_s=200,
         )
     assert probed.returncode == 0, probed.stderr
     found = json.loads(probed.stdout)
