@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.runs import assert_balanced, assert_within_bound, running, small_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.grid, pytest.mark.slow, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.grid, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
 
 
 def other_process(pid: int) -> int | None:

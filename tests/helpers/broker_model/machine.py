@@ -518,7 +518,7 @@ class BrokerMachine(WorldMachine):
 
     async def _clean_up(self) -> None:
         """Token shards let go of what the run has given up, in their own time."""
-        # Those that no one has sent to since a broker restarted, too: brokers with members do so (`brokers.attendance`).
+        # Brokers with members attend those, too, to which no one has sent since a restart: `brokers.attendance`.
         for broker in self.world.brokers:
             for shard in range(1, self.world.setting.policy.token_shards + 1):
                 await broker.run_registry.own_shards.attend(RUN, shard)
