@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 # A test of real processes that fails is run once more and shown as "R". Unit tests, and those that search for a broken
 # invariant, never are. Left out by path: a mark would have each test wait 40 ms for the plugin's books of reruns.
 RERUN := -raR --reruns 1 --rerun-exclude-path tests/unit
-# On two cores: two test processes where tests compute or start services, three where they wait for clocks or peers, five
+# On two cores: two test processes where tests compute or start services, three where they wait for clocks or peers, four
 # where both kinds run together. Threads of PyTorch beside them would only wait for each other.
 PARALLEL := --dist loadfile --no-loadscope-reorder -n
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -56,7 +56,7 @@ test: setup lint test-parts test-runs  ## Everything CI runs
 
 # One session each, so that waiting tests and computing ones fill each other's gaps and start-up is paid once.
 test-parts: setup
-	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 5 -m "not vllm and not grid" --durations=20
+	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 4 -m "not vllm and not grid" --durations=20
 
 test-runs: setup
 	$(PYTEST) tests/e2e tests/contract/engines -q $(RERUN) $(PARALLEL) 3 -m "(e2e or vllm) and not grid" --durations=20

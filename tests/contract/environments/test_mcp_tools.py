@@ -20,7 +20,7 @@ from tests.contract.environments.test_service import reset, served
 from tests.helpers.processes import children_of, is_running
 from tests.helpers.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 SERVER = Path(__file__).resolve().parents[2] / "helpers" / "imports" / "mcp_server.py"
 COMMAND = shlex.join([sys.executable, str(SERVER)])
 OK, SANDBOX_ERROR = types_pb2.SCORE_STATUS_OK, types_pb2.SCORE_STATUS_SANDBOX_ERROR
@@ -31,7 +31,7 @@ async def make(stub, turn, *calls, session="s"):
     request = environment_pb2.StepRequest(session_id=session, turn=turn, text=f"turn {turn}")
     for name, arguments in calls:
         request.tool_calls.add(name=name, arguments_json=json.dumps(arguments))
-    return await call(stub.Step, request, peer="environment", timeout_s=40)
+    return await call(stub.Step, request, peer="environment", timeout_s=100)
 
 
 def texts(response):
@@ -94,7 +94,7 @@ async def test_tools_over_stdio_are_offered_called_bounded_and_played_again(monk
 
 
 async def test_what_a_program_fails_at_is_an_error_by_name_and_no_reward():
-    async with served(load_environment(f"mcp:{COMMAND}?timeout_s=5")) as (_, stub):
+    async with served(load_environment(f"mcp:{COMMAND}?timeout_s=15")) as (_, stub):
         for name, arguments, said in (
             ("crash", {}, "crash: Connection closed"),
             ("wait", {"seconds": 30}, "timed out"),

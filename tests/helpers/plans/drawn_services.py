@@ -1,5 +1,6 @@
 """Small clusters whose workload has services: scorers, a critic, reward models, drawn at random; and time in plans."""
 
+import itertools
 import random
 
 from services.scheduler.cost_model.reference import CostModel
@@ -24,6 +25,19 @@ def drawn_with_services(seed: int) -> Problem:
     reward = {"seconds_per_sample": rng.choice([0.1, 1, 4]), "gpu_memory_GB": rng.choice([0, 10, 16])}
     stated["workload"] |= {"train_tasks": tasks, "reward": reward if "reward" in kinds else None}
     return Problem.model_validate(stated)
+
+
+def grown_to_16_gpus(problem: Problem) -> Problem:
+    """The problem with further machines of its entries, until it has 13 to 16 GPUs."""
+    counts = [node.count for node in problem.nodes]
+    for index in itertools.cycle(range(len(counts))):
+        num_gpus = sum(node.gpus * count for node, count in zip(problem.nodes, counts, strict=True))
+        if num_gpus >= 13:
+            break
+        counts[index] += num_gpus + problem.nodes[index].gpus <= 16
+    nodes = [node.model_copy(update={"count": count}) for node, count in zip(problem.nodes, counts, strict=True)]
+    stated = problem.model_copy(update={"nodes": tuple(nodes)})
+    return Problem.model_validate(stated.model_dump(by_alias=True, mode="json"))
 
 
 class CountedTime:

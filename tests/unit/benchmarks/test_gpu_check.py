@@ -61,6 +61,7 @@ def test_every_file_with_the_mark_is_run_and_the_engines_contract_too():
     assert not any(file.endswith("test_gpu_check.py") for file in files)
 
 
+@pytest.mark.timeout(180)
 def test_what_tests_report_is_read(project):
     assert files_with_checks(project) == ["tests/test_a.py"]
     checks = run_file("tests/test_a.py", folder=project, root=project)
@@ -84,6 +85,7 @@ def test_a_file_that_crashes_is_a_failed_check(project, monkeypatch):
     assert check.reason == "pytest ended with status 9 before it had a report"
 
 
+@pytest.mark.timeout(180)
 def test_a_file_that_cannot_be_imported_is_a_failed_check(project):
     (project / "tests" / "test_a.py").write_text("import nothing_of_this_name\n")
     assert [check.outcome for check in run_file("tests/test_a.py", folder=project, root=project)] == [Outcome.FAILED]

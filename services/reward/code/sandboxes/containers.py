@@ -122,6 +122,13 @@ def kept(argv: Sequence[str], limits: Limits) -> list[str]:
     return [*keeper, "/bin/sh", "-c", *_ANNOUNCED, *limited(argv, limits, bounds)]
 
 
+def _has_output(descriptor: int, timeout_s: float) -> bool:
+    """Whether there is something to read, or the end, within this time. Descriptors may be above `select`'s 1,024."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
+
+
 def start_container(
     command: Sequence[str], *, kill: Sequence[str], folder: Path, held: contextlib.ExitStack | None = None
 ) -> Container:
@@ -168,7 +175,7 @@ class Container:
 
     def await_start(self) -> None:
         """Return when the program has started. Raises SandboxError."""
-        ready, _, _ = select.select([self.stdout], [], [], _START_TIMEOUT_S)
+        ready = _has_output(self.stdout, _START_TIMEOUT_S)
         if not ready or os.read(self.stdout, 1) != _STARTED:
             said = self._said() or ("it ended at once" if ready else f"not within {_START_TIMEOUT_S:g} s")
             raise SandboxError(f"container: it did not start: {said}")
@@ -210,7 +217,7 @@ class Container:
         """Read what is still printed, for a while."""
         until_s = time.monotonic() + seconds
         while self._process.poll() is None and (left_s := until_s - time.monotonic()) > 0:
-            ready, _, _ = select.select([self.stdout], [], [], left_s)
+            ready = _has_output(self.stdout, left_s)
             if ready and not os.read(self.stdout, 65536):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(left_s)

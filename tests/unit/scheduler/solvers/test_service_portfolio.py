@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from time import process_time
 
 import pytest
 
@@ -15,7 +16,7 @@ from services.scheduler.service_placement.every_placement import best_of_all_pla
 from services.scheduler.solvers import exhaustive
 from services.scheduler.solvers.interface import ProblemTooLargeError
 from services.scheduler.solvers.registry import AUTO, SOLVERS, members
-from tests.helpers.plans.drawn_services import CountedTime, drawn_with_services
+from tests.helpers.plans.drawn_services import CountedTime, drawn_with_services, grown_to_16_gpus
 
 BUDGET = 512
 """Plans that each search may score."""
@@ -60,6 +61,18 @@ def test_no_plan_with_services_is_better_than_the_proved_one(seed):
     assert found.is_optimal
     assert found.upper_bound_samples_per_second == found.score.samples_per_second == pytest.approx(best, rel=1e-12)
     assert best > 0
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "seed", [seed if seed == 4 else pytest.param(seed, marks=pytest.mark.grid) for seed in range(16)]
+)
+def test_auto_is_within_half_a_percent_of_all_plans_for_13_to_16_gpus(seed):
+    problem = grown_to_16_gpus(drawn_with_services(seed))
+    begun_s = process_time()
+    solution = solve(CostModel(problem), AUTO, time_left=lambda: 60.0 - (process_time() - begun_s))
+    assert violations(problem, solution.plan) == []
+    assert solution.score.samples_per_second >= 0.995 * solution.upper_bound_samples_per_second > 0
 
 
 def test_at_its_deadline_it_has_a_plan_and_a_bound():
