@@ -18,7 +18,7 @@ import yaml
 
 from console.config.run_folder import RunFolder
 from quickstart.prepare import Prepared
-from tests.helpers.console import COMMAND, environment
+from tests.helpers.console import COMMAND, environment, penstock_in_process
 
 RUN_ID = "e2e"
 
@@ -39,6 +39,23 @@ def small_run(task: Prepared, folder: Path, **settings: Any) -> dict[str, Any]:
         section, _, key = name.partition("__")
         document.setdefault(section, {})[key] = value
     return document
+
+
+def leases_of(status: dict[str, Any], name: str) -> int:
+    """How many samples the generator of that name holds, by `penstock status --json`."""
+    views = status["generators"]
+    return sum(view["num_leases"] for view in views if view["generator_id"].startswith(f"{name}-"))
+
+
+def kill_with_leases(send: Callable[[int], None], num_leases: Callable[[], int]) -> None:
+    """kill -9 of a generator by signals, while it holds leases: they stay as they are while it is stopped."""
+    while True:
+        send(signal.SIGCONT)
+        if not num_leases():
+            continue
+        send(signal.SIGSTOP)
+        if num_leases():
+            return send(signal.SIGKILL)
 
 
 class Run:
@@ -85,6 +102,16 @@ class Run:
         """kill -9 of a service's process."""
         (record,) = [record for record in self.folder.records() if record.name == service]
         os.kill(record.pid, signal.SIGKILL)
+
+    def kill_generator_with_leases(self, index: int) -> None:
+        """kill -9 of a generator while it has samples in hand."""
+        (record,) = [record for record in self.folder.records() if record.name == f"generator-{index}"]
+
+        def num_leases() -> int:
+            status = penstock_in_process("status", str(self.folder.path), "--json", cwd=self.folder.path)
+            return leases_of(json.loads(status.stdout), f"gen-{index}")
+
+        kill_with_leases(lambda number: os.kill(record.pid, number), num_leases)
 
     def num_restarts(self, service: str) -> int:
         """How often the launcher started it again."""

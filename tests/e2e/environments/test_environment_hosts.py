@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ import yaml
 
 from console.config.run_folder import RunFolder
 from quickstart.prepare import Prepared
-from tests.e2e.runs import RUN_ID, Run, assert_balanced, small_run
+from tests.e2e.runs import RUN_ID, Run, assert_balanced, kill_with_leases, leases_of, small_run
 from tests.helpers.console import COMMAND, ROOT, environment, penstock_in_process, write_rows
 from tests.helpers.sites.hosts import TwoSites, find_obstacle, two_sites
 
@@ -187,20 +186,7 @@ def num_leases(hosts: Hosts, host: str) -> int:
     """How many samples a host's generator holds, by the broker's books."""
     status = hosts.penstock("control", "status", RUN_ID, "--broker", "broker:7301", "--json")
     assert status.returncode == 0, status.stdout + status.stderr
-    views = json.loads(status.stdout)["generators"]
-    return sum(view["num_leases"] for view in views if view["generator_id"].startswith(f"{host}-"))
-
-
-def kill_with_leases(hosts: Hosts, host: str) -> None:
-    """Kills a generator while it holds leases, which stay as they are while it is stopped."""
-    process = hosts.processes[host]
-    while True:
-        process.send_signal(signal.SIGCONT)
-        if not num_leases(hosts, host):
-            continue
-        process.send_signal(signal.SIGSTOP)
-        if num_leases(hosts, host):
-            return process.kill()
+    return leases_of(json.loads(status.stdout), host)
 
 
 def test_sessions_over_hosts_outlive_a_generator_under_certificates_of_their_roles(
@@ -208,7 +194,7 @@ def test_sessions_over_hosts_outlive_a_generator_under_certificates_of_their_rol
 ) -> None:
     with running(hosts, task) as run:
         run.wait_for_step(1)
-        kill_with_leases(hosts, "gpu-0")
+        kill_with_leases(hosts.processes["gpu-0"].send_signal, lambda: num_leases(hosts, "gpu-0"))
         assert_roles_are_kept_apart(hosts)
         assert run.end() == 0, run.text + hosts.logs()
     assert_balanced(run.summary(), num_samples=NUM_STEPS * 8 * 4)

@@ -45,7 +45,7 @@ def test_no_session_dies_with_a_generator_or_the_environment(task, tmp_path, row
         for step, service in ((1, "environment"), (2, "generator-0"), (4, "environment")):
             run.wait_for_step(step)
             restarts = run.num_restarts(service)
-            run.kill(service)
+            run.kill_generator_with_leases(0) if service == "generator-0" else run.kill(service)
             run.wait_for("a restart", lambda name=service, num=restarts: run.num_restarts(name) == num + 1)
         assert run.end() == 0, run.text
         summary = run.summary()
