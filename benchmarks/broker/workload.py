@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from benchmarks.broker.arrays import NUM_TEMPLATES, make_templates
+from benchmarks.broker.peers.arrays import NUM_TEMPLATES, make_templates
 from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.codec import encode_versions
 

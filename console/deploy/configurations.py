@@ -45,8 +45,8 @@ from console.deploy.run_settings import (
     scheduler_config,
     trainer_roots,
 )
-from console.deploy.scoring import reward_settings, scorer_settings
 from console.deploy.trainers import RENDEZVOUS_PORT, training_machines
+from console.deploy.worker_settings import reward_settings, scorer_settings
 from console.node.config import HostConfig, NodeConfig
 from penstock.config import ConfigError, Document, StrictModel, validate
 from penstock.process.grace_periods import LAST_ACT_S

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.broker.arrays import NUM_TEMPLATES
+from benchmarks.broker.peers.arrays import NUM_TEMPLATES
 from benchmarks.broker.processes import CpuMeter, Worker
 from benchmarks.broker.worker import Ready
 from benchmarks.broker.workload import WORKLOADS, Workload

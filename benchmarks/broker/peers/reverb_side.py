@@ -12,7 +12,7 @@ import numpy as np
 import reverb
 import tensorflow as tf
 
-from benchmarks.broker.arrays import NUM_TEMPLATES, Arrays, make_templates
+from benchmarks.broker.peers.arrays import NUM_TEMPLATES, Arrays, make_templates
 from benchmarks.broker.worker import Ready
 
 TABLE = "trajectories"

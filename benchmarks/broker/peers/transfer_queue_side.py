@@ -19,7 +19,7 @@ import transfer_queue
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from benchmarks.broker.arrays import NUM_TEMPLATES, Arrays, make_templates
+from benchmarks.broker.peers.arrays import NUM_TEMPLATES, Arrays, make_templates
 from benchmarks.broker.worker import Ready
 
 UNANSWERED_PUTS = 4
