@@ -23,7 +23,7 @@ from simulator.virtual_run.simulation import simulate_plan, simulate_setup
 
 NUM_SIMULATED = 14
 """Plans to simulate, the best by the cost model."""
-SOLVE_S = 2.0
+SOLVE_S = 6.0
 """CPU time that the planner's search may take for a further plan."""
 _FINAL_STEPS, _SKIPPED = 9, 3
 

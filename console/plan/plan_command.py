@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -22,6 +23,16 @@ from services.scheduler.solvers.registry import SOLVERS
 from simulator.virtual_run.simulation import steady_rate
 
 EXIT_INFEASIBLE = 1
+
+_SMALL_GPUS, _SMALL_BUDGET_S = 64, 14.0
+_LARGE_GPUS, _LARGE_BUDGET_S = 1024, 45.0
+
+
+def default_budget_s(num_gpus: int) -> float:
+    """Time to plan a cluster, seconds: the same up to 64 GPUs, from there with each doubling more, up to 1,024."""
+    doublings = math.log2(min(max(num_gpus, _SMALL_GPUS), _LARGE_GPUS) / _SMALL_GPUS)
+    each_s = (_LARGE_BUDGET_S - _SMALL_BUDGET_S) / math.log2(_LARGE_GPUS / _SMALL_GPUS)
+    return _SMALL_BUDGET_S + each_s * doublings
 
 
 def stated_problem(path: Path | None, sources: Sources) -> Problem:
@@ -54,7 +65,7 @@ def plan_problem(
     *,
     solver: str,
     cost_model: str,
-    budget_s: float,
+    budget_s: float | None,
     seed: int,
     start: Path | None,
     is_deployed: bool = False,
@@ -65,7 +76,7 @@ def plan_problem(
         problem: It.
         solver: One of SOLVERS.
         cost_model: Its name.
-        budget_s: Time for everything.
+        budget_s: Time for everything; None for what clusters of this size get by default.
         seed: Of the search.
         start: The initial plan.
         is_deployed: Whether files that start the plan will be written: then a `start` of other machines is refused.
@@ -91,6 +102,8 @@ def plan_problem(
                 f"note: {start} cannot run on these machines ({score.reason}); the plan is made without it",
                 file=sys.stderr,
             )
+    if budget_s is None:
+        budget_s = default_budget_s(sum(node.gpus * node.count for node in problem.nodes))
     end_s = time.monotonic() + budget_s
     try:
         return make_advised_plan(

@@ -51,7 +51,11 @@ def best_of_members(turn: Turn, *, time_left: TimeLeft, starts: Plans, kept: Pla
             break
         if name == AUTO or (name in shares and has_small_problem):
             stays = _with_services_of(kept, best.plan) if name == AUTO else kept
-            best = better(best, turn(name, (best.plan,), stays, part_of(time_left, share)))
+            try:
+                best = better(best, turn(name, (best.plan,), stays, part_of(time_left, share)))
+            except ProblemTooLargeError:
+                # What could be listed in the first turn may be too much for the time that is left.
+                continue
     # Nobody's: all say why there is no plan.
     return best if best.plan is not None else replace(best, solver=AUTO)
 

@@ -29,8 +29,8 @@ from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, infe
 from services.scheduler.solvers.regeneration import regenerate
 from services.scheduler.solvers.registry import AUTO, SOLVERS, make_solver
 
-_SOLVE_SHARE = 0.8
-_SIMULATED_SHARE = 0.9
+_SOLVE_SHARE = 0.7
+_SIMULATED_SHARE = 0.95
 """Share of the time after which the search, then the simulation, ends; the rest looks for what to buy or give up
 next."""
 
