@@ -140,7 +140,7 @@ class OpenEnvSession(Environment):
             try:
                 self._schema = await self._action_schema(self._http)
                 self._socket = await self._http.ws_connect(f"{self._options.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
-                answer = await self._ask(request)
+                answer = await self._first_answer(self._socket, request)
                 if _code(answer) != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > until_s:
                     return answer
             except (aiohttp.ClientError, OpenEnvError) as error:
@@ -157,6 +157,22 @@ class OpenEnvSession(Environment):
         action = found.get("action") if isinstance(found, dict) else None
         return action if isinstance(action, dict) else {}
 
+    async def _first_answer(
+        self, socket: aiohttp.ClientWebSocketResponse, request: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The answer to a connection's first request: a full server gives it before it is asked, and hangs up."""
+        import aiohttp
+
+        with contextlib.suppress(TimeoutError):
+            said = _answer(await socket.receive(timeout=_UNASKED_WAIT_S))
+            if _code(said) is not None:
+                return said
+            raise OpenEnvError(f"the server spoke unasked: {json.dumps(said)[:200]}")
+        with contextlib.suppress(aiohttp.ClientError, ConnectionError):
+            # Where the server has hung up, its reason may still be there to read.
+            await socket.send_json(request)
+        return _answer(await socket.receive(timeout=self._options.timeout_s))
+
     async def _ask(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         import aiohttp
 
@@ -166,18 +182,9 @@ class OpenEnvSession(Environment):
         try:
             await self._refuse_unasked(socket)
             await socket.send_json(request)
-            answer = await socket.receive(timeout=self._options.timeout_s)
+            return _answer(await socket.receive(timeout=self._options.timeout_s))
         except (aiohttp.ClientError, ConnectionError) as error:
             raise OpenEnvError(str(error)) from error
-        if answer.type is not aiohttp.WSMsgType.TEXT:
-            raise OpenEnvError(f"the server closed the connection ({answer.type.name}: {answer.data or answer.extra})")
-        try:
-            found = json.loads(answer.data)
-        except (ValueError, RecursionError) as error:
-            raise OpenEnvError(f"the server's answer is no JSON: {error}") from error
-        if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
-            raise OpenEnvError(f"the server's answer has no data: {answer.data[:200]}")
-        return found
 
     async def _refuse_unasked(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Raises OpenEnvError if something came since the last answer: it would be taken for that to the next turn."""
@@ -214,6 +221,21 @@ class OpenEnvSession(Environment):
         return Message(
             role="user", content=texts[0] if len(texts) == 1 else json.dumps(observation, ensure_ascii=False)
         )
+
+
+def _answer(message: aiohttp.WSMessage) -> Mapping[str, Any]:
+    """What the server said. Raises OpenEnvError if it hung up, or said nothing that can be read."""
+    import aiohttp
+
+    if message.type is not aiohttp.WSMsgType.TEXT:
+        raise OpenEnvError(f"the server closed the connection ({message.type.name}: {message.data or message.extra})")
+    try:
+        found = json.loads(message.data)
+    except (ValueError, RecursionError) as error:
+        raise OpenEnvError(f"the server's answer is no JSON: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
+        raise OpenEnvError(f"the server's answer has no data: {message.data[:200]}")
+    return found
 
 
 def _arguments(action: Action) -> Any:

@@ -103,6 +103,30 @@ async def test_an_openenv_server_is_played_over_its_websocket():
                 assert (won.done, won.reward) == (True, 1.0), won
 
 
+async def test_a_full_openenv_server_that_hangs_up_before_it_is_asked_is_waited_for():
+    num_asked = 0
+
+    async def play(request):
+        nonlocal num_asked
+        num_asked += 1
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if num_asked < 3:
+            full = {"message": "Server at capacity: 2/2", "code": "CAPACITY_REACHED"}
+            await socket.send_json({"type": "error", "data": full})
+            return socket
+        async for _ in socket:
+            answer = {"observation": {"text": "begin"}, "reward": None, "done": False}
+            await socket.send_json({"type": "observation", "data": answer})
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", play)
+    async with serving_http(app) as url, served(load_environment(f"openenv:{url}?timeout_s=20")) as (_, stub):
+        assert (await reset(stub)).messages[0].content == "begin"
+    assert num_asked == 3
+
+
 async def test_what_an_openenv_server_says_twice_is_never_the_reward_of_another_turn():
     async def play(request):
         socket = web.WebSocketResponse()
