@@ -16,7 +16,8 @@ from penstock.process.grace_periods import CHECKPOINT_S
 from penstock.security import Security
 from penstock.security.registered_addresses import OwnAddresses
 from services.trainer.config import TrainerConfig, TrainingConfig
-from services.trainer.distributed.launch import Place, TorchrunRuns, check_size, check_trust, stay_on_loopback
+from services.trainer.distributed.launch import Place, check_size, check_trust, stay_on_loopback
+from services.trainer.distributed.torchrun_runs import TorchrunRuns
 from services.trainer.folders.allowed_roots import Roots
 from services.trainer.folders.kept_run import KeptRun, kept_path
 from services.trainer.publishing.broadcast_server import broadcasting

@@ -23,11 +23,11 @@ from services.trainer.distributed.launch import (
     STAGES_KEY,
     STORE_VARIABLE,
     Place,
-    TorchrunRuns,
     end_process,
 )
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.rank_worker import follow, ignore_signals
+from services.trainer.distributed.torchrun_runs import TorchrunRuns
 from services.trainer.model.backend import Backend
 from services.trainer.run.policy_loading import local_backend
 

@@ -14,11 +14,11 @@ from services.trainer.distributed.launch import (
     SPLITS_KEY,
     STAGES_KEY,
     StartedRanks,
-    TorchrunRuns,
     end_process,
 )
 from services.trainer.distributed.process_group import RankGroup
 from services.trainer.distributed.sharded_backend import ShardedBackend
+from services.trainer.distributed.torchrun_runs import TorchrunRuns
 from services.trainer.model.backend import Backend, UnsupportedModelError
 from services.trainer.model.ranks import Ranks
 

@@ -7,7 +7,6 @@ process ends process 0 too, so that its supervisor restarts all of them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,8 +43,6 @@ ISLANDS_KEY = "islands"
 """Key of trainer.parallel.islands in a run's store."""
 RANK_LOST_STATUS = 70
 END_TIMEOUT_S = 30.0
-WAIT_TIMEOUT = timedelta(hours=1)
-"""Duration of one wait for the next run, which is then repeated; the death of torchrun ends it at once."""
 _log = structlog.get_logger()
 
 
@@ -82,51 +78,6 @@ def end_process(reason: str) -> None:
     """End at once, to be restarted: the processes can do nothing together any more, not even write a checkpoint."""
     _log.critical("this trainer ends", reason=reason)
     os._exit(RANK_LOST_STATUS)
-
-
-class TorchrunRuns:
-    """The runs of a trainer under torchrun, counted alike by all of its processes."""
-
-    def __init__(self) -> None:
-        self._num_runs = 0
-        self.is_under_way = False
-        """In the others: whether one has begun and not ended."""
-        self._store: Store | None = None
-
-    def begin(self) -> Store:
-        """In the coordinator: where the processes meet for a new run."""
-        store, name = self._next()
-        store.set(name, "begins")
-        return _below(name, store)
-
-    def wait(self) -> Store | None:
-        """In the others: where they meet for the next run, once it begins; None if the coordinator ends instead."""
-        import torch.distributed as dist
-
-        store, name = self._next()
-        while True:
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait([name], WAIT_TIMEOUT)
-                self.is_under_way = store.get(name) == b"begins"
-                return _below(name, store) if self.is_under_way else None
-
-    def end(self) -> None:
-        """In the coordinator: end the others; no more runs follow."""
-        store, name = self._next()
-        store.set(name, "ends")
-
-    def _next(self) -> tuple[Store, str]:
-        self._num_runs += 1
-        return self._joined(), f"penstock/run/{self._num_runs}"
-
-    def _joined(self) -> Store:
-        import torch.distributed as dist
-
-        if self._store is None:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            is_server = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
-            self._store = dist.TCPStore(host, port, is_master=is_server, wait_for_workers=False)
-        return self._store
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,12 +129,6 @@ def start_rank(environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # The kernel ends it with the thread that starts it, which lives as long as the run.
     command = bound(sys.executable, "-P", "-m", "services.trainer.worker_process", ends_by=signal.SIGKILL)
     return subprocess.Popen(command, env={**_child_environment(), **environment}, stdin=subprocess.DEVNULL)
-
-
-def _below(name: str, store: Store) -> Store:
-    import torch.distributed as dist
-
-    return dist.PrefixStore(name, store)
 
 
 def stay_on_loopback() -> None:

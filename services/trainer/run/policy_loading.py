@@ -15,8 +15,8 @@ from services.trainer.algorithms.terms.correction import Correction, CorrectionL
 from services.trainer.algorithms.terms.kl import KlEstimator
 from services.trainer.config import TrainingConfig
 from services.trainer.data.tokenizer import HuggingFaceTokenizer
-from services.trainer.distributed.launch import TorchrunRuns
 from services.trainer.distributed.rank_backend import RankBackend
+from services.trainer.distributed.torchrun_runs import TorchrunRuns
 from services.trainer.model.backend import Backend
 from services.trainer.model.model_loading import ModelSettings
 from services.trainer.model.ranks import Ranks

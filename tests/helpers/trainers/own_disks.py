@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from services.trainer.distributed import launch
 from services.trainer.distributed.coordinator import lead
-from services.trainer.distributed.launch import StartedRanks, TorchrunRuns
+from services.trainer.distributed.launch import StartedRanks
 from services.trainer.distributed.sharded_backend import ShardedBackend
+from services.trainer.distributed.torchrun_runs import TorchrunRuns
 from services.trainer.run.policy_loading import local_backend
 from services.trainer.run_sections import RunSettings
 from tests.helpers.trainers.two_processes import config_of, on_lost
