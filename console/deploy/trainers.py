@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.config import ConfigError, Document
+from penstock.process.grace_periods import LAST_ACT_S
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import SHARE_DIGITS, PlanDocument
 
@@ -46,6 +47,8 @@ def training_machines(
             f"--master-addr={head_address}",
             f"--master-port={RENDEZVOUS_PORT}",
             f"--max-restarts={MAX_RESTARTS}",
+            # Its own 30 s would cut off a last checkpoint.
+            f"--shutdown-timeout={LAST_ACT_S['trainer']:.0f}",
         )
         found.append(
             TrainingMachine(

@@ -49,6 +49,7 @@ S3_SETTINGS = {
 }
 TORCHRUN = (sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "train-0:29400", "--rdzv-id", RUN_ID, "--max-restarts", "3")
+GRACE = ("--shutdown-timeout", "305")
 SCRAPE = """
 import os, ssl, urllib.request
 tls = ssl.create_default_context(cafile=os.environ["PENSTOCK_TLS_CA"])
@@ -204,7 +205,7 @@ def _start_near_site(fleet: Fleet) -> None:
     for host in ("train-0", "train-1"):
         fleet.path(host, "runs").mkdir()
         fleet.certify(host, "trainer", name=host)
-        fleet.serve(host, "trainer", trainer, by=(*TORCHRUN, *RENDEZVOUS, "-m", "console"))
+        fleet.serve(host, "trainer", trainer, by=(*TORCHRUN, *RENDEZVOUS, *GRACE, "-m", "console"))
 
 
 def _start_object_storage(fleet: Fleet) -> None:

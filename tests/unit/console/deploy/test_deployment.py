@@ -137,6 +137,8 @@ def test_trainers_start_on_every_machine_of_the_pool(model):
     assert head["entrypoint"][:4] == ["torchrun", "--nnodes=2", "--node-rank=0", "--nproc-per-node=4"]
     assert other["entrypoint"][:4] == ["torchrun", "--nnodes=2", "--node-rank=1", "--nproc-per-node=8"]
     assert "--master-addr=a100-0" in other["entrypoint"]
+    # torchrun kills a process 30 s after SIGTERM, unless it is told how long a last checkpoint may take.
+    assert all("--shutdown-timeout=305" in each["entrypoint"] for each in (head, other))
     assert (head["profiles"], other["profiles"]) == (["a100-0"], ["l40s-0"])
     shares = files["run.yaml"]["trainer"]["processes"]
     speeds = [model.gpu_training_rate[name] for name in ("a100", "l40s")]
