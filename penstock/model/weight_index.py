@@ -1,4 +1,4 @@
-"""Checks the index of a model whose weights are in several files, before anything loads them."""
+"""Checks the files of a model's weights, and the index where they are several, before anything loads them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from penstock.model.digests import MalformedWeightsError, safetensors_shapes
 from penstock.model.model_folder import read_mapping
 
 INDEX_FILE = "model.safetensors.index.json"
+
+
+def check_weights(folder: Path) -> None:
+    """Checks that there are weights, that each file is whole, and that the index fits them. Only headers are read.
+
+    Raises:
+        ValueError: There are none, or a file or the index is damaged; the message names it.
+        OSError: A file cannot be read.
+    """
+    check_index(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: holds no *.safetensors; copy the model's weights there, too")
+    for file in files:
+        try:
+            safetensors_shapes(file)
+        except MalformedWeightsError as error:
+            raise ValueError(
+                f"{folder}: its weights cannot be read: {error}; the file is damaged or cut short, copy it again"
+            ) from error
 
 
 def check_index(folder: Path) -> None:

@@ -22,6 +22,7 @@ import structlog
 
 from penstock.config import ConfigError
 from penstock.model.model_folder import TOKENIZER_FILE
+from penstock.model.weight_index import check_weights
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.readiness import follow_outage
 from penstock.network.rpc import Server, run_until_stopped, service_of
@@ -31,6 +32,7 @@ from penstock.security.credentials import JUDGES
 from penstock.security.session_keys import SECRET_VARIABLE
 from penstock.storage.storage import StorageError
 from services.generator.config import GeneratorConfig
+from services.generator.engine.engine import UnusableModelError
 from services.generator.engine.model_files import load_text_decoder
 from services.generator.environments.rendering import ChatTokenizer
 from services.generator.generator import Generator
@@ -113,12 +115,18 @@ class _Member:
 
     async def _run_engine(self) -> None:
         await self.server.set_serving(False)
-        await self.generator.run_engine(on_ready=lambda: self.server.set_serving(True))
+        try:
+            await self.generator.run_engine(on_ready=lambda: self.server.set_serving(True))
+        except UnusableModelError as error:
+            # No restart helps.
+            raise ConfigError(f"model_path: {error}") from error
 
 
 def _assemble(config: GeneratorConfig, metrics: GeneratorMetrics, security: Security) -> _Member:
     try:
         text = load_text_decoder(config.model_folder, is_tokenizer_needed=not config.engine.is_emulated)
+        if not config.engine.is_emulated:
+            check_weights(config.model_folder)
         engine = config.engine.build(config)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error

@@ -42,6 +42,10 @@ class EngineError(Exception):
     """An engine cannot do what was requested."""
 
 
+class UnusableModelError(EngineError):
+    """The model's files do not fit one another: no start with them succeeds."""
+
+
 class EngineStoppedError(EngineError):
     """The engine is not running: not started yet, stopped, or dead."""
 

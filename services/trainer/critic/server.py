@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock.config import ConfigError
+from penstock.model.weight_index import check_weights
 from penstock.network.metrics_server import serve_metrics
 from penstock.network.rpc import Server, run_until_stopped, service_of
 from penstock.security import Security
@@ -35,6 +36,10 @@ async def serve(config: CriticConfig) -> None:
     folder: Path = await beside_loop(fetched, "model_path", config.model_path, "model")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model_path: {config.model_path}: no config.json; give a Hugging Face directory")
+    try:
+        await beside_loop(check_weights, folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_path: {config.model_path}: no usable model: {error}") from error
 
     def make_model() -> TrainedCritic:
         # Imported here: torch takes seconds, and the configuration's errors should not wait for it.

@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 from transformers.distributed import DistributedConfig
 
-from penstock.model.weight_index import check_index
+from penstock.model.weight_index import check_weights
 from services.trainer.model.attention import PACKED_ATTENTION
 from services.trainer.model.backend import BackendError, UnsupportedModelError
 from services.trainer.model.parameter_views import compute_with
@@ -121,7 +121,7 @@ def _loaded(
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
     options |= {"attn_implementation": PACKED_ATTENTION, "dtype": dtype}
     try:
-        check_index(path)
+        check_weights(path)
         empty = _empty_model(path) if ranks.num_ranks > 1 or sharded is not whole_model else None
         if empty is not None and _can_read_parts(empty, ranks.num_shards * ranks.num_splits):
             options |= {"config": empty.config, "distributed_config": DistributedConfig()}

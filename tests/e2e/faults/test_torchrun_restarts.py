@@ -16,7 +16,7 @@ import yaml
 
 from console.launch.ports import free_addresses
 from quickstart.prepare import Prepared
-from tests.e2e.runs import Run, assert_balanced, running, small_run
+from tests.e2e.runs import Run, assert_balanced, running, small_run, wait_for_listeners
 from tests.helpers.console import environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grid, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
@@ -106,12 +106,14 @@ def test_a_killed_process_of_two_torchruns_restarts_both_and_the_run_goes_on(
     settings = {"run__checkpoint_every_steps": 1, "run__num_eval_prompts": 0, "algorithm__max_staleness": 4}
     document = small_run(task, tmp_path, run__num_steps=NUM_STEPS, endpoints__trainer=listen, **settings)
     document["trainer"] = {"processes": 2}
-    with two_torchruns(kind, trainer, tmp_path) as agents, running(document, tmp_path) as run:
-        for rank in (1, 0):
-            run.wait_for_step(run.num_steps + 2)
-            agents.kill(rank)
-            goes_on(run)
-        assert run.end() == 0, run.text
+    with two_torchruns(kind, trainer, tmp_path) as agents:
+        wait_for_listeners([listen])
+        with running(document, tmp_path) as run:
+            for rank in (1, 0):
+                run.wait_for_step(run.num_steps + 2)
+                agents.kill(rank)
+                goes_on(run)
+            assert run.end() == 0, run.text
 
     assert [step["policy_version"] for step in run.metrics()] == list(range(1, NUM_STEPS + 1))
     assert_balanced(run.summary(), num_samples=NUM_STEPS * 8 * 4)

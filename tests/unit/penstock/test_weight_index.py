@@ -1,4 +1,4 @@
-"""An index that is wrong about its files is refused before a byte of weights is read."""
+"""Weights that are not all there, or an index that is wrong about them, are refused before a byte of them is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from penstock.model.weight_index import INDEX_FILE, check_index
+from penstock.model.weight_index import INDEX_FILE, check_index, check_weights
 
 FILES = ("model-1.safetensors", "model-2.safetensors")
 
@@ -56,4 +56,33 @@ def test_what_is_wrong_is_named_in_one_line(folder: Path, spoil: Callable[[Path]
     spoil(folder)
     with pytest.raises(ValueError, match=re.escape(told)) as caught:
         check_index(folder)
+    assert "\n" not in str(caught.value)
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / FILES[0]
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def remove(folder: Path) -> None:
+    for name in FILES:
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (cut_short, "model-1.safetensors: tensor 'a': its bytes do not fit its shape or the file"),
+        (remove, "holds no *.safetensors; copy the model's weights there"),
+        (lambda folder: (folder / FILES[0]).write_bytes(b""), "model-1.safetensors: empty"),
+    ],
+)
+def test_weights_that_are_not_all_there_are_named_in_one_line(
+    folder: Path, spoil: Callable[[Path], None], told: str
+) -> None:
+    (folder / INDEX_FILE).unlink()
+    check_weights(folder)
+    spoil(folder)
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        check_weights(folder)
     assert "\n" not in str(caught.value)

@@ -43,6 +43,7 @@ from services.generator.engine.engine import (
 )
 from services.generator.engine.install_progress import InstallSigns
 from services.generator.engine.lora_checks import AdapterBase, check_update
+from services.generator.engine.model_fit import unfit
 from services.generator.engines.base_config import ServedModel
 from services.generator.engines.transformers.batch_decoder import BatchDecoder, Row
 from services.generator.engines.transformers.config import TransformersEngineConfig
@@ -305,7 +306,13 @@ def _load_model(served: ServedModel, *, num_threads: int) -> Any:
     disable_progress_bar()
     torch.set_num_threads(num_threads)
     dtype = served.dtype if served.dtype == "auto" else getattr(torch, served.dtype)
-    model = AutoModelForCausalLM.from_pretrained(served.model_folder, dtype=dtype, local_files_only=True)
+    # Other shapes are reported with their names, and what is missing is drawn at random.
+    model, report = AutoModelForCausalLM.from_pretrained(
+        served.model_folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    missing, mismatched = report["missing_keys"], [name for name, *_ in report["mismatched_keys"]]
+    if missing or mismatched:
+        raise unfit(served.model_folder, missing=missing, mismatched=mismatched)
     return model.eval()
 
 

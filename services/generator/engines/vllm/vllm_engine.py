@@ -58,6 +58,7 @@ from services.generator.engine.engine import (
 )
 from services.generator.engine.install_progress import InstallSigns
 from services.generator.engine.lora_checks import AdapterBase, check_update, write_peft_folder
+from services.generator.engine.model_fit import check_fit
 from services.generator.engine.stacked_experts import split_shapes
 from services.generator.engines.base_config import ServedModel
 from services.generator.engines.vllm.comparison import Comparison, mismatched_tensors
@@ -116,6 +117,7 @@ class VllmEngine:
         weights = sorted(self._model.model_folder.glob("*.safetensors"))
         if not weights:
             raise EngineError(f"{self._model.model_path}: no safetensors weights")
+        await asyncio.to_thread(check_fit, self._model.model_folder)
         try:
             # In a thread: building the engine blocks for seconds, and vLLM starts its tasks on the loop at first use.
             # Through a list: a traceback that vLLM keeps references the thread's result beyond interpreter exit.
