@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from penstock.config import ConfigError
 from penstock.errors import FencedError, OffsetMismatchError, UnknownRunError, VersionConflictError, require
 from penstock.storage.addresses import Address
 from penstock.v1 import critic_pb2
@@ -40,6 +41,7 @@ class CriticRun:
         make_model: Builds a critic that has learned nothing.
         checkpoint_every_steps: Steps between checkpoints.
         stored: Where all that it keeps is, if not in that folder.
+        run_id: Of the only run that may have it; any if empty.
     """
 
     def __init__(
@@ -49,9 +51,16 @@ class CriticRun:
         make_model: Callable[[], Model],
         checkpoint_every_steps: int,
         stored: Address | None = None,
+        run_id: str = "",
     ) -> None:
-        """Raises ConfigError if another process has the folder, and OSError."""
+        """Raises ConfigError if another process or run has the folder, and OSError."""
         self._folder = StateFolder(state_dir, stored)
+        if run_id:
+            try:
+                self._folder.check_run(run_id)
+            except ConfigError:
+                self._folder.release()
+                raise
         self._kept = KeptSteps(self._folder, make_model=make_model, checkpoint_every_steps=checkpoint_every_steps)
         self._optimizer = critic_pb2.CriticOptimizer()
         self._model: Model | None = None

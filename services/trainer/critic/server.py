@@ -53,6 +53,7 @@ async def serve(config: CriticConfig) -> None:
             make_model=make_model,
             checkpoint_every_steps=config.checkpoint_every_steps,
             stored=config.stored,
+            run_id=config.run_id,
         )
     except OSError as error:
         raise ConfigError(f"state_dir: {config.state_dir}: {error}") from error

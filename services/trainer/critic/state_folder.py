@@ -73,6 +73,21 @@ class StateFolder:
         """Let another process have it."""
         os.close(self._lock)
 
+    def check_run(self, run_id: str) -> None:
+        """Refuse the folder of another run before anything listens; raises ConfigError.
+
+        What cannot be read now is left to `admit`: a trainer waits until storage is back.
+        """
+        try:
+            known, _ = self._read()
+        except (CheckpointFormatError, OSError):
+            return
+        if known is not None and known.run_id != run_id:
+            raise ConfigError(
+                f"{self.setting}: {self.address} holds the critic of run {known.run_id!r}, not of {run_id!r}; give "
+                "this critic one of its own"
+            )
+
     def is_held(self) -> bool:
         """Whether no process on another machine was opened since. Raises CheckpointFormatError, OSError."""
         return not self._is_stored or self._read()[1] == self._holder

@@ -47,6 +47,8 @@ class PromptSource:
     max_new_tokens: int
     """Maximum number of completion tokens."""
     weight: float = 1.0
+    digest: str = ""
+    """Of the file with its rows; empty if they are drawn."""
 
     @property
     def drawn(self) -> DrawnPrompts | None:
@@ -164,6 +166,7 @@ class PromptMixture:
                 "epoch": order.epoch,
                 "offset": order.offset,
                 "num_rows": len(source.prompts),
+                "digest": source.digest,
                 "pool": None if order.pool is None else order.pool.dump(),
             }
             for source, order, credit in zip(self.sources, self._orders, self._interleaver.credits, strict=True)
@@ -204,6 +207,13 @@ class PromptMixture:
             raise ValueError(
                 f"source {source.name!r} had {saved['num_rows']} usable rows and has {len(source.prompts)} now; resume "
                 "with the rows that the run began with"
+            )
+        # Checkpoints of earlier versions have none.
+        if (digest := saved.get("digest", "")) and source.digest and digest != source.digest:
+            which = f"source {source.name!r}" if source.name else "its file"
+            raise ValueError(
+                f"{which} had other rows (sha256 {digest[:12]}..., now "
+                f"{source.digest[:12]}...); put the former file back to resume, or begin a new run with these rows"
             )
         order.epoch, order.offset = saved["epoch"], saved["offset"]
         self._interleaver.credits[number] = saved["credit"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +61,7 @@ def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_
             loaded(source, loader.train(source)),
             weight=source.weight,
             group_size=source.group_size or config.algorithm.group_size,
+            digest=_digest(source),
         )
         for source in config.data.train_sources
     )
@@ -102,6 +104,14 @@ class _Loader:
         found = load_prompts(fetched(field, rows), self._tokenizer, max_prompt_tokens=self._limit)
         self.num_skipped += found.num_skipped
         return found.prompts
+
+
+def _digest(source: EvalSource) -> str:
+    """SHA-256 of its file, hex; empty if its rows are drawn."""
+    if isinstance(source.path, ReasoningGymSource):
+        return ""
+    with fetched(_field("data.train", source), source.path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _field(section: str, source: EvalSource) -> str:

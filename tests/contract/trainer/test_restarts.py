@@ -310,3 +310,24 @@ async def test_a_stop_between_two_tries_leaves_what_the_summary_says_of_the_run(
     told = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
     assert told == json.loads(stopped.summary_json)
     assert told == summary | {"outcome": "stopped", "message": "stopped before its next step; can be resumed"}
+
+
+async def test_a_resume_with_other_rows_at_the_same_path_is_refused_in_a_line(tmp_path, model, broker) -> None:
+    async with serving(broker.service()) as (_, target), running_trainer() as trainer:
+        document = run_document(tmp_path, model, target, num_steps=6, num_eval_prompts=0)
+        await trainer.start(document)
+        await until(lambda: broker.policy_version >= 1, timeout_s=60)
+        await trainer.trainer.StopRun(trainer_pb2.StopRunRequest(run_id="r"), timeout=5)
+        await trainer.events()
+        rows = tmp_path / "train.jsonl"
+        former = rows.read_text()
+        rows.write_text(former.replace("1+1=", "1+3="))
+        await trainer.start(document, resume=True)
+        refused = (await trainer.events())[-1].finished
+        rows.write_text(former)
+        await trainer.start(document, resume=True)
+        resumed = (await trainer.events())[-1].finished
+    assert refused.outcome == trainer_pb2.RUN_OUTCOME_FAILED
+    assert "put the former file back to resume" in refused.message
+    assert "\n" not in refused.message
+    assert resumed.outcome == trainer_pb2.RUN_OUTCOME_COMPLETED, resumed.message

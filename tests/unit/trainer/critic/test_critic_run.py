@@ -17,7 +17,8 @@ from penstock.errors import (
 from penstock.v1 import critic_pb2
 from penstock.wire.codec import int32_bytes
 from services.trainer.compute.speed import Speed
-from tests.helpers.trainers.critics import POISON, critic_packs, make_critic, opening
+from services.trainer.critic.critic_run import CriticRun
+from tests.helpers.trainers.critics import POISON, OneNumber, critic_packs, make_critic, opening
 
 
 class Trainer:
@@ -281,3 +282,17 @@ def test_a_malformed_pack_is_refused_by_name(folder, field, value, message):
         getattr(pack, field).extend(value)
     with pytest.raises(InvalidFieldError, match=message):
         list(Trainer(make_critic(folder)).accumulate([pack]))
+
+
+def test_a_folder_of_another_run_is_refused_before_it_serves(folder):
+    first = make_critic(folder)
+    first.open(opening())
+    first.release()
+
+    def again(run_id: str) -> CriticRun:
+        return CriticRun(folder, make_model=OneNumber, checkpoint_every_steps=2, run_id=run_id)
+
+    with pytest.raises(ConfigError, match=r"state_dir: .* holds the critic of run 'r', not of 'other'; give"):
+        again("other")
+    # Nor does the refused one keep the folder from its own run.
+    again("r").release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -225,3 +226,20 @@ def test_an_order_is_not_continued_with_other_rows_or_without_a_source_whose_gro
     with pytest.raises(DataError, match=r"groups of source 'mid' are out, which data.train no longer has"):
         mixture(("big", "small")).load(state, position=20)
     assert json.loads(state).keys() == {"sources", "chosen", "curriculum"}
+
+
+def test_other_rows_in_a_source_of_the_same_size_are_refused_and_a_checkpoint_without_a_digest_is_not() -> None:
+    def made(digest: str) -> PromptMixture:
+        rows = replace(source("mid", 7), digest=digest)
+        return PromptMixture([rows], DataConfig.model_validate({"train": [{"name": "mid", "path": "m"}]}), seed=5)
+
+    order = made("a" * 64)
+    take(order, 3)
+    made("a" * 64).load(order.dump([]), position=3)
+    with pytest.raises(
+        DataError, match=r"'mid' had other rows \(sha256 a{12}\.\.\., now b{12}.*put the former file back"
+    ):
+        made("b" * 64).load(order.dump([]), position=3)
+    earlier = json.loads(order.dump([]))
+    del earlier["sources"]["mid"]["digest"]
+    made("b" * 64).load(json.dumps(earlier), position=3)
