@@ -45,6 +45,8 @@ from services.broker.storage.redis.authentication import RedisCredentials, prote
 from services.reward.config import RewardModelConfig
 from services.scheduler.problem.plan_document import node_classes, read_plan
 from services.scheduler.problem.problem import read_problem
+from services.trainer.checkpoints.checkpoint import CheckpointFormatError, newest_state
+from services.trainer.data.row_digests import ORDER_KEY, check_rows
 from services.trainer.run_sections import TRACKER_PACKAGES
 
 _REWARD_IMPORT_TIMEOUT_S = 120.0
@@ -81,6 +83,8 @@ async def check_run(
             problems += data
     elif (problem := await beside_loop(text_problem, config)) is not None:
         problems.append(problem)
+    if is_resume:
+        problems += await beside_loop(_changed_rows, config, folder)
     problems += _lengths_problems(config) + _plan_problems(config) + reference_problems(config)
     problems += _package_problems(config)
     problems += _port_problems(config) + listener_problems(config, security)
@@ -110,6 +114,25 @@ def _devices(config: RunConfig) -> tuple[RunDevices | None, list[str], list[str]
     if devices is None:
         return None, [], []
     return devices, devices.allocation.problems, devices.notes
+
+
+def _changed_rows(config: RunConfig, folder: RunFolder) -> list[str]:
+    """Files of rows that are not those with which the run began, as far as both and a checkpoint are here."""
+    try:
+        state = newest_state(folder.checkpoints)
+    except CheckpointFormatError:
+        # The trainer says what is wrong with it.
+        return []
+    if state is None:
+        return []
+    problems = []
+    for source in config.data.train_sources:
+        if isinstance(source.path, Path) and source.path.is_file():
+            try:
+                check_rows(state.extra.get(ORDER_KEY, ""), source.name, source.path)
+            except (ConfigError, OSError) as error:
+                problems.append(f"data.train: {error}")
+    return problems
 
 
 def _lengths_problems(config: RunConfig) -> list[str]:

@@ -135,6 +135,12 @@ def newest_step(root: Path) -> int | None:
     return int(complete[-1].name.removeprefix("step_")) if complete else None
 
 
+def newest_state(root: Path) -> ResumeState | None:
+    """Of the newest complete checkpoint; None if there is none. Raises CheckpointFormatError."""
+    complete = list_complete(root)
+    return _read_state(complete[-1]) if complete else None
+
+
 def delete_all(root: Path) -> list[int]:
     """Deletes all checkpoints, whole or not, and returns their steps. Raises OSError."""
     found = sorted(_step_directories(root))

@@ -28,6 +28,7 @@ from services.trainer.data.drawn_prompts import DrawnPrompts
 from services.trainer.data.interleaving import Interleaver
 from services.trainer.data.prompt_order import EncodedPrompt, PromptRows
 from services.trainer.data.prompt_rows import DataError
+from services.trainer.data.row_digests import difference
 from services.trainer.data.row_order import RowOrder
 from services.trainer.data_config import DataConfig
 
@@ -211,10 +212,7 @@ class PromptMixture:
         # Checkpoints of earlier versions have none.
         if (digest := saved.get("digest", "")) and source.digest and digest != source.digest:
             which = f"source {source.name!r}" if source.name else "its file"
-            raise ValueError(
-                f"{which} had other rows (sha256 {digest[:12]}..., now "
-                f"{source.digest[:12]}...); put the former file back to resume, or begin a new run with these rows"
-            )
+            raise ValueError(difference(which, former=digest, now=source.digest))
         order.epoch, order.offset = saved["epoch"], saved["offset"]
         self._interleaver.credits[number] = saved["credit"]
         if order.pool is not None and saved["pool"] is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from services.trainer.config import TrainingConfig
 from services.trainer.data.drawn_prompts import DrawnPrompts
 from services.trainer.data.prompt_mixture import PromptMixture, PromptSource
 from services.trainer.data.prompt_order import EncodedPrompt, PromptRows, Tokenizer, load_prompts
+from services.trainer.data.row_digests import rows_digest
 from services.trainer.data_config import EvalSource
 
 
@@ -110,8 +110,7 @@ def _digest(source: EvalSource) -> str:
     """SHA-256 of its file, hex; empty if its rows are drawn."""
     if isinstance(source.path, ReasoningGymSource):
         return ""
-    with fetched(_field("data.train", source), source.path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return rows_digest(fetched(_field("data.train", source), source.path))
 
 
 def _field(section: str, source: EvalSource) -> str:

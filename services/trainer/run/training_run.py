@@ -44,6 +44,7 @@ from services.trainer.config import TrainingConfig
 from services.trainer.data.environment import follow_environment
 from services.trainer.data.prompt_mixture import PromptMixture
 from services.trainer.data.prompt_order import training_position
+from services.trainer.data.row_digests import ORDER_KEY
 from services.trainer.data.run_prompts import RunPrompts, load_run_prompts
 from services.trainer.folders.run_instance import RunInstance, new_instance, read_instance, write_instance
 from services.trainer.model.backend import Backend, BackendError
@@ -66,7 +67,6 @@ from services.trainer.run.replay_feed import replay_feed
 from services.trainer.run.run_errors import EXPECTED_ERRORS, is_broken, is_final
 from services.trainer.run.run_inputs import fetch_sources, stored_sources
 
-_ORDER = "order"
 """Of the prompts, in a checkpoint's other state."""
 _log = structlog.get_logger()
 
@@ -272,7 +272,7 @@ class TrainingRun:
         if state is not None:
             self._progress = Progress.from_resume_state(state)
             if self._mixture is not None:
-                self._mixture.load(state.extra.get(_ORDER), position=self._progress.position)
+                self._mixture.load(state.extra.get(ORDER_KEY), position=self._progress.position)
             self._meter.restore(self._progress.overlap)
             _log.info("resumed", policy_version=self._progress.policy_version)
         else:
@@ -416,7 +416,7 @@ class TrainingRun:
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
             if self._mixture is not None:
                 outstanding = [training_position(group_id) for group_id in self._progress.outstanding]
-                state = replace(state, extra={**state.extra, _ORDER: self._mixture.dump(outstanding)})
+                state = replace(state, extra={**state.extra, ORDER_KEY: self._mixture.dump(outstanding)})
             await self._checkpoints.begin(self._backend, state, may_skip=may_skip)
 
     def _note_checkpoint(self, version: int, path: Path | Address) -> None:
