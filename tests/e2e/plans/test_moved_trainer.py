@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import yaml
 
 from console.deploy.deployment import write_deployment
 from console.launch.ports import free_addresses
+from console.recording.reader import read_rows
+from console.recording.row_codec import from_row
 from penstock.model.model_shape import read_numbers
 from services.scheduler.cost_model.reference import CostModel
 from services.scheduler.problem.plan_document import PlanDocument
@@ -31,6 +34,11 @@ PLAN = {
     "mesh": STAGES,
 }
 PUBLISHED = re.compile(r"version published.*")
+BEGUN = "run begins"
+RESUMED = re.compile(r"resumed +policy_version=(\d+)")
+ENDED = re.compile(r"run ends .*\bsteps=(\d+)")
+TIME_CHARACTERS = len("2026-01-01 12:00:00")
+SAMPLES = 8 * 4
 
 
 def problem_of(model_dir):
@@ -65,7 +73,8 @@ def problem_of(model_dir):
 def deploy(task, folder):
     """The run and its machines as `penstock plan --deploy --moves-trainer --address 127.0.0.1` writes them."""
     run = on_policy(task, folder)
-    run["run"]["checkpoint_storage"] = storage_of(folder)
+    run["run"] |= {"checkpoint_storage": storage_of(folder), "keep_checkpoints": 99}
+    run["record"] = True
     run["trainer"] = {"device": "cpu"}
     run["scheduler"] = {"heartbeat_interval_s": 1}
     run["generator"] = {"engine": "emulated", "emulated": {"model": "qwen2.5-1.5b", "time_scale": 3}}
@@ -108,6 +117,44 @@ def published(folder, *names):
     return found
 
 
+def stretches(folder, *names):
+    """From which step to which each trainer went, by its own log, in the order of time."""
+    found = []
+    for name in names:
+        for log in sorted((folder / "out" / "machines" / name / "logs").glob("trainer*.log")):
+            first, begun = 0, ""
+            for line in log.read_text().splitlines():
+                if BEGUN in line:
+                    first, begun = 0, line[:TIME_CHARACTERS]
+                elif match := RESUMED.search(line):
+                    first = int(match[1])
+                elif match := ENDED.search(line):
+                    found.append((begun, name, first, int(match[1])))
+    return [(name, first, last) for _, name, first, last in sorted(found)]
+
+
+def assert_each_step_once(run, folder, spans, num_steps):
+    """Logs, checkpoints, recording and metrics tell of the same steps, none of which was taken twice."""
+    bounds = [0, *(last for _, _, last in spans)]
+    # A trainer that goes on from an earlier checkpoint than the last one takes steps again.
+    assert [first for _, first, _ in spans] == bounds[:-1], spans
+    assert bounds[-1] == num_steps
+    storage = Path(storage_of(folder).removeprefix("file://")) / RUN_ID
+    stored = {int(path.parent.name.removeprefix("step_")) for path in storage.glob("step_*/MANIFEST.json")}
+    assert set(bounds) - {0} <= stored, (bounds, stored)
+
+    rows = all_samples(run.folder.path / "trajectories.jsonl")
+    steps = {sample.step for sample in rows}
+    assert sorted(version for _, version, _ in steps) == list(range(1, num_steps + 1)), "a step was trained again"
+    assert Counter(sample.policy_version for sample in rows) == dict.fromkeys(range(1, num_steps + 1), SAMPLES)
+    assert len({sample.position for sample in rows}) == num_steps * SAMPLES, "a sample was trained twice"
+
+
+def all_samples(path):
+    """Of all histories, also of those that were abandoned."""
+    return [from_row(row, where=where) for where, row in read_rows(path)]
+
+
 def test_a_trainer_moves_from_two_stages_to_a_faster_machine_and_back_when_that_is_taken_away(tiny_task, tmp_path):
     document, machines = deploy(tiny_task, tmp_path)
     machines["new"] = joining(document, machines)
@@ -134,6 +181,9 @@ def test_a_trainer_moves_from_two_stages_to_a_faster_machine_and_back_when_that_
     assert summary["audit"]["balanced"] is True
     assert summary["audit"]["trained"] == summary["steps"] * 8 * 4
     assert [step["policy_version"] for step in moved] == list(range(1, len(moved) + 1))
+    spans = stretches(tmp_path, *OLD, "new")
+    assert [name for name, _, _ in spans] == ["old-0", "new", "old-0"], spans
+    assert_each_step_once(run, tmp_path, spans, summary["steps"])
     # Of a version that two trainers published, in stages and whole, every bit is the same.
     digests = published(tmp_path, *OLD, "new")
     assert sum(len(each) > 1 for each in digests.values()) >= 2
