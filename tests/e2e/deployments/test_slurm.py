@@ -21,10 +21,9 @@ from tests.helpers.plans.two_sites import (
     make_data,
     run_document,
 )
-from tests.helpers.slurm_cluster import SlurmCluster, reason_to_skip, slurm_cluster, wait
+from tests.helpers.slurm_cluster import SlurmCluster, reason_to_skip, slurm_cluster
 
 NUM_STEPS = 60
-WAIT_S = 300.0
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slurm,
@@ -35,8 +34,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
-    with slurm_cluster(tmp_path / "slurm", (*MACHINES, CENTER)) as found:
+def cluster() -> Iterator[SlurmCluster]:
+    with slurm_cluster((*MACHINES, CENTER)) as found:
         yield found
 
 
@@ -60,6 +59,7 @@ def test_a_job_is_refused_requeued_when_a_component_ends_and_resumed_to_the_end(
     cluster: SlurmCluster, folder: Path
 ) -> None:
     log = folder / "job.log"
+    run_folder = folder / "home" / "runs" / RUN_ID
 
     def times(text: str) -> int:
         return log.read_text().count(text) if log.exists() else 0
@@ -73,23 +73,23 @@ def test_a_job_is_refused_requeued_when_a_component_ends_and_resumed_to_the_end(
 
     issue_certificates(folder.parent, run_id="another")
     submit()
-    wait("refusal", lambda: "FAILED" in cluster.states(), timeout_s=WAIT_S)
+    cluster.wait("refusal", lambda: "FAILED" in cluster.states(), log=log)
     assert said("not of run deployed; issue the one for l4-0 of run deployed")
     assert said("penstock: nothing was started")
-    assert not (folder / "home" / "runs").exists() or not list((folder / "home" / "runs").iterdir())
+    assert not run_folder.exists()
 
     issue_certificates(folder.parent)
     log.unlink()
     submit()
     lost = (("l4-0", "component 1 (far: l4-0)"), (CENTER, f"component 2 (home: {CENTER})"))
     for num_before, (machine, component) in enumerate(lost):
-        wait("steps", lambda at=4 + 20 * num_before: said(f"step {at}/"), timeout_s=WAIT_S, said=log.read_text)
+        cluster.wait("steps", lambda at=4 + 20 * num_before: said(f"step {at}/"), log=log)
         cluster("pkill", "--signal", str(int(signal.SIGKILL)), "--full", f"console node node-{machine}")
-        wait("requeue", lambda now=num_before + 1: times("queued again") == now, timeout_s=WAIT_S, said=log.read_text)
+        cluster.wait("requeue", lambda now=num_before + 1: times("queued again") == now, log=log)
         assert said(f"penstock: {component} ended with status 137; the job is queued again")
-        assert said("can be resumed")
+        assert times(f"continue with: penstock run --resume {run_folder}") == num_before + 1
 
-    wait("end", lambda: "COMPLETED" in cluster.states(), timeout_s=WAIT_S, said=log.read_text)
-    assert times(f"resumes {folder / 'home' / 'runs' / RUN_ID}") == len(lost)
+    cluster.wait("end", lambda: "COMPLETED" in cluster.states(), log=log)
+    assert times(f"resumes {run_folder}") == len(lost)
     assert said("in flight 0: balanced")
     assert said("penstock: the run is complete")
