@@ -152,9 +152,11 @@ class SessionGroups:
         return session
 
     def leave(self, session: Session, now_s: float) -> None:
-        """Record that a request was answered, or failed."""
+        """Record that a request was answered or failed; a session of failed ones alone is as if never begun."""
         session.num_active -= 1
         session.last_used_s = now_s
+        if not session.num_active and not session.turns and self._open.get(session.session_id) is session:
+            self._take_out(session.session_id)
 
     def finish(self, session_id: str, reward: float, now_s: float, *, components: dict[str, float], model: str) -> bool:
         """Give a session its reward, which ends it; returns whether this was the first time. Raises ApiError."""
@@ -221,20 +223,24 @@ class SessionGroups:
 
     def drop(self, session_id: str, reason: str) -> bool:
         """Give an open session up; returns whether it existed."""
-        group = self._groups.pop(session_id, None)
-        if group is None:
+        if session_id not in self._open:
             return False
-        session = self._open.pop(session_id)
+        session, group = self._take_out(session_id)
         if reason != MOVED:
             self._remember(session_id, None)
         if reason not in (MOVED, SHUTDOWN):
             self._ended.append((session_id, reason))
-        group.open_ids.discard(session_id)
-        if not group.size and self._newest.get(group.task) is group:
-            del self._newest[group.task]
         self.dropped[reason] += 1
         self.on_dropped(session, group.group_id, reason)
         return True
+
+    def _take_out(self, session_id: str) -> tuple[Session, SessionGroup]:
+        """Take an open session out of its group, and its task's group away with its last member."""
+        session, group = self._open.pop(session_id), self._groups.pop(session_id)
+        group.open_ids.discard(session_id)
+        if not group.size and self._newest.get(group.task) is group:
+            del self._newest[group.task]
+        return session, group
 
     def expire(self, now_s: float) -> None:
         """Drop idle sessions, and close groups that have waited too long."""

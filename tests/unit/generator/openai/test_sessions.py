@@ -137,6 +137,7 @@ def test_a_busy_session_is_never_idle():
     busy = made.enter("busy", "t", 0.0)
     made.expire(100.0)
     assert made.num_open == 1
+    busy.add(turn([1], 2), [])
     made.leave(busy, 100.0)
     made.expire(111.0)
     assert made.dropped == {"idle": 1}
@@ -149,14 +150,26 @@ def test_what_is_over_is_over_and_what_is_empty_or_busy_cannot_end():
     opened = made.enter("s", "t", 0.0)
     with pytest.raises(ApiError, match="being answered"):
         made.finishable("s")
-    made.leave(opened, 0.0)
-    with pytest.raises(ApiError, match="no turn"):
-        made.finishable("s")
     opened.add(turn([1], 2), [])
+    made.leave(opened, 0.0)
     assert made.finish("s", 1.0, 0.0, components={}, model="m")
     assert not made.finish("s", 1.0, 0.0, components={}, model="m")
     with pytest.raises(ApiError, match="is over"):
         made.enter("s", "t", 0.0)
+
+
+def test_a_session_whose_only_request_failed_is_as_if_never_begun():
+    made = session_groups(group_size=2)
+    given_up = made.enter("s", "t", 0.0)
+    made.enter("s", "t", 0.0)
+    made.leave(given_up, 1.0)
+    assert made.num_open == 1
+    made.leave(given_up, 1.0)
+    assert (made.num_open, made.num_groups, made.dropped, made.take_ended()) == (0, 0, {}, {})
+    again = made.enter("s", "t", 2.0)
+    again.add(turn([1], 2), [])
+    made.leave(again, 3.0)
+    assert made.finish("s", 1.0, 3.0, components={}, model="m")
 
 
 def group_of(*sessions, group_size=4, max_completion_tokens=64):
