@@ -64,6 +64,8 @@ class JsonLinesRecording(IndexedRecording):
         super().__init__(path)
         self._first: tuple[int, int] | None = None
         """Of the first file: inode and size."""
+        self._is_behind = False
+        """Whether the last reading ended before the files did; a line that is not whole is no reason to read on."""
         self._begin(1)
 
     def _begin(self, part: int) -> None:
@@ -73,6 +75,7 @@ class JsonLinesRecording(IndexedRecording):
     def advance(self, budget_s: float = BUDGET_S) -> None:
         """Index new lines of the file, then those of the next one."""
         until_s = time.monotonic() + budget_s
+        self._is_behind = True
         if self._is_replaced():
             self._start_again()
         while time.monotonic() < until_s:
@@ -88,13 +91,17 @@ class JsonLinesRecording(IndexedRecording):
                     self._start_again()
                     continue
             if not part_path(self.path, self._part + 1).is_file():
+                self._is_behind = False
                 return
             self._begin(self._part + 1)
 
     @property
     def indexed_share(self) -> float:
-        """Of the file that is being read."""
-        return self._file.offset / self._file.size if self._file.size else 1.0
+        """Of all files, by their bytes."""
+        if not self._is_behind:
+            return 1.0
+        done, total = _sizes(self.path, self._part - 1) + self._file.offset, _sizes(self.path)
+        return min(0.9999, done / total) if total else 1.0
 
     def rows(self, numbers: Sequence[int]) -> Iterator[Row]:
         """Read the lines of each group."""
@@ -184,6 +191,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_size
+
+
+def _sizes(path: Path, last: int | None = None) -> int:
+    """Bytes of a recording's first parts, or of all."""
+    total, part = 0, 1
+    while (last is None or part <= last) and (found := _identity(part_path(path, part))) is not None:
+        total, part = total + found[1], part + 1
+    return total
 
 
 def _parquet_rows(path: Path, row_group: int, columns: Sequence[str] | None) -> Iterator[tuple[Row, int]]:

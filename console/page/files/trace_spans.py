@@ -21,6 +21,8 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_SPANS = 400_000
 """Activities of services that are held, some 35 bytes each; beyond it the shorter half of them is forgotten."""
 MAX_SAMPLES, MAX_SPANS_OF_SAMPLE = 5000, 200
+MAX_SPANS_OF_SAMPLES = 25_000
+"""Spans of all samples together, some 1 kB each; beyond it the samples read first are forgotten."""
 MAX_STEPS = 20_000
 MAX_FILES = 64
 BUDGET_S = 1.0
@@ -96,6 +98,7 @@ class SpanStore:
         self._orphans: OrderedDict[str, list[Span]] = OrderedDict()
         self.samples: OrderedDict[str, list[Span]] = OrderedDict()
         """Spans of traced samples, by the samples' keys."""
+        self._num_sample_spans = 0
         self.weights: deque[Span] = deque(maxlen=MAX_STEPS)
         """Publications and updates of weights, as they were read."""
 
@@ -147,10 +150,7 @@ class SpanStore:
             self.steps[span.span_id] = StepSpan(span=span, parts=self._orphans.pop(span.span_id, []))
             _bound(self.steps, MAX_STEPS)
         if span.name.startswith(SAMPLE_PREFIXES) and span.sample_key:
-            found = self.samples.setdefault(span.sample_key, [])
-            if len(found) < MAX_SPANS_OF_SAMPLE:
-                found.append(span)
-            _bound(self.samples, MAX_SAMPLES)
+            self._add_to_sample(span.sample_key, span)
         if (kind := KINDS.get(span.name)) is None:
             return
         if span.name in (PUBLISH, UPDATE):
@@ -167,6 +167,14 @@ class SpanStore:
             column.append(number)
         if len(self._starts) > self._max_spans:
             self._thin()
+
+    def _add_to_sample(self, key: str, span: Span) -> None:
+        found = self.samples.setdefault(key, [])
+        if len(found) < MAX_SPANS_OF_SAMPLE:
+            found.append(span)
+            self._num_sample_spans += 1
+        while len(self.samples) > MAX_SAMPLES or self._num_sample_spans > MAX_SPANS_OF_SAMPLES:
+            self._num_sample_spans -= len(self.samples.popitem(last=False)[1])
 
     def _add_part(self, span: Span) -> None:
         """Keep a part with its step, which is written after it."""

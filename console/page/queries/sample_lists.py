@@ -24,6 +24,7 @@ class SampleLists:
     def __init__(self, recording: IndexedRecording) -> None:
         self._recording = recording
         self._kept: OrderedDict[tuple[int, ...], list[Answer]] = OrderedDict()
+        self._step_while_reading: int | None = None
 
     def answer(self, query: Mapping[str, str]) -> Answer:
         """The samples of `step`, or of the newest one that has any. Raises BadQuestionError.
@@ -34,7 +35,7 @@ class SampleLists:
         self._recording.advance()
         index = self._recording.index
         steps = index.steps()
-        step = whole(query, "step", steps[-1] if steps else 0)
+        step = whole(query, "step", self._newest(steps))
         sort = one_of(query, "sort", SORTS)
         found = listed = self._listed(step)
         if wanted := text(query.get("search"), MAX_SEARCH_CHARS).casefold():
@@ -54,6 +55,19 @@ class SampleLists:
             "indexed": round(self._recording.indexed_share, 4),
             "is_cut": len(listed) >= MAX_LISTED,
         }
+
+    def _newest(self, steps: list[int]) -> int:
+        """The newest step; while the recording is being read, the first one that was found whole.
+
+        With every answer another one is the newest then, all of whose samples would have to be read and listed.
+        """
+        if self._recording.indexed_share >= 1 or not steps:
+            self._step_while_reading = None
+            return steps[-1] if steps else 0
+        if self._step_while_reading not in steps:
+            self._step_while_reading = steps[-2:][0]
+        assert self._step_while_reading is not None
+        return self._step_while_reading
 
     def _listed(self, step: int) -> list[Answer]:
         numbers = self._recording.index.of_step(step)

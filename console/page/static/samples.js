@@ -169,11 +169,11 @@ function drawList(root, answer, parameters) {
  * @param {Record<string, string>} parameters
  */
 function emptyText(answer, parameters) {
+  // What was not found yet may be in what is not read yet.
+  if (answer.indexed < 1) return readText(answer);
   if (parameters.search) return `No sample of step ${answer.step} holds "${parameters.search}".`;
   if (!answer.steps_with_samples) {
-    return answer.indexed < 1
-      ? readText(answer)
-      : "No samples of this run are kept: `record: true` keeps all, `page.groups_per_step` a few of each step.";
+    return "No samples of this run are kept: `record: true` keeps all, `page.groups_per_step` a few of each step.";
   }
   return `Step ${answer.step} has no samples here.`;
 }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from console.page.files import trace_spans
 from console.page.files.trace_spans import SpanStore
 from console.page.files.values import BadQuestionError
 from console.page.run_data import RunData
@@ -171,3 +172,17 @@ def test_an_answer_holds_few_spans_however_many_there_are(tmp_path: Path) -> Non
     assert len(starts) <= 1000
     assert (ends - starts).max() == 1000
     assert store.is_thinned
+
+
+def test_the_samples_read_first_are_forgotten_beyond_the_bound_of_all_their_spans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_spans, "MAX_SPANS_OF_SAMPLES", 10)
+    spans = [
+        {"name": "rl.sample.queue", "start": t, "end": t + 1, "attributes": {"rl.sample.key": f"g/{t // 4}"}}
+        for t in range(24)
+    ]
+    (tmp_path / "traces.jsonl").write_text(trace_line("broker", "broker", *spans))
+    store = SpanStore(tmp_path)
+    store.refresh()
+    assert {key: len(found) for key, found in store.samples.items()} == {"g/4": 4, "g/5": 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from console.page.files.group_index import GroupHead, GroupIndex, Place
 from console.page.files.indexed_recording import open_recording
 from console.page.files.values import BadQuestionError
+from console.page.queries.sample_lists import SampleLists
 from console.page.run_data import RunData
 from console.recording.parts import parts_of
 from console.recording.recorded_sample import Recorded
@@ -134,7 +136,7 @@ def test_an_index_is_built_in_pieces_and_forgets_the_oldest(tmp_path: Path) -> N
     path = tmp_path / "trajectories.jsonl"
     write_recording(path, steps_of_two(50))
     recording = open_recording(path)
-    shares = []
+    shares: list[float] = []
     while not shares or shares[-1] < 1.0:
         recording.advance(budget_s=1e-4)
         shares.append(recording.indexed_share)
@@ -145,6 +147,30 @@ def test_an_index_is_built_in_pieces_and_forgets_the_oldest(tmp_path: Path) -> N
         head = GroupHead(policy_version=version, history=0, group_id=b"g%d" % version, prompt=b"p")
         index.add(head, Place(part=1, begin=version, end=version + 1))
     assert (index.steps(), index.num_forgotten) == ([3, 4, 5, 6], 2)
+
+
+def test_one_step_is_listed_while_the_recording_is_read_and_the_newest_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    write_recording(path, steps_of_two(50), max_bytes=20_000)
+    assert len(parts_of(path)) > 1
+    recording = open_recording(path)
+    lists = SampleLists(recording)
+    recording.advance = partial(recording.advance, budget_s=1e-4)  # type: ignore[method-assign]
+    answers = [lists.answer({})]
+    while answers[-1]["indexed"] < 1:
+        answers.append(lists.answer({}))
+    shares = [each["indexed"] for each in answers]
+    assert shares == sorted(shares)
+    assert len(shares) > 2
+    while_reading = {each["step"] for each in answers[:-1] if each["steps_with_samples"]}
+    assert len(while_reading) == 1
+    assert answers[-1]["step"] == 50
+    with parts_of(path)[-1].open("ab") as last:
+        last.write(b'{"run_id": "torn')
+    torn = lists.answer({})
+    while torn["indexed"] < 1:
+        torn = lists.answer({})
+    assert torn["step"] == 50
 
 
 def test_a_line_without_an_end_to_its_prompt_takes_no_time(tmp_path: Path) -> None:
