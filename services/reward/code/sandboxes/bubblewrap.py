@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from services.reward.code.sandboxes.refused_calls import whole_filter
 from services.reward.code.sandboxes.sandbox import (
     MAX_OPEN_FILES,
     SYSTEM_FOLDERS,
@@ -33,14 +34,38 @@ class BubblewrapSandbox:
         command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--dev", "/dev"]
         for path in dict.fromkeys([*existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]):
             command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-        bounds = [f"--as={limits.memory_bytes}", f"--nproc={limits.max_processes}", f"--nofile={MAX_OPEN_FILES}"]
+        bounds = [
+            f"--as={limits.memory_bytes}",
+            f"--nproc={limits.max_processes}",
+            f"--nofile={MAX_OPEN_FILES}",
+        ]
         command += ["--remount-ro", "/", "--chdir", str(place.folder), "--", *limited(argv, limits, bounds)]
         try:
-            return _BubblewrapRunning(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            )
+            with _in_memory(whole_filter()) as calls:
+                command[1:1] = ["--seccomp", str(calls)]
+                return _BubblewrapRunning(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        pass_fds=(calls,),
+                    )
+                )
         except OSError as error:
             raise SandboxError(f"bubblewrap: {error}") from error
+
+
+@contextlib.contextmanager
+def _in_memory(content: bytes) -> Iterator[int]:
+    """A descriptor from which that can be read."""
+    descriptor = os.memfd_create("calls")
+    try:
+        os.write(descriptor, content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class _BubblewrapRunning:

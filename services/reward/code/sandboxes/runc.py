@@ -25,18 +25,11 @@ from services.reward.code.sandboxes.containers import (
     seen_paths,
     start_container,
 )
+from services.reward.code.sandboxes.refused_calls import AF_UNIX, CLONE_NEW, ON_PROCESSES, REFUSED
 from services.reward.code.sandboxes.sandbox import Limits, Place, SandboxError, require
 
 _QUIET = ("/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh")
 """A container has the error output of runc, which writes its own errors there."""
-_CLONE_NEWUSER = 0x10000000
-_REFUSED_CALLS = (
-    *("add_key", "bpf", "fanotify_init", "io_uring_enter", "io_uring_register", "io_uring_setup", "kcmp", "keyctl"),
-    *("lookup_dcookie", "mount", "move_mount", "name_to_handle_at", "open_by_handle_at", "open_tree", "pidfd_getfd"),
-    *("perf_event_open", "process_vm_readv", "process_vm_writev", "ptrace", "request_key", "setns", "unshare"),
-    *("userfaultfd", "vmsplice"),
-)
-"""What programs have no use for, and kernels have had holes in; a program has no capabilities in any case."""
 _MASKED = (
     *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list"),
     *("/proc/timer_stats", "/proc/sched_debug", "/proc/scsi"),
@@ -96,8 +89,10 @@ def _bundle(argv: Sequence[str], place: Place, limits: Limits) -> dict[str, Any]
             "seccomp": {
                 "defaultAction": "SCMP_ACT_ALLOW",
                 "syscalls": [
-                    _refused(_REFUSED_CALLS, errno.EPERM),
-                    _refused(["clone"], errno.EPERM, [{"index": 0, "op": "SCMP_CMP_MASKED_EQ", **_of_a_new_user()}]),
+                    _refused(REFUSED, errno.EPERM),
+                    _refused(ON_PROCESSES, errno.EPERM, [{"index": 0, "op": "SCMP_CMP_NE", "value": 0}]),
+                    _refused(["socket"], errno.EPERM, [{"index": 0, "op": "SCMP_CMP_NE", "value": AF_UNIX}]),
+                    *(_refused(["clone"], errno.EPERM, [_with_flag(flag)]) for flag in _bits(CLONE_NEW)),
                     # Its flags cannot be seen here; libraries then take `clone`.
                     _refused(["clone3"], errno.ENOSYS),
                 ],
@@ -116,5 +111,9 @@ def _refused(names: Sequence[str], number: int, arguments: Sequence[Mapping[str,
     return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": number, "args": arguments}
 
 
-def _of_a_new_user() -> dict[str, int]:
-    return {"value": _CLONE_NEWUSER, "valueTwo": _CLONE_NEWUSER}
+def _with_flag(flag: int) -> dict[str, Any]:
+    return {"index": 0, "op": "SCMP_CMP_MASKED_EQ", "value": flag, "valueTwo": flag}
+
+
+def _bits(flags: int) -> list[int]:
+    return [1 << index for index in range(flags.bit_length()) if flags >> index & 1]

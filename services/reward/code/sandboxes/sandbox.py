@@ -79,9 +79,13 @@ class Sandbox(Protocol):
 
 
 def limited(argv: Sequence[str], limits: Limits, bounds: Sequence[str] = ()) -> list[str]:
-    """The command of a program whose processes have bounded CPU time, and the further `bounds` of prlimit."""
+    """The command of a program whose processes have bounded CPU time, and the further `bounds` of prlimit.
+
+    No file grows, nor one in memory (`memfd_create`), which a bound on address space does not count.
+    """
     seconds = max(1, round(limits.cpu_s))
-    return [str(shutil.which("prlimit")), f"--cpu={seconds}:{seconds + 1}", "--core=0", *bounds, "--", *argv]
+    own = [f"--cpu={seconds}:{seconds + 1}", "--core=0", "--fsize=0"]
+    return [str(shutil.which("prlimit")), *own, *bounds, "--", *argv]
 
 
 def require(sandbox: str, *programs: str) -> None:

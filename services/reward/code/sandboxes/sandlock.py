@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
+from services.reward.code.sandboxes.refused_calls import REFUSED
 from services.reward.code.sandboxes.sandbox import (
     MAX_OPEN_FILES,
     SYSTEM_FOLDERS,
@@ -48,6 +49,8 @@ class SandlockSandbox:
             max_open_files=MAX_OPEN_FILES,
             clean_env=True,
             no_coredump=True,
+            # The package refuses no call by its arguments: see `refuse_by_arguments`.
+            extra_deny_syscalls=REFUSED,
             cwd=str(place.folder),
         )
         try:
