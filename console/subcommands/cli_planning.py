@@ -58,6 +58,12 @@ PlannedModel = Annotated[
 PlannedData = Annotated[
     Path | None, typer.Option("--data", metavar="FILE", help="With --inventory: a recording, or rows of prompts.")
 ]
+SearchBudget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget-s", min=0.1, max=86_400, help="Time to search, seconds: by default 14 for 64 GPUs, 45 for 1,024."
+    ),
+]
 CompletionTokens = Annotated[
     int | None, typer.Option("--completion-tokens", min=1, help="With --inventory: length of completions.")
 ]
@@ -156,12 +162,7 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
     ] = None,
     solver: Annotated[str, typer.Option("--solver", help=f"One of {', '.join(SOLVERS)}.")] = AUTO,
     cost_model: CostModel = "rm1",
-    budget_s: Annotated[
-        float | None,
-        typer.Option(
-            "--budget-s", min=0.1, max=86_400, help="Time to search, seconds: by default 14 for 64 GPUs, 45 for 1,024."
-        ),
-    ] = None,
+    budget_s: SearchBudget = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the search.")] = 0,
     json_output: PlanJson = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show how the time is spent, and every offer.")] = False,

@@ -21,7 +21,7 @@ import structlog
 from penstock.storage.addresses import stored_path
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
-from services.trainer.distributed.same_files import away_from, difference
+from services.trainer.folders.same_files import away_from, difference
 from services.trainer.model.backend import Backend, BackendError, LossTotals
 
 CALLS = frozenset(

@@ -23,7 +23,7 @@ from penstock.v1.weights_pb2 import AdapterInfo
 from services.trainer.batches.packing import Pack
 from services.trainer.distributed.process_group import Arrays, RankGroup
 from services.trainer.distributed.rank_worker import encoded
-from services.trainer.distributed.same_files import fingerprint_of, mark_in
+from services.trainer.folders.same_files import fingerprint_of, mark_in
 from services.trainer.model.backend import Backend, BackendError, LossTotals, Quantity, StepMetrics
 from services.trainer.publishing.written_weights import WrittenWeights
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.config import ConfigError
 from penstock.storage.addresses import checked_address
 from penstock.storage.fetched import forget_copies
-from services.trainer.distributed.same_files import away_from, difference, fingerprint_of, mark_in
+from services.trainer.folders.same_files import away_from, difference, fingerprint_of, mark_in
 
 
 @pytest.fixture
