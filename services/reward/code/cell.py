@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from services.reward.code.exchange import LimitError, Lines, converse, send
-from services.reward.code.sandboxes.finding import find_sandbox, python_folders
-from services.reward.code.sandboxes.refused_calls import refuse_by_arguments
+from services.reward.code.sandboxes.finding import python_folders, sandbox_of_cell
 from services.reward.code.sandboxes.sandbox import Limits, Place, Running, Sandbox, SandboxError
 from services.reward.code.suites import Assertions, Calls, Streams, Suite, same_output, same_result
 
@@ -75,9 +74,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             if sandbox is None:
-                kind, sandbox = find_sandbox(wanted)
-                if kind == "sandlock":
-                    refuse_by_arguments()
+                sandbox = sandbox_of_cell(wanted)
             verdict = run(Job.from_json(json.loads(line)), sandbox)
         except SandboxError as error:
             verdict = Verdict(error=str(error))

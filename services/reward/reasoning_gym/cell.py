@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.reasoning_gym.rows import WORKER, import_folders
 from services.reward.code.exchange import LimitError, Lines, send
-from services.reward.code.sandboxes.finding import find_sandbox, python_folders
+from services.reward.code.sandboxes.finding import python_folders, sandbox_of_cell
 from services.reward.code.sandboxes.sandbox import Limits, Place, Running, Sandbox, SandboxError
 
 SCORE_TIMEOUT_S = 15.0
@@ -71,7 +71,7 @@ class _Scorer:
 
     def _start(self) -> Running:
         if self._sandbox is None:
-            _, self._sandbox = find_sandbox(self._wanted)
+            self._sandbox = sandbox_of_cell(self._wanted)
         folders = import_folders()
         env = [str(shutil.which("env")), "PYTHONHASHSEED=0"]
         argv = [*env, os.path.realpath(sys.executable), "-s", "-S", str(WORKER), *folders]

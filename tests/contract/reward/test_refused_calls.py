@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +44,8 @@ for name, arguments in {
     "perf_event_open": (298, ctypes.create_string_buffer(128), 0, -1, -1, 0), "userfaultfd": (323, 1),
     "process_vm_readv": (310, os.getppid(), 0, 0, 0, 0, 0), "ptrace": (101, 16, os.getppid(), 0, 0),
     "fsopen": (430, b"tmpfs", 0), "open_by_handle_at": (304, -100, 0, 0), "chroot": (161, b"/"),
+    "shmget": (29, 0, 4096, 0o1600), "semget": (64, 0, 1, 0o1600), "msgget": (68, 0, 0o1600),
+    "mq_open": (240, b"x", 0o102, 0o600, 0),
 }.items():
     ask(name, lambda: library.syscall(*arguments))
 for process in (os.getppid(), 1):
@@ -48,6 +54,10 @@ for process in (os.getppid(), 1):
         ask("setpriority", lambda: os.setpriority(os.PRIO_PROCESS, process, 19))
         ask("sched_setaffinity", lambda: os.sched_setaffinity(process, {0}))
 ask("a file in memory", grown)
+ask("a file in /dev", lambda: os.open("/dev/shm/x", os.O_CREAT | os.O_WRONLY))
+rights = (ctypes.c_uint32 * 6)()
+library.syscall(125, (ctypes.c_uint32 * 2)(0x20080522, 0), rights)
+ask("rights of root", lambda: 0 if any(rights) else -1)
 resource.getrlimit(resource.RLIMIT_NOFILE)
 os.sched_setaffinity(0, os.sched_getaffinity(0))
 socket.socketpair()
@@ -78,3 +88,18 @@ async def test_calls_that_no_program_needs_are_refused_and_all_others_work(kind:
         finally:
             await reward.close()
     assert (result.status, result.value) == ("ok", 1.0), result
+
+
+def test_the_process_that_starts_scorers_of_reasoning_gym_has_the_filter_too() -> None:
+    if why := reason_to_skip("sandlock"):
+        pytest.skip(why)
+    command = [sys.executable, "-m", "services.reward.reasoning_gym.cell", "sandlock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as cell:
+        assert cell.stdin is not None
+        assert cell.stdout is not None
+        cell.stdin.write(b"{}\n")
+        cell.stdin.flush()
+        json.loads(cell.stdout.readline())
+        status = Path(f"/proc/{cell.pid}/status").read_text(encoding="utf-8")
+        cell.stdin.close()
+    assert "Seccomp:\t2\n" in status

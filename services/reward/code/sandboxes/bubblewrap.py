@@ -31,7 +31,9 @@ class BubblewrapSandbox:
 
     def start(self, argv: Sequence[str], *, place: Place, limits: Limits) -> Running:
         """Start a program."""
-        command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--dev", "/dev"]
+        command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+        # Files in /dev/shm take memory that no bound counts, even if they are empty.
+        command += ["--dev", "/dev", "--remount-ro", "/dev"]
         for path in dict.fromkeys([*existing(SYSTEM_FOLDERS), *place.readable, str(place.folder)]):
             command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
         bounds = [

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from services.reward.code.sandboxes.bubblewrap import BubblewrapSandbox
 from services.reward.code.sandboxes.containers import ContainerSandbox
+from services.reward.code.sandboxes.refused_calls import refuse_by_arguments
 from services.reward.code.sandboxes.runc import RuncSandbox
 from services.reward.code.sandboxes.sandbox import Limits, Place, Sandbox, SandboxError
 from services.reward.code.sandboxes.sandlock import SandlockSandbox
@@ -60,6 +61,14 @@ def find_sandbox(name: str) -> tuple[str, Sandbox]:
         except SandboxError as error:
             problems.append(str(error))
     raise SandboxError("; ".join(problems))
+
+
+def sandbox_of_cell(name: str) -> Sandbox:
+    """As `find_sandbox`, for a process that does nothing but start programs: confines it where they need that."""
+    kind, sandbox = find_sandbox(name)
+    if kind == "sandlock":
+        refuse_by_arguments()
+    return sandbox
 
 
 def tried_sandbox(kind: str) -> Sandbox:

@@ -28,7 +28,7 @@ _NUMBERS = {
         **{"name_to_handle_at": 303, "open_by_handle_at": 304, "pidfd_getfd": 438, "perf_event_open": 298},
         **{"process_vm_readv": 310, "process_vm_writev": 311, "process_madvise": 440, "ptrace": 101, "setns": 308},
         **{"unshare": 272, "userfaultfd": 323, "vmsplice": 278, "setpriority": 141, "ioprio_set": 251},
-        **{"migrate_pages": 256, "move_pages": 279},
+        **{"migrate_pages": 256, "move_pages": 279, "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240},
         **{"prlimit64": 302, "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142},
         **{"sched_setattr": 314, "socket": 41, "clone": 56, "clone3": 435, "seccomp": 317},
     },
@@ -40,7 +40,7 @@ _NUMBERS = {
         **{"name_to_handle_at": 264, "open_by_handle_at": 265, "pidfd_getfd": 438, "perf_event_open": 241},
         **{"process_vm_readv": 270, "process_vm_writev": 271, "process_madvise": 440, "ptrace": 117, "setns": 268},
         **{"unshare": 97, "userfaultfd": 282, "vmsplice": 75, "setpriority": 140, "ioprio_set": 30},
-        **{"migrate_pages": 238, "move_pages": 239},
+        **{"migrate_pages": 238, "move_pages": 239, "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180},
         **{"prlimit64": 261, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118},
         **{"sched_setattr": 274, "socket": 198, "clone": 220, "clone3": 435, "seccomp": 277},
     },
@@ -57,7 +57,9 @@ REFUSED = tuple(
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_FIRST = 0, 4, 16
-_PR_SET_NO_NEW_PRIVS, _SET_FILTER, _TSYNC = 38, 1, 1
+_PR_SET_NO_NEW_PRIVS, _PR_CAPBSET_DROP, _SET_FILTER, _TSYNC = 38, 24, 1, 1
+_CAPABILITIES = 64
+"""More than there are."""
 
 Instruction = tuple[int, int, int, int]
 """Operation, how many instructions to skip if it is true and if it is false, and its operand."""
@@ -86,7 +88,9 @@ def filter_by_arguments() -> bytes:
 def refuse_by_arguments() -> None:
     """Apply `filter_by_arguments` to all threads of this process, and so to its children, for good.
 
-    For a process that does nothing but start programs. Raises SandboxError.
+    What its children execute has no capabilities either, which neither Landlock nor a filter bounds: as root a program
+    could set the clock, raise its limits and take all of a core. For a process that does nothing but start programs.
+    Raises SandboxError.
     """
     content = filter_by_arguments()
     instructions = ctypes.create_string_buffer(content, len(content))
@@ -94,6 +98,9 @@ def refuse_by_arguments() -> None:
     filled = struct.pack("HxxxxxxP", len(content) // 8, ctypes.addressof(instructions))
     program = ctypes.create_string_buffer(filled, len(filled))
     library = ctypes.CDLL(None, use_errno=True)
+    for capability in range(_CAPABILITIES):
+        # Fails for another user than root, who has none to give.
+        library.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     if library.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or library.syscall(
         _numbers()["seccomp"], _SET_FILTER, _TSYNC, program
     ):
