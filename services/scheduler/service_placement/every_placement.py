@@ -17,7 +17,7 @@ from services.scheduler.service_placement.placement_space import Placement, Plac
 from services.scheduler.service_placement.worker_placement import with_workload
 from services.scheduler.solvers.divisions import plan_of
 from services.scheduler.solvers.exhaustive import ExhaustiveSolver, no_plan, ranked
-from services.scheduler.solvers.interface import Plans, Solution, TimeLeft
+from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
 from services.scheduler.solvers.scored import Parts
 
 _NOTHING_REACHED = 1e-6
@@ -82,7 +82,13 @@ class _Search:
 
     def _around(self, placement: Placement) -> bool:
         """Try the plans around a placement; whether time sufficed."""
-        for bound, parts in ranked(self._alone, time_left=self._time_left, free=placement.free, above=self._rate):
+        try:
+            candidates = ranked(self._alone, time_left=self._time_left, free=placement.free, above=self._rate)
+        except ProblemTooLargeError:
+            if self._best[0] is None:
+                raise
+            return False
+        for bound, parts in candidates:
             if self._rate >= min(bound, self._enough):
                 break
             if self._time_left() <= 0:

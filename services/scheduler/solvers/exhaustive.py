@@ -18,12 +18,15 @@ from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
 from services.scheduler.problem.plan_document import PlanDocument
 from services.scheduler.solvers.divisions import Division, divisions, plan_of
 from services.scheduler.solvers.generation_bound import GenerationBound
-from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft
+from services.scheduler.solvers.interface import Plans, ProblemTooLargeError, Solution, TimeLeft, part_of
 from services.scheduler.solvers.scored import Parts, parts_of
 
 MAX_PLANS = 6_000_000
 """Most plans to bound; each takes some 50 bytes at the peak."""
 _MAX_DIVISIONS = 100_000
+_LISTING_SHARE = 0.25
+"""Share of the time for the list of plans: a longer list leaves too little to score them, and `auto` has other searches
+for what is left."""
 
 Free = Mapping[str, Sequence[int]]
 """GPUs of each machine of a node entry that services leave."""
@@ -37,7 +40,7 @@ class ExhaustiveSolver:
 
     def solve(self, model: CostModel, *, time_left: TimeLeft, seed: int, starts: Plans = ()) -> Solution:
         """The best plan; or, if time runs out, the best so far and a bound on the rest."""
-        candidates = ranked(model, time_left=time_left)
+        candidates = ranked(model, time_left=part_of(time_left, _LISTING_SHARE))
         best: tuple[PlanDocument | None, Score | Infeasible] = (None, no_plan(model))
         for start in (plan_of(model, parts_of(model, start)) for start in starts):
             if (score := model.score(start)).samples_per_second > best[1].samples_per_second:
@@ -76,7 +79,7 @@ def ranked(
         above: Plans whose bound is not above it are left out.
     """
     choices = _choices(model, time_left, free)
-    bounds = _upper_bounds(model, choices)
+    bounds = _upper_bounds(model, choices, time_left)
     candidates = np.flatnonzero(bounds > above)
     candidates = candidates[np.argsort(-bounds[candidates], kind="stable")]
     shape = tuple(len(options) for options in choices)
@@ -100,22 +103,29 @@ def _choices(model: CostModel, time_left: TimeLeft, free: Free | None) -> list[l
             options = divisions(model, node, most=_MAX_DIVISIONS, time_left=time_left, free=left[node.name])
         num_plans *= _MAX_DIVISIONS if options is None else len(options)
         if options is None or num_plans > MAX_PLANS:
-            raise ProblemTooLargeError(
-                f"exhaustive: more than {MAX_PLANS:,} plans, or more than could be listed in this time, which is too "
-                "many to score; use --solver milp"
-            )
+            raise _too_large()
         choices.append(options)
     return choices
 
 
-def _upper_bounds(model: CostModel, choices: list[list[Division]]) -> _Array:
+def _too_large() -> ProblemTooLargeError:
+    return ProblemTooLargeError(
+        f"exhaustive: more than {MAX_PLANS:,} plans, or more than could be listed in this time, which is too many to "
+        "score; use --solver milp"
+    )
+
+
+def _upper_bounds(model: CostModel, choices: list[list[Division]], time_left: TimeLeft) -> _Array:
     """Throughput that no plan exceeds, flat in row-major order of the choices; 0 if it cannot run.
 
     Assumes the best batches for the samples under way, only fresh samples, the shortest pause and the fastest NIC.
+    Raises ProblemTooLargeError once time is over.
     """
     problem, demand = model.problem, model.demand
 
     def summed(value: Callable[[Division], float]) -> _Array:
+        if time_left() <= 0:
+            raise _too_large()
         total: _Array = np.zeros(1)
         for options in choices:
             total = (total[:, np.newaxis] + np.array([value(part) for part in options], dtype=np.float64)).ravel()
