@@ -9,6 +9,7 @@ all. What members leave is for exhaustive search from the best plan, and for tho
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from services.scheduler.problem.plan_document import PlanDocument
@@ -51,11 +52,9 @@ def best_of_members(turn: Turn, *, time_left: TimeLeft, starts: Plans, kept: Pla
             break
         if name == AUTO or (name in shares and has_small_problem):
             stays = _with_services_of(kept, best.plan) if name == AUTO else kept
-            try:
+            # Plans that could be listed in the member's own turn may be too many for what is left.
+            with suppress(ProblemTooLargeError):
                 best = better(best, turn(name, (best.plan,), stays, part_of(time_left, share)))
-            except ProblemTooLargeError:
-                # What could be listed in the first turn may be too much for the time that is left.
-                continue
     # Nobody's: all say why there is no plan.
     return best if best.plan is not None else replace(best, solver=AUTO)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from services.scheduler.cost_model.reference import CostModel, Infeasible, Score
+from services.scheduler.planning.alike_entries import with_joined_entries
 from services.scheduler.planning.market import alternatives, purchases
 from services.scheduler.planning.plan_report import FeasiblePlan, PlanReport, report_of
 from services.scheduler.planning.portfolio import best_of_members
@@ -20,6 +21,7 @@ from services.scheduler.service_placement.service_places import with_center, wit
 from services.scheduler.service_placement.services import (
     NOTHING,
     has_all_to_place,
+    proposals_once,
     with_all_placements,
     with_places,
     with_services,
@@ -147,6 +149,29 @@ def solve(
 
     `starts` as in Solver; `kept` has services that stay where they are, `critic_machines` as in `with_services`.
     """
+    problem = with_joined_entries(model.problem)
+    joined = model if problem is model.problem else model.over(problem)
+    found = _solve(
+        joined, solver, time_left=time_left, seed=seed, starts=starts, kept=kept, critic_machines=critic_machines
+    )
+    if joined is model or found.plan is None:
+        return found
+    check_plan(model.problem, found.plan, solver=found.solver)
+    return replace(found, score=model.score(found.plan))
+
+
+def _solve(
+    model: CostModel,
+    solver: str,
+    *,
+    time_left: TimeLeft,
+    seed: int,
+    starts: Plans,
+    kept: PlanDocument,
+    critic_machines: Collection[str] | None,
+) -> Solution:
+    """`solve` for a problem without entries of equal machines."""
+    propose = proposals_once(model, critic_machines)
 
     def turn(name: str, begins: Plans, stays: PlanDocument, time_left: TimeLeft) -> Solution:
         def search(rest: CostModel, time_left: TimeLeft) -> Solution:
@@ -159,7 +184,9 @@ def solve(
         elif name == ExhaustiveSolver.name and critic_machines is None:
             found = with_all_placements(model, time_left=time_left, starts=begins, kept=stays)
         else:
-            found = with_places(model, search, time_left=time_left, kept=stays, critic_machines=critic_machines)
+            found = with_places(
+                model, search, time_left=time_left, kept=stays, critic_machines=critic_machines, propose=propose
+            )
         return _checked(model, found)
 
     if solver == AUTO:

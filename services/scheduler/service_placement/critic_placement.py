@@ -19,7 +19,7 @@ from services.scheduler.problem.plan_document import CriticPlace, PlanDocument
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.problem.workload import TrainTask
 from services.scheduler.service_placement.worker_placement import Search, nothing, with_workload, without_gpus
-from services.scheduler.solvers.interface import Solution, TimeLeft, part_of
+from services.scheduler.solvers.interface import Solution, TimeLeft, is_over, part_of
 from services.scheduler.solvers.scored import ordered_nodes
 
 
@@ -49,18 +49,13 @@ def with_critic(
     fitting = [node for node in ordered_nodes(model.problem) if model.critic.fits(node, node.gpus)]
     entries = [(node, name) for node in fitting if (name := _last(node, allowed)) is not None]
     for index, (node, name) in enumerate(entries):
-        if _is_enough(found, time_left):
+        if found and is_over(time_left, found):
             break
         share = 1 / (len(entries) - index + 1)
         found += _on_own_gpus(model, node, name, search, time_left=part_of(time_left, share))
-    if not _is_enough(found, time_left):
+    if not (found and is_over(time_left, found)):
         found.append(_beside_trainer(model, search, allowed, time_left=time_left))
     return max(found, key=lambda solution: solution.score.samples_per_second)
-
-
-def _is_enough(found: Collection[Solution], time_left: TimeLeft) -> bool:
-    """Whether there is a plan, and no time for another one."""
-    return time_left() <= 0 and any(solution.plan is not None for solution in found)
 
 
 def _last(node: NodeClass, allowed: Collection[str]) -> str | None:

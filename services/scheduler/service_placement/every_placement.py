@@ -45,7 +45,7 @@ class _Search:
         self._model, self._time_left, self._enough = model, time_left, enough
         workload = model.problem.workload
         self._alone = model.over(with_workload(model.problem, train_tasks=workload.pool_tasks, reward=None))
-        self._space = PlacementSpace(model, self._alone)
+        self._space = PlacementSpace(model, self._alone, time_left=time_left)
         self._pooled: CostModel | None = None
         """The pool with the critic's tasks: meshes that leave room for them. RM-1 has no meshes."""
         if workload.critic_tasks and model.pool_memory.is_even:

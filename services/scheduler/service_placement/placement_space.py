@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -23,10 +24,12 @@ from services.scheduler.problem.problem import NodeClass
 from services.scheduler.service_placement.worker_placement import gpu_rewards, scorers
 from services.scheduler.solvers.exhaustive import Free
 from services.scheduler.solvers.generation_bound import GenerationBound
-from services.scheduler.solvers.interface import ProblemTooLargeError
+from services.scheduler.solvers.interface import ProblemTooLargeError, TimeLeft
 
 MAX_PLACEMENTS = 1_000_000
 """Most placements to bound; each takes some 100 bytes."""
+_LOOK_EVERY = 4096
+"""Listed uses of an entry's machines after which the time is looked at."""
 
 _Array = npt.NDArray[np.float64]
 
@@ -96,22 +99,25 @@ class PlacementSpace:
     Args:
         model: The problem and its cost model.
         alone: The same without services.
+        time_left: Time left for the list.
     """
 
-    def __init__(self, model: CostModel, alone: CostModel) -> None:
-        self._model, self._alone = model, alone
+    def __init__(self, model: CostModel, alone: CostModel, *, time_left: TimeLeft) -> None:
+        self._model, self._alone, self._time_left = model, alone, time_left
         self._nodes = model.problem.nodes
         self._has_critic = bool(model.problem.workload.critic_tasks)
         kinds = (scorers(model), gpu_rewards(model))
         self._rates = [{} if kind is None else kind.rates for kind in kinds]
         self._needs = [kind is not None for kind in kinds]
+        uses = [self._machine_uses(node) for node in self._nodes]
+        # Counted first: listing the placements of each entry of a large cluster would take longer than any search.
+        if math.prod(map(_num_options, self._nodes, uses)) > MAX_PLACEMENTS:
+            raise _too_large()
         self._critic_s = self._least_critic_s()
         self._generation = GenerationBound(alone)
         self._made = {node.name: self._generation.best_worth(node) for node in self._nodes}
-        self._options = [self._options_of(node) for node in self._nodes]
+        self._options = list(map(self._options_of, self._nodes, uses))
         self._shape = tuple(len(options.uses) for options in self._options)
-        if math.prod(self._shape) > MAX_PLACEMENTS:
-            raise _too_large()
         self._services = self._service_rates()
 
     def placement(self, index: int) -> Placement:
@@ -171,26 +177,33 @@ class PlacementSpace:
             if not critic or (self._has_critic and self._model.critic.fits(node, critic))
         ]
 
-    def _options_of(self, node: NodeClass) -> _Options:
-        each = self._machine_uses(node)
-        if math.comb(len(each) + node.count - 1, node.count) > MAX_PLACEMENTS:
-            raise _too_large()
-        chosen = combinations_with_replacement(each, node.count)
-        uses = [one for one in chosen if sum(use.critic > 0 for use in one) <= 1]
+    def _options_of(self, node: NodeClass, each: list[Use]) -> _Options:
+        uses = list(self._chosen(node, each))
         left = [[node.gpus - use.gpus for use in one] for one in uses]
         score, reward = (rates.get(node.name, 0.0) for rates in self._rates)
+
+        @cache
+        def critic_rate(gpus: int) -> float:
+            return self._model.demand.samples_per_step / self._model.critic.step_s(node, gpus) if gpus else 0.0
+
         return _Options(
             node=node,
             uses=uses,
             score=np.array([score * sum(use.score for use in one) for one in uses], dtype=np.float64),
             reward=np.array([reward * sum(use.reward for use in one) for one in uses], dtype=np.float64),
-            critic=np.array([self._critic_rate(node, one) for one in uses], dtype=np.float64),
+            critic=np.array([critic_rate(max(use.critic for use in one)) for one in uses], dtype=np.float64),
             num_left=np.array([[one.count(gpus) for one in left] for gpus in range(node.gpus + 1)]),
         )
 
-    def _critic_rate(self, node: NodeClass, uses: Sequence[Use]) -> float:
-        gpus = max(use.critic for use in uses)
-        return self._model.demand.samples_per_step / self._model.critic.step_s(node, gpus) if gpus else 0.0
+    def _chosen(self, node: NodeClass, each: list[Use]) -> Iterator[tuple[Use, ...]]:
+        """The uses of an entry's machines, one critic at most."""
+        if math.comb(len(each) + node.count - 1, node.count) > MAX_PLACEMENTS:
+            raise _too_large()
+        for number, one in enumerate(combinations_with_replacement(each, node.count)):
+            if number % _LOOK_EVERY == 0 and self._time_left() <= 0:
+                raise _too_large()
+            if sum(use.critic > 0 for use in one) <= 1:
+                yield one
 
     def _service_rates(self) -> _Array:
         """What the services of each placement keep up with; 0 where one is missing, or two critics are."""
@@ -209,6 +222,13 @@ class PlacementSpace:
             critic = np.where(self._is_beside, math.inf, _summed([each.critic for each in self._options]))
             rates = np.where(num_critics > 1, 0.0, np.minimum(rates, critic))
         return rates
+
+
+def _num_options(node: NodeClass, each: Sequence[Use]) -> int:
+    """Ways to use the machines of an entry, one critic at most."""
+    without = sum(not use.critic for use in each)
+    num_rest = math.comb(without + node.count - 2, node.count - 1)
+    return math.comb(without + node.count - 1, node.count) + (len(each) - without) * num_rest
 
 
 def _summed(values: Sequence[_Array]) -> _Array:
@@ -233,5 +253,6 @@ def _needed(rate: float, lost_s: float) -> float:
 
 def _too_large() -> ProblemTooLargeError:
     return ProblemTooLargeError(
-        f"exhaustive: services can be placed in more than {MAX_PLACEMENTS:,} ways; use --solver auto"
+        f"exhaustive: services can be placed in more than {MAX_PLACEMENTS:,} ways, or in more than could be listed in "
+        "this time; use --solver auto"
     )

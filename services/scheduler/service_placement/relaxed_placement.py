@@ -19,6 +19,7 @@ from services.scheduler.problem.plan_document import CriticPlace, GpuWorkers, Pl
 from services.scheduler.problem.problem import NodeClass
 from services.scheduler.service_placement.worker_placement import gpu_rewards, packed, scorers, with_workload
 from services.scheduler.solvers.generation_bound import GenerationBound
+from services.scheduler.solvers.interface import TimeLeft
 from services.scheduler.solvers.scored import homes_of, ordered_nodes
 
 _PASSES = 2
@@ -49,13 +50,16 @@ class RelaxedPlacement:
         kinds = {"score": scorers(model), "reward_gpus": gpu_rewards(model)}
         self._rates = {role: kind.rates for role, kind in kinds.items() if kind is not None}
 
-    def proposals(self, machines: Collection[str] | None = None) -> list[PlanDocument]:
+    def proposals(self, machines: Collection[str] | None = None, *, time_left: TimeLeft) -> list[PlanDocument]:
         """Places of all services, the best first; a critic only on those `machines`, or any.
 
-        A proposal without a critic, where there must be one, leaves its place to another search.
+        A proposal without a critic, where there must be one, leaves its place to another search. Places of a critic
+        that time does not reach are left out.
         """
         found: list[tuple[float, PlanDocument]] = []
-        for critic in self._critics(machines):
+        for index, critic in enumerate(self._critics(machines)):
+            if index and time_left() <= 0:
+                break
             solved = [self._solved(home, critic) for home in homes_of(self._model.problem)]
             best = max(solved, key=lambda each: each.rate)
             if best.rate > 0 and (plan := self._placed(best, critic)) is not None:

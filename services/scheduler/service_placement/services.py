@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from services.scheduler.cost_model.reference import CostModel
@@ -14,9 +14,13 @@ from services.scheduler.service_placement.every_placement import best_of_all_pla
 from services.scheduler.service_placement.relaxed_placement import RelaxedPlacement
 from services.scheduler.service_placement.reward_placement import most_rewarded, with_rewards
 from services.scheduler.service_placement.worker_placement import Search, gpu_rewards, scorers, with_workers
-from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, part_of
+from services.scheduler.solvers.interface import Plans, Solution, TimeLeft, is_over, part_of
 
 NOTHING = PlanDocument()
+Propose = Callable[[TimeLeft], Sequence[PlanDocument]]
+"""Places of all services, the best first."""
+_PROPOSED_SHARE = 0.25
+"""Share of the time for proposing places of services."""
 _PLACED = ("score", "reward_gpus", "critic")
 """What takes GPUs for services."""
 
@@ -49,13 +53,19 @@ def with_services(
 
 
 def with_places(
-    model: CostModel, alone: Search, *, time_left: TimeLeft, kept: PlanDocument, critic_machines: Collection[str] | None
+    model: CostModel,
+    alone: Search,
+    *,
+    time_left: TimeLeft,
+    kept: PlanDocument,
+    critic_machines: Collection[str] | None,
+    propose: Propose,
 ) -> Solution:
     """The best plan around proposed places of all services, and of those found one by one with what time is left.
 
-    Arguments as in `with_services`.
+    `propose` has the places for the time that it is given; other arguments as in `with_services`.
     """
-    proposals = RelaxedPlacement(model).proposals(critic_machines)
+    proposals = propose(part_of(time_left, _PROPOSED_SHARE))
     num_evaluated, best = 0, None
     for index, places in enumerate((*proposals, None)):
         mine = part_of(time_left, 1 / (len(proposals) + 1 - index))
@@ -63,7 +73,7 @@ def with_places(
             {} if places is None else {field: getattr(places, field) for field in ("score", "reward_gpus", "critic")}
         )
         stays = kept.model_copy(update=update)
-        if best is not None and time_left() <= 0:
+        if best is not None and is_over(time_left, (best,)):
             break
         found = with_services(model, alone, time_left=mine, kept=stays, critic_machines=critic_machines)
         num_evaluated += found.num_evaluated
@@ -71,6 +81,18 @@ def with_places(
             best = found
     assert best is not None, "the last turn proposes nothing"
     return replace(best, num_evaluated=num_evaluated)
+
+
+def proposals_once(model: CostModel, critic_machines: Collection[str] | None) -> Propose:
+    """Proposes places of all services, the same to all who ask: of any solver they are the best of linear programs."""
+    found: list[Sequence[PlanDocument]] = []
+
+    def propose(time_left: TimeLeft) -> Sequence[PlanDocument]:
+        if not found:
+            found.append(RelaxedPlacement(model).proposals(critic_machines, time_left=time_left))
+        return found[0]
+
+    return propose
 
 
 def has_all_to_place(problem: Problem, kept: PlanDocument) -> bool:

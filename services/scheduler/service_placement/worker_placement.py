@@ -14,7 +14,7 @@ from types import MappingProxyType
 from services.scheduler.cost_model.reference import CostModel, Infeasible
 from services.scheduler.problem.plan_document import GpuWorkers
 from services.scheduler.problem.problem import NodeClass, Problem
-from services.scheduler.solvers.interface import Solution, TimeLeft, part_of
+from services.scheduler.solvers.interface import Solution, TimeLeft, is_over, part_of
 from services.scheduler.solvers.scored import ordered_nodes
 
 Search = Callable[[CostModel, TimeLeft], Solution]
@@ -73,7 +73,7 @@ def with_workers(
     best: Solution | None = None
     entries = [node for node in ordered_nodes(model.problem) if kind.rates[node.name]]
     for index, node in enumerate(entries):
-        if best is not None and best.plan is not None and time_left() <= 0:
+        if best is not None and is_over(time_left, (best,)):
             break
         # Room for the fewest, then for as many as keep up with what the rest reaches beside these.
         mine = part_of(time_left, 1 / (len(entries) - index))

@@ -6,7 +6,7 @@ returns its best plan once none is. Infeasible is an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from services.scheduler.problem.problem import NodeClass
 Plans = Sequence[PlanDocument]
 TimeLeft = Callable[[], float]
 """Seconds left; 0 or less once the time is over."""
+
+_LATE_S = 0.5
+"""For how long a search without any plan goes on once its time is over."""
 
 
 def part_of(time_left: TimeLeft, share: float) -> TimeLeft:
@@ -29,6 +32,15 @@ def at_most(time_left: TimeLeft, seconds: float) -> TimeLeft:
     """That many seconds from now on, whether they are left or not."""
     kept_s = time_left() - seconds
     return lambda: time_left() - kept_s
+
+
+def is_over(time_left: TimeLeft, found: Iterable[Solution]) -> bool:
+    """Whether nothing more may be tried: time is over, and there is a plan, or there was a little more for the first.
+
+    Nested searches have small shares of the time; each goes on until it has a plan, within bounds.
+    """
+    left_s = time_left()
+    return left_s <= 0 and (left_s <= -_LATE_S or any(solution.plan is not None for solution in found))
 
 
 @dataclass(frozen=True, slots=True)

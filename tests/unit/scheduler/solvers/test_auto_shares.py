@@ -45,6 +45,22 @@ def test_what_members_leave_is_for_those_that_go_on_from_their_best_plan():
     assert given == {name: pytest.approx(16.0 * share) for name, share in members().items()} | {AUTO: 7.0}
 
 
+def test_plans_that_can_no_longer_be_listed_leave_the_rest_of_the_time_to_the_others():
+    clock = Clock(16.0)
+    turns: list[str] = []
+    halves = plan([("h20-0", 1, 8)], [("h800-0", 8)])
+    score = CostModel(problem("tiny_02")).score(halves)
+
+    def turn(name, begins, stays, time_left):
+        turns.append(name)
+        if turns.count(ExhaustiveSolver.name) == 2 and name == ExhaustiveSolver.name:
+            raise ProblemTooLargeError(name)
+        return Solution(halves, score, None, False, 1, name)
+
+    assert best_of_members(turn, time_left=clock, starts=(), kept=NOTHING).plan == halves
+    assert turns == [*members(), ExhaustiveSolver.name, AUTO]
+
+
 def test_exhaustive_search_lists_plans_for_a_quarter_of_its_time_at_most():
     clock = Clock(400.0, each_look_s=1.0)
 
