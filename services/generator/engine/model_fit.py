@@ -40,8 +40,8 @@ def check_fit(folder: Path) -> None:
             return
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError):
-        # The engine may know it, and says what is wrong otherwise.
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError):
+        # The engine may know it, and says what is wrong otherwise: packages that it needs, settings of newer versions.
         return
     prefix = f"{model.base_model_prefix}."
     held = _shapes(folder)

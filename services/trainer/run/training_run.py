@@ -67,7 +67,6 @@ from services.trainer.run.replay_feed import replay_feed
 from services.trainer.run.run_errors import EXPECTED_ERRORS, is_broken, is_final
 from services.trainer.run.run_inputs import fetch_sources, stored_sources
 
-"""Of the prompts, in a checkpoint's other state."""
 _log = structlog.get_logger()
 
 
