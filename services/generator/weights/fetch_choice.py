@@ -12,6 +12,8 @@ Promises:
 - Deltas are waited for only while they would still end before the full content would have, had it been begun at once.
   So deltas that never come cost at most `full_s`, whatever the store says of them.
 - Before a speed was measured, deltas on offer are taken and none are waited for.
+- One slow application, on a disk that was busy once, does not rule deltas out for good: what it took is forgotten after
+  MAX_DECLINED offers, since nothing measures it again while full contents are fetched.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ FIRST_APPLY_BYTES_PER_SECOND = 500e6
 """Of the full content, before the first was applied."""
 KEPT_SHARE = 0.5
 """Weight of what was measured before, each time."""
+MAX_DECLINED = 8
+"""Offers of deltas that are declined in a row before applications are measured again."""
 MIN_WAIT_S = 0.05
 MIN_WAIT_SHARE = 0.25
 """Of the time waited so far: a store whose estimates are too short is asked less and less often."""
@@ -49,6 +53,7 @@ class FetchChoice:
 
     def __init__(self) -> None:
         self._downloads, self._applications = Rate(), Rate()
+        self._num_declined = 0
 
     def note_download(self, num_bytes: int, seconds: float, *, is_delta: bool) -> None:
         """Record that `num_bytes` came over the network."""
@@ -67,7 +72,7 @@ class FetchChoice:
     def takes_deltas(self, num_bytes: int, *, full_bytes: int) -> bool:
         """Whether deltas on offer are installed before the full content would be."""
         full_s = self.full_s(full_bytes)
-        return full_s is None or self._deltas_s(num_bytes, full_bytes) < full_s
+        return self._noted(full_s is None or self._deltas_s(num_bytes, full_bytes) < full_s)
 
     def wait_s(self, expected_after_s: float, num_bytes: int, *, full_bytes: int, waited_s: float) -> float | None:
         """How long to wait before the store is asked for the deltas again; None to fetch the full content now.
@@ -82,7 +87,14 @@ class FetchChoice:
         if full_s is None:
             return None
         wait_s = max(expected_after_s, MIN_WAIT_SHARE * waited_s, MIN_WAIT_S)
-        return wait_s if waited_s + wait_s + self._deltas_s(num_bytes, full_bytes) < full_s else None
+        ends_s = waited_s + wait_s + self._deltas_s(num_bytes, full_bytes)
+        return wait_s if self._noted(ends_s < full_s) else None
+
+    def _noted(self, is_faster: bool) -> bool:
+        self._num_declined = 0 if is_faster else self._num_declined + 1
+        if self._num_declined == MAX_DECLINED:
+            self._applications, self._num_declined = Rate(), 0
+        return is_faster
 
     def _deltas_s(self, num_bytes: int, full_bytes: int) -> float:
         apply_s = self._applications.seconds_for(full_bytes)

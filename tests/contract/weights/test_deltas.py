@@ -18,6 +18,7 @@ from penstock.model.digests import manifest_digest, safetensors_digests
 from penstock.security import NO_SECURITY
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from services.generator.weights import file_cache
+from services.generator.weights.fetch_choice import FetchChoice
 from services.generator.weights.file_cache import Way
 from services.trainer.publishing import publisher
 from services.trainer.publishing.deltas import MAX_KEPT_DELTAS
@@ -28,6 +29,8 @@ from tests.helpers.weights.sites import Receiver
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch) -> AsyncIterator[PublishingSite]:
     monkeypatch.setattr("penstock.transfer.content_sources.backoff_s", lambda: iter([0.0] * 100))
+    # Files this small take as long as the machine's other work lets them; test_late_deltas.py has links that tell.
+    monkeypatch.setattr(FetchChoice, "takes_deltas", lambda *_args, **_sizes: True)
     made = PublishingSite(tmp_path)
     async with AsyncExitStack() as stack:
         await made.start(stack)

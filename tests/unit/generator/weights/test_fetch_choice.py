@@ -18,7 +18,7 @@ from penstock.downloads.downloader import Download, Downloader
 from penstock.v1 import weights_pb2
 from services.generator.metrics import GeneratorMetrics
 from services.generator.weights import file_cache
-from services.generator.weights.fetch_choice import FetchChoice
+from services.generator.weights.fetch_choice import MAX_DECLINED, FetchChoice
 from services.generator.weights.file_cache import Way, WeightFetcher
 from tests.helpers.virtual_time import VirtualLoop
 
@@ -161,6 +161,31 @@ def test_small_deltas_do_not_spoil_what_was_measured_of_the_link() -> None:
     # One that takes long tells of a link that became slow.
     choice.note_download(2_000_000, 2.0, is_delta=True)
     assert (choice.full_s(FULL_BYTES) or 0) > 2 * 1.2
+
+
+@pytest.mark.parametrize("is_offered", [True, False])
+def test_one_slow_application_does_not_rule_deltas_out_for_good(is_offered: bool) -> None:
+    choice = FetchChoice()
+    choice.note_download(FULL_BYTES, 12.0, is_delta=False)
+    choice.note_application(FULL_BYTES, 600.0)
+
+    def is_taken() -> bool:
+        if is_offered:
+            return choice.takes_deltas(30_000_000, full_bytes=FULL_BYTES)
+        return choice.wait_s(0.1, 30_000_000, full_bytes=FULL_BYTES, waited_s=0.0) is not None
+
+    assert [is_taken() for _ in range(MAX_DECLINED + 2)] == [False] * MAX_DECLINED + [True, True]
+
+
+def test_deltas_that_stay_slow_are_tried_again_once_in_a_while() -> None:
+    choice = FetchChoice()
+    choice.note_download(FULL_BYTES, 12.0, is_delta=False)
+    num_taken = 0
+    for _ in range(10 * (MAX_DECLINED + 1)):
+        if choice.takes_deltas(30_000_000, full_bytes=FULL_BYTES):
+            choice.note_application(FULL_BYTES, 600.0)
+            num_taken += 1
+    assert num_taken == 10
 
 
 @given(
