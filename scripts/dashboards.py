@@ -161,6 +161,7 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel("Samples that wait for an environment", _gauge("penstock_generator_environment_waiting_samples")),
             Panel("Environments: sessions open", _gauge("penstock_environment_sessions", "instance")),
             Panel("Environments: calls, by outcome", _rate("penstock_environment_calls_total", "call", "outcome")),
+            Panel("Environments: servers that were full", _rate("penstock_environment_full_total")),
             Panel("Environments: time of a call", _quantiles("penstock_environment_call_seconds", "call"), "s"),
             Panel("Sessions of agents", _rate("penstock_generator_openai_sessions_total", "outcome")),
         ],

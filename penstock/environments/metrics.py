@@ -13,3 +13,7 @@ CALLS = Counter(
 CALL_S = Histogram(
     "penstock_environment_call_seconds", "Time that a call took, seconds, repeated ones included.", ["call"]
 )
+FULL = Counter(
+    "penstock_environment_full",
+    "Times that the server of another package had no room for a session, which was then asked for again.",
+)

@@ -89,8 +89,10 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         try:
             with self._working("reset", name, {}):
                 return await session.reset(task)
-        except (InvalidFieldError, InternalError):
-            self._drop(name)
+        except (InvalidFieldError, InternalError, QueueFullError):
+            # Of several callers that waited for it, one may have begun another one since.
+            if self._sessions.get(name) is session:
+                self._drop(name)
             raise
 
     async def Step(self, request: environment_pb2.StepRequest, context: Any) -> environment_pb2.StepResponse:

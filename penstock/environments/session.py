@@ -11,7 +11,7 @@ from typing import Any
 from penstock.environments.environment import Environment, EnvironmentFactory
 from penstock.environments.environment_messages import MAX_TURNS, failed, read_action, write_opening, write_outcome
 from penstock.environments.types import Task, UnplayableError
-from penstock.errors import InternalError, InvalidFieldError, TurnConflictError
+from penstock.errors import InternalError, InvalidFieldError, QueueFullError, TurnConflictError
 from penstock.process.logger import get_logger
 from penstock.rewards.outcomes import describe
 from penstock.rewards.threads import DaemonThreads
@@ -49,7 +49,11 @@ class Session:
         return any(not task.done() for task in [*tasks, *([self._opening] if self._opening else [])])
 
     async def reset(self, task: Task) -> environment_pb2.ResetResponse:
-        """The opening. Raises InvalidFieldError for a task that cannot be played, InternalError if `reset` failed."""
+        """The opening.
+
+        Raises InvalidFieldError for a task that cannot be played, QueueFullError if the environment has no room for it
+        yet, InternalError if `reset` failed.
+        """
         if self._opening is None:
             self._opening = asyncio.create_task(self._reset(task))
         return await asyncio.shield(self._opening)
@@ -95,7 +99,7 @@ class Session:
             return write_opening(await self._run(self._made.reset, task))
         except UnplayableError as error:
             raise InvalidFieldError(f"{self._name}: {error}", field="task") from error
-        except InvalidFieldError:
+        except (InvalidFieldError, QueueFullError):
             raise
         except Exception as error:  # a user's class may raise anything
             _log.error("environment raised in reset", environment=self._name, exc_info=error)

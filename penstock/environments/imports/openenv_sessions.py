@@ -20,17 +20,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.environments import metrics
 from penstock.environments.environment import Environment
 from penstock.environments.imports.server_options import checked_timeout, http_address
 from penstock.environments.types import Action, Message, Opening, Outcome, ScoreStatus, Task, UnplayableError
+from penstock.errors import QueueFullError
+from penstock.network.rpc import backoff_s
 
 if TYPE_CHECKING:
     import aiohttp
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 MAX_SEED = 2**31
-CAPACITY_WAIT_S = 60.0
-"""A server with as many sessions as it holds is asked again for this long."""
+CAPACITY_WAIT_S = 2.0
+"""A server with as many sessions as it holds is asked again for this long. Then the caller is told, who waits longer
+than a call may last."""
 _UNASKED_WAIT_S = 0.001
 """Enough to be handed what has arrived."""
 _OPTIONS = ("action", "observation", "timeout_s")
@@ -95,7 +99,7 @@ class OpenEnvSession(Environment):
         request = {"type": "step", "data": self._action(action)}
         try:
             answer = await self._answered(request)
-        except (OpenEnvError, TimeoutError) as error:
+        except (OpenEnvError, QueueFullError, TimeoutError) as error:
             said = f"{self._options.url}: {error or 'no answer in time'}"
             return Outcome(status=ScoreStatus.SANDBOX_ERROR, message=said)
         self._sent.append(request)
@@ -131,23 +135,28 @@ class OpenEnvSession(Environment):
         return await self._ask(request)
 
     async def _opened(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to a reset, once the server has a place."""
+        """The answer to a reset, once the server has a place. Raises QueueFullError if it has none for long."""
         import aiohttp
 
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._options.timeout_s))
-        delay_s, until_s = 0.1, asyncio.get_running_loop().time() + CAPACITY_WAIT_S
-        while True:
+        until_s = asyncio.get_running_loop().time() + CAPACITY_WAIT_S
+        for delay_s in backoff_s():
             try:
                 self._schema = await self._action_schema(self._http)
-                self._socket = await self._http.ws_connect(f"{self._options.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
-                answer = await self._first_answer(self._socket, request)
-                if _code(answer) != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > until_s:
+                socket = await self._http.ws_connect(f"{self._options.url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
+                self._socket = socket
+                answer = await self._first_answer(socket, request)
+                if _code(answer) != "CAPACITY_REACHED":
                     return answer
             except (aiohttp.ClientError, OpenEnvError) as error:
                 raise OpenEnvError(str(error)) from error
-            await self._socket.close()
+            metrics.FULL.inc()
+            await socket.close()
+            if asyncio.get_running_loop().time() + delay_s > until_s:
+                said = f"{self._options.url} has no room for another session: {answer['data'].get('message')}"
+                raise QueueFullError(said[:500])
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, 5.0)
+        raise AssertionError("unreachable: backoff_s never ends")
 
     async def _action_schema(self, http: aiohttp.ClientSession) -> Mapping[str, Any]:
         async with http.get(f"{self._options.url}/schema") as response:

@@ -13,13 +13,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from prometheus_client import REGISTRY
 
 from penstock.environments import EnvironmentLoadError, load_environment
-from penstock.errors import InvalidFieldError
+from penstock.environments.imports import openenv_sessions
+from penstock.errors import InvalidFieldError, QueueFullError
 from penstock.network.rpc import call
 from penstock.v1 import environment_pb2, types_pb2
 from tests.contract.environments.test_service import reset, served, step
 from tests.helpers.imports import python_of
+from tests.helpers.waiting import until
 
 SERVER = Path(__file__).resolve().parents[2] / "helpers" / "imports" / "openenv_server.py"
 FAILED = types_pb2.SCORE_STATUS_FAILED
@@ -151,6 +154,48 @@ async def test_what_an_openenv_server_says_twice_is_never_the_reward_of_another_
             second = await step(stub, 1, "x")
             assert (second.status, second.HasField("reward")) == (types_pb2.SCORE_STATUS_SANDBOX_ERROR, False)
             assert "spoke unasked" in second.message
+
+
+async def test_a_full_openenv_server_is_waited_for_beyond_one_call(monkeypatch):
+    monkeypatch.setattr(openenv_sessions, "CAPACITY_WAIT_S", 0.3)
+    playing, full_s = set(), []
+
+    async def play(request):
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        if playing:
+            full_s.append(asyncio.get_running_loop().time())
+            said = {"message": "1 of 1 sessions", "code": "CAPACITY_REACHED", "active_sessions": 1, "max_sessions": 1}
+            await socket.send_json({"type": "error", "data": said})
+            await socket.close()
+            return socket
+        playing.add(socket)
+        async for message in socket:
+            if json.loads(message.data)["type"] == "close":
+                break
+            await socket.send_json({"type": "observation", "data": {"observation": {"text": "hello"}}})
+        playing.discard(socket)
+        return socket
+
+    def num_full():
+        return REGISTRY.get_sample_value("penstock_environment_full_total") or 0
+
+    app = web.Application()
+    app.router.add_get("/ws", play)
+    async with serving_http(app) as url, served(load_environment(f"openenv:{url}?timeout_s=20")) as (servicer, stub):
+        before = num_full()
+        await reset(stub, "first")
+        # No session is open for one that has to wait long: its caller asks again.
+        with pytest.raises(QueueFullError, match="1 of 1 sessions"):
+            await reset(stub, "second")
+        assert servicer.num_sessions == 1
+        assert num_full() - before == len(full_s) >= 2
+        monkeypatch.setattr(openenv_sessions, "CAPACITY_WAIT_S", 60.0)
+        second = asyncio.create_task(reset(stub, "second", timeout_s=60.0))
+        num_before = len(full_s)
+        await until(lambda: len(full_s) > num_before)
+        await call(stub.Close, environment_pb2.CloseRequest(session_id="first"), peer="environment")
+        assert (await second).messages[0].content == "hello"
 
 
 def test_names_that_lead_nowhere_say_what_to_write():
