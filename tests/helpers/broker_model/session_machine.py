@@ -80,6 +80,29 @@ class SessionMachine(WorldMachine):
             if process is not endpoint.process or name not in process.sessions:
                 return
 
+    @rule(number=endpoints, name=names, after_s=st.sampled_from([0.0, 0.05, 0.3]), gives_up=st.booleans())
+    def cancel_a_request(self, number: int, name: str, after_s: float, gives_up: bool) -> None:
+        """A client hangs up while its answer is stored; that of a session may be the only one."""
+        self.run(self._cancel(self.endpoints[number], name, after_s, gives_up))
+
+    async def _cancel(self, endpoint: ModelEndpoint, name: str, after_s: float, gives_up: bool) -> None:
+        process = endpoint.process
+        if name not in process.sessions:
+            await endpoint.take(process, self._processes(), session_id=name)
+        process.sessions.setdefault(name, _new(name)).turns.append(self.world.serials.next())
+        await self._beat()
+        storing = asyncio.ensure_future(endpoint.store(process, name))
+        await asyncio.sleep(after_s)
+        storing.cancel()
+        await asyncio.wait([storing])
+        if not storing.cancelled():
+            storing.result()
+        # That its client did not get the answer is stored, too, before anyone gives it up.
+        if name in process.sessions:
+            await endpoint.store(process, name)
+        if gives_up:
+            await endpoint.end(process, [name], "abandoned")
+
     @rule(number=endpoints, name=names, leaves_out=st.integers(-1, 2))
     def store_again(self, number: int, name: str, leaves_out: int) -> None:
         """As after a lost answer, with turns that are stored; or without some that are not."""
