@@ -76,13 +76,15 @@ class SessionClient(Connection):
             async for response in call:
                 yield response
 
-    async def moved(self, session_ids: Sequence[str]) -> set[str]:
-        """Those that another generator has, or that have ended."""
-        found: set[str] = set()
+    async def gone(self, session_ids: Sequence[str]) -> dict[str, bool]:
+        """Those that another generator has, or that have ended; and whether each has ended."""
+        found: dict[str, bool] = {}
         for start in range(0, len(session_ids), MAX_IDS_PER_CALL):
             part = session_ids[start : start + MAX_IDS_PER_CALL]
             request = sessions_pb2.CheckSessionsRequest(**self._names, session_ids=part)
-            found.update((await self._call(self._stub.CheckSessions, request)).moved_ids)
+            response = await self._call(self._stub.CheckSessions, request)
+            ended = set(response.ended_ids)
+            found |= {session_id: session_id in ended for session_id in response.moved_ids}
         return found
 
     async def end(self, session_ids: Sequence[str], outcome: str) -> None:

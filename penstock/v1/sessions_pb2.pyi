@@ -564,18 +564,26 @@ class CheckSessionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MOVED_IDS_FIELD_NUMBER: _builtins.int
+    ENDED_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def moved_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Those that another generator has, or that have ended."""
+
+    @_builtins.property
+    def ended_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of those, the ones that have ended: their time was up, or another generator ended them. Empty at brokers that do not
+        tell.
+        """
 
     def __init__(
         self,
         *,
         moved_ids: _abc.Iterable[_builtins.str] | None = ...,
+        ended_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved_ids", b"moved_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_ids", b"ended_ids", "moved_ids", b"moved_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

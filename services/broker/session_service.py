@@ -71,10 +71,10 @@ class SessionService(sessions_pb2_grpc.SessionServiceServicer):
         """Those that are not the caller's."""
         replica = self._replica(request.run_id, request.generator_id)
         check_ids(request.session_ids)
-        moved_ids = await replica.transact(
-            lambda state: agent_sessions.moved(state, request.generator_id, request.session_ids)
+        moved_ids, ended_ids = await replica.transact(
+            lambda state: agent_sessions.not_own(state, request.generator_id, request.session_ids)
         )
-        return sessions_pb2.CheckSessionsResponse(moved_ids=moved_ids)
+        return sessions_pb2.CheckSessionsResponse(moved_ids=moved_ids, ended_ids=ended_ids)
 
     async def EndSessions(
         self, request: sessions_pb2.EndSessionsRequest, context: _Context

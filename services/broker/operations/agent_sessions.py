@@ -140,9 +140,10 @@ def _wanted(
     return [(session_id, state.sessions[session_id]) for session_id in dict.fromkeys(found)]
 
 
-def moved(state: RunState, generator_id: str, session_ids: Collection[str]) -> list[str]:
-    """Those sessions that are not the generator's: another one has them, or they have ended."""
-    return [session_id for session_id in session_ids if _owner(state, session_id) != generator_id]
+def not_own(state: RunState, generator_id: str, session_ids: Collection[str]) -> tuple[list[str], list[str]]:
+    """Those sessions that are not the generator's: another one has them, or they have ended; and which have ended."""
+    moved = [session_id for session_id in session_ids if _owner(state, session_id) != generator_id]
+    return moved, [session_id for session_id in moved if session_id not in state.sessions]
 
 
 def end(state: RunState, generator_id: str, session_ids: Collection[str], outcome: str) -> int:

@@ -260,6 +260,7 @@ class ModelEndpoint:
         await self.see()
         moved = [name for name in session_ids if name not in kept or kept[name].owner != process.generator_id]
         assert list(response.moved_ids) == moved
+        assert list(response.ended_ids) == [name for name in moved if name not in kept]
 
     async def end(
         self, process: Process, session_ids: list[str], outcome: str, *, dies_after_s: float | None = None

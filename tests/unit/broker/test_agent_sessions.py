@@ -83,7 +83,7 @@ def test_only_sessions_of_an_owner_that_is_gone_are_taken_and_the_owner_hears_of
     assert names(take(state, "gen-1", session_id="b", gone=("gen-0",))) == ["b", "a"]
     # Once more, as after a lost answer.
     assert names(take(state, "gen-1", task="t")) == ["a", "b"]
-    assert agent_sessions.moved(state, "gen-0", ["a", "other", "never"]) == ["a", "never"]
+    assert agent_sessions.not_own(state, "gen-0", ["a", "other", "never"]) == (["a", "never"], ["never"])
     with pytest.raises(SessionMovedError, match="no longer gen-0's"):
         put(state, "a", b"1", first_turn=1)
     assert agent_sessions.end(state, "gen-0", ["a"], "idle") == 0

@@ -20,7 +20,7 @@ from services.generator.openai.sessions.agent_session import Session
 from services.generator.openai.sessions.kept_sessions import KeptSessions
 from services.generator.openai.sessions.metrics import OpenAIMetrics
 from services.generator.openai.sessions.session_admission import Transit
-from services.generator.openai.sessions.session_groups import MOVED, Finished, SessionGroup, SessionGroups
+from services.generator.openai.sessions.session_groups import Finished, SessionGroup, SessionGroups
 from services.generator.openai.sessions.session_traces import SessionTraces
 from services.generator.openai.sessions.session_trajectories import GroupNames, to_group
 
@@ -95,7 +95,7 @@ class GroupPutter:
         kept: KeptSessions,
         clock: Clock,
     ) -> None:
-        """Put groups as they become ready, until cancelled; without sessions that another generator has by now."""
+        """Put groups as they become ready, until cancelled; without sessions that are no longer this generator's."""
         groups.on_dropped = self._traces.record_dropped
         while True:
             try:
@@ -143,9 +143,12 @@ class GroupPutter:
         )
 
     async def _leave_out(self, group: SessionGroup, kept: KeptSessions) -> None:
-        gone = await kept.moved(_ids(group.finished))
+        gone = await kept.gone(_ids(group.finished))
+        for done in group.finished:
+            if (reason := gone.get(done.session.session_id)) is not None:
+                self._metrics.end_sessions(reason, 1)
+                self._traces.record_dropped(done.session, group.group_id, reason)
         group.finished = [done for done in group.finished if done.session.session_id not in gone]
-        self._metrics.end_sessions(MOVED, len(gone))
 
     async def _put(
         self,

@@ -24,6 +24,7 @@ from penstock.errors import NotOfferedError, PenstockError, QueueFullError, Sess
 from penstock.v1 import sessions_pb2
 from services.generator.openai.formats.api_errors import ApiError, elsewhere, unavailable
 from services.generator.openai.sessions.metrics import OpenAIMetrics
+from services.generator.openai.sessions.session_groups import EXPIRED, MOVED
 from services.generator.openai.sessions.stored_session import StoredSession, read_session, write_session, write_turns
 
 ADOPT_EVERY_S = 5.0
@@ -61,6 +62,8 @@ class KeptSessions:
         self._adopt_after_s, self._forget_after_s = adopt_after_s, forget_after_s
         self._num_stored: dict[str, int] = {}
         """Turns that the broker has, of each session of this generator that it has."""
+        self._stored_s: dict[str, float] = {}
+        """When each of those was stored last."""
         self._storing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._ended: defaultdict[str, list[str]] = defaultdict(list)
         """Sessions that the broker has yet to hear are over, by outcome."""
@@ -105,17 +108,22 @@ class KeptSessions:
                 )
             await asyncio.sleep(ASK_EVERY_S)
 
-    async def moved(self, session_ids: Iterable[str]) -> set[str]:
-        """Those that another generator has by now."""
+    async def gone(self, session_ids: Iterable[str]) -> dict[str, str]:
+        """Those that are no longer this generator's, with the reason: MOVED, or EXPIRED at the broker.
+
+        What has ended before its time was up was ended by another generator.
+        """
         known = [session_id for session_id in session_ids if session_id in self._num_stored]
         try:
-            gone = await self._client.moved(known)
+            gone = await self._client.gone(known)
         except PenstockError as error:
             # Groups have names: the broker takes none twice.
             _log.warning("the broker does not say which sessions are here", error=str(error))
-            return set()
+            return {}
+        late_s = self._clock.monotonic_s() - self._forget_after_s
+        expired = {name for name, has_ended in gone.items() if has_ended and self._stored_s[name] <= late_s}
         self._forget(gone)
-        return gone
+        return {session_id: EXPIRED if session_id in expired else MOVED for session_id in gone}
 
     def note_end(self, session_ids: Collection[str], outcome: str) -> None:
         """These were put, or dropped for a reason."""
@@ -161,8 +169,10 @@ class KeptSessions:
             head = write_session(stored, now_s=self._clock.monotonic_s())
             turns = _some_of(write_turns(session, num_stored))
             first, num_now = num_stored, num_stored + len(turns)
+            stored_s = self._clock.monotonic_s()
             num_stored = await self._client.put(head, turns, first_turn=first, keep_s=self._forget_after_s)
             self._num_stored[session.session_id] = num_stored
+            self._stored_s[session.session_id] = stored_s
             if num_stored >= len(session.turns):
                 return
             if num_stored < num_now and num_stored >= first:
@@ -191,12 +201,14 @@ class KeptSessions:
                 _log.warning("a session is lost", session=head.session.session_id, error=str(error))
             else:
                 self._num_stored[head.session.session_id] = len(turns)
+                self._stored_s[head.session.session_id] = stored_s
         self._metrics.records.labels("taken").inc(len(found))
         return found, holder
 
     def _forget(self, session_ids: Iterable[str]) -> None:
         for session_id in session_ids:
             self._num_stored.pop(session_id, None)
+            self._stored_s.pop(session_id, None)
             lock = self._storing.get(session_id)
             if lock is not None and not lock.locked():
                 del self._storing[session_id]

@@ -32,6 +32,8 @@ SHUTDOWN = "shutdown"
 """Why a session is dropped that may go on elsewhere, as this process stops."""
 MOVED = "moved"
 """Why a session is dropped that another generator has by now, and that may come back."""
+EXPIRED = "expired"
+"""Why a session is left out that the broker has given up meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -26,7 +26,7 @@ async def test_another_generator_gets_every_turn_once_and_the_former_one_is_refu
         assert [frame.turn for frame in frames[1:4]] == [agent_turn(number) for number in range(3)]
         with pytest.raises(SessionMovedError):
             await put_session(broker, "a", owner="one", first_turn=3)
-        assert await other.moved(["a", "never"]) == {"never"}
+        assert await other.gone(["a", "never"]) == {"never": True}
         await other.end(["a"], "put")
         await other.end(["b"], "idle")
         with pytest.raises(InvalidFieldError, match="outcome"):
