@@ -175,8 +175,8 @@ def render(picture: Picture) -> RenderableType:
         parts.append(Text(f"{picture.problem} ({asked}the run continues when its broker answers)"))
     else:
         parts += [Text(line) for line in _summary(picture.run)]
-        if picture.run.generators:
-            parts.append(_generators_table(picture.run.generators, now_s=picture.now_s))
+        if present := _present(picture.run):
+            parts.append(_generators_table(present, now_s=picture.now_s))
         parts += [Text(line) for line in length_lines(picture.lengths)] if picture.lengths is not None else []
         parts += [Text(_wait_line(wait, now_s=picture.now_s)) for wait in picture.run.waits]
     parts += [Text(line) for line in (*_trainer_lines(picture), *picture.certificates, *picture.exposure)]
@@ -235,12 +235,17 @@ def _summary(run: broker_pb2.GetRunResponse) -> Iterator[str]:
     if run.policy.needs_reference_logprobs:
         yield f"scorers: {', '.join(run.scorer_ids) or 'none connected'}"
     yield from (f"warning of {worker_id}: {text}" for worker_id, text in sorted(run.reward_warnings.items()))
-    for view in run.generators:
+    for view in _present(run):
         if view.beat.warning:
             text = printable(view.beat.warning, max_chars=len(view.beat.warning))
             yield f"warning of {view.hello.generator_id}: {text}"
-    if not run.generators:
+    if not _present(run):
         yield "generators: none connected"
+
+
+def _present(run: broker_pb2.GetRunResponse) -> list[broker_pb2.GeneratorView]:
+    """The generators without those that drained and are gone, of which busy spans are still told."""
+    return [view for view in run.generators if not view.has_left]
 
 
 def _generators_table(generators: Sequence[broker_pb2.GeneratorView], *, now_s: float) -> Table:
@@ -304,7 +309,7 @@ def as_document(picture: Picture) -> dict[str, Any]:
         "reward_worker_ids": list(run.reward_worker_ids),
         "scorer_ids": list(run.scorer_ids),
         "reward_warnings": dict(run.reward_warnings),
-        "generators": [_generator_document(view) for view in run.generators],
+        "generators": [_generator_document(view) for view in _present(run)],
         "waits": [
             {
                 "waiter": wait.waiter,

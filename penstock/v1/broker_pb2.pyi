@@ -2033,6 +2033,7 @@ class GeneratorView(_message.Message):
     NUM_FREE_LEASES_FIELD_NUMBER: _builtins.int
     MEASURED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     MEASURED_STEP_FACTOR_FIELD_NUMBER: _builtins.int
+    HAS_LEFT_FIELD_NUMBER: _builtins.int
     num_leases: _builtins.int
     """Leases it holds."""
     num_free_leases: _builtins.int
@@ -2043,6 +2044,8 @@ class GeneratorView(_message.Message):
     """How many times as long its decode steps take as its profile says (as the default profile says, where it gives none),
     smoothed over its heartbeats; 0 when none was measured.
     """
+    has_left: _builtins.bool
+    """Whether it drained and its stream has ended: it is listed for its busy spans alone."""
     @_builtins.property
     def hello(self) -> Global___GeneratorHello:
         """Who it is."""
@@ -2070,10 +2073,11 @@ class GeneratorView(_message.Message):
         num_free_leases: _builtins.int = ...,
         measured_tokens_per_second: _builtins.float = ...,
         measured_step_factor: _builtins.float = ...,
+        has_left: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "beat_time", b"beat_time", "hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "beat_time", b"beat_time", "busy_spans", b"busy_spans", "hello", b"hello", "measured_step_factor", b"measured_step_factor", "measured_tokens_per_second", b"measured_tokens_per_second", "num_free_leases", b"num_free_leases", "num_leases", b"num_leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "beat_time", b"beat_time", "busy_spans", b"busy_spans", "has_left", b"has_left", "hello", b"hello", "measured_step_factor", b"measured_step_factor", "measured_tokens_per_second", b"measured_tokens_per_second", "num_free_leases", b"num_free_leases", "num_leases", b"num_leases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

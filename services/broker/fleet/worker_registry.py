@@ -168,11 +168,16 @@ class Peers:
         view = self._generators.get(generator_id)
         if view is not None:
             view.num_free_leases = 0
+            view.has_left = view.beat.is_draining
             await self._write([generator_id])
 
     def lose(self, generator_id: str) -> None:
-        """Record that a generator's stream broke off."""
+        """Record that a generator's stream broke off; one that drains is not expected back."""
         self._lost_s[generator_id] = self._clock.monotonic_s()
+        view = self._generators.get(generator_id)
+        if view is not None and view.beat.is_draining:
+            view.has_left = True
+            self._unwritten[generator_id] = None
 
     def is_lost(self, generator_id: str, *, for_s: float = RETURN_S) -> bool:
         """Whether a generator's stream to this process broke off so long ago, and it has not been back anywhere."""
@@ -238,9 +243,10 @@ class Peers:
             self._longest_s = -math.inf
             for view in _generators_in(stored):
                 known = self._generators.get(view.hello.generator_id)
-                if known is None or _beat_s(view) > _beat_s(known):
+                if known is None or _news(view) > _news(known):
                     self._generators[view.hello.generator_id] = view
-                    self._note_back(view.hello.generator_id)
+                    if not view.has_left:
+                        self._note_back(view.hello.generator_id)
             self._note_workers(stored)
             await self._forget()
             if self._generators and self._first_seen_s is None:
@@ -272,7 +278,7 @@ class Peers:
         for stored_view in _generators_in(stored):
             generator_id = stored_view.hello.generator_id
             view = broker_pb2.GeneratorView()
-            view.CopyFrom(max(self._generators.get(generator_id, stored_view), stored_view, key=_beat_s))
+            view.CopyFrom(max(self._generators.get(generator_id, stored_view), stored_view, key=_news))
             if busy_since_s is not None:
                 raw = [
                     *await self._store.busy_spans(self._run_id, _GENERATOR + generator_id),
@@ -309,7 +315,7 @@ class Peers:
         return {name: view for name, view in workers if self._clock.age_s(view.seen_s) < WORKER_TIMEOUT_S}
 
     def _is_live(self, view: broker_pb2.GeneratorView) -> bool:
-        return self._clock.age_s(_beat_s(view)) < PEER_TIMEOUT_S
+        return not view.has_left and self._clock.age_s(_beat_s(view)) < PEER_TIMEOUT_S
 
 
 def _generators_in(stored: dict[str, bytes]) -> list[broker_pb2.GeneratorView]:
@@ -320,6 +326,11 @@ def _generators_in(stored: dict[str, bytes]) -> list[broker_pb2.GeneratorView]:
 
 def _beat_s(view: broker_pb2.GeneratorView) -> float:
     return unix_s(view.beat_time)
+
+
+def _news(view: broker_pb2.GeneratorView) -> tuple[float, bool]:
+    """Grows with each view of a generator: that it has left is said of its last heartbeat."""
+    return _beat_s(view), view.has_left
 
 
 def _by_run_clock(beat: broker_pb2.GeneratorBeat, now_s: float) -> Iterable[types_pb2.TimeSpan]:

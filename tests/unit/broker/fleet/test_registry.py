@@ -58,6 +58,41 @@ async def test_of_very_many_peers_those_that_are_gone_are_forgotten(monkeypatch:
     assert list(await store.peers(RUN)) == ["w:worker"]
 
 
+@pytest.mark.parametrize("breaks_off", [False, True])
+async def test_a_generator_that_drained_is_gone_as_soon_as_its_stream_has_ended(breaks_off: bool) -> None:
+    store, clock = MemoryStore(), ManualClock()
+    await store.commit(RUN, None, Delta(run=b""))
+    peers = Peers(RUN, store=store, clock=RunClock(clock))
+    other = Peers(RUN, store=store, clock=RunClock(clock))
+    for name in ("drains", "stays"):
+        hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id=name)
+        peers.see_generator(hello, broker_pb2.GeneratorBeat(is_draining=name == "drains"))
+    await peers.refresh()
+    await other.refresh()
+
+    async def shown(by: Peers) -> list[str]:
+        views, _workers = await by.views(None)
+        assert [view.hello.generator_id for view in by.present().generators] == [v.hello.generator_id for v in views]
+        return [view.hello.generator_id for view in views]
+
+    assert await shown(peers) == await shown(other) == ["drains", "stays"]
+    for name in ("drains", "stays"):
+        if breaks_off:
+            peers.lose(name)
+        else:
+            await peers.leave(name)
+    clock.advance(worker_registry.REFRESH_EVERY_S)
+    await peers.refresh()
+    await other.refresh()
+    # One that did not drain may be back in a moment.
+    assert await shown(peers) == await shown(other) == ["stays"]
+    hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id="drains")
+    await peers.meet_generator(hello)
+    clock.advance(worker_registry.REFRESH_EVERY_S)
+    await other.refresh()
+    assert await shown(peers) == await shown(other) == ["drains", "stays"]
+
+
 class FailingStore(MemoryStore):
     """Counts writes of peers, and fails while it is away."""
 

@@ -54,3 +54,15 @@ def test_where_metrics_are_served_is_shown_with_the_file_that_tells_prometheus(t
     assert f"metrics for Prometheus ({file}): broker 127.0.0.1:1, trainer h:2" in " ".join(lines_of(here))
     assert as_document(here)["metrics"] == served
     assert not any("metrics" in line for line in lines_of(replace(here, metrics={})))
+
+
+def test_a_generator_that_drained_and_is_gone_is_not_shown() -> None:
+    def view(name: str, *, has_left: bool) -> broker_pb2.GeneratorView:
+        hello, beat = broker_pb2.GeneratorHello(generator_id=name), broker_pb2.GeneratorBeat(is_draining=True)
+        return broker_pb2.GeneratorView(hello=hello, beat=beat, has_left=has_left)
+
+    gone = view("gone", has_left=True)
+    both = picture_of(broker_pb2.GetRunResponse(run_id="r", generators=[gone, view("going", has_left=False)]))
+    assert [line.split()[:2] for line in lines_of(both) if "(drains)" in line] == [["going", "(drains)"]]
+    assert len(as_document(both)["generators"]) == 1
+    assert "generators: none connected" in lines_of(picture_of(broker_pb2.GetRunResponse(generators=[gone])))
