@@ -5,6 +5,7 @@ Invariants:
 - A held lease is renewed until its result is accepted or the broker calls it lost, over any number of reconnects.
 - A result is sent again on every new stream until the broker accepts it or calls its lease lost, so none is lost.
 - A lease is handed to the caller once.
+- A session that drains gives back at once what nobody has taken, and in the end what has no result.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ MAX_MESSAGE_BYTES = 512 * 1024
 MAX_REASON_CHARACTERS = 1024
 SILENCE_LIMIT_S = 30.0
 RECEIPT_LIMIT_S = 30.0
+RETURN_S = 1.0
+"""How long the broker has to confirm what is given back at the end of a drain."""
 # Renewals are sent at a third of a lease's lifetime, within these bounds.
 _LEAST_RENEWAL_S, _MOST_RENEWAL_S = 0.5, 5.0
 _MOST_BETWEEN_CONNECTS_S = 1.5
@@ -44,8 +47,9 @@ _log = get_logger()
 class _Held:
     lease: broker_pb2.ScoringLease
     result: broker_pb2.ScoreResult | None = None
-    # When the result was sent on the current stream.
+    # When the result, or that it is given back, was sent on the current stream.
     sent_at_s: float | None = None
+    is_returned: bool = False
 
 
 class ScoringSession:
@@ -110,25 +114,39 @@ class ScoringSession:
             lease_ids = [await self._waiting.get()]
             while len(lease_ids) < max_items and not self._waiting.empty():
                 lease_ids.append(self._waiting.get_nowait())
-            taken = [self._held[lease_id].lease for lease_id in lease_ids if lease_id in self._held]
+            taken = [self._held[lease_id].lease for lease_id in lease_ids if self.is_held(lease_id)]
         return taken
 
     def is_held(self, lease_id: str) -> bool:
         """Whether a lease is still valid; scoring a lost one is wasted work."""
-        return lease_id in self._held
+        entry = self._held.get(lease_id)
+        return entry is not None and not entry.is_returned
 
     def answer(self, results: Sequence[broker_pb2.ScoreResult]) -> None:
         """Submit results; those of lost leases are ignored: their samples were given to another worker."""
         for result in results:
-            if (entry := self._held.get(result.lease_id)) is not None:
+            if (entry := self._held.get(result.lease_id)) is not None and not entry.is_returned:
                 entry.result = result
         self._changed.set()
 
     async def drain(self, *, timeout_s: float) -> int:
-        """Request no more leases and wait until every held one is answered; returns how many were not in time."""
+        """Request no more leases and wait until every held one is answered or given back; returns how many were not.
+
+        What is being scored is given back RETURN_S before the time is up.
+        """
         self._is_draining = True
-        await set_within(self._emptied, timeout_s)
+        self._return([self._waiting.get_nowait() for _ in range(self._waiting.qsize())])
+        return_s = min(RETURN_S, timeout_s / 2)
+        if not await set_within(self._emptied, timeout_s - return_s):
+            self._return([lease_id for lease_id, entry in self._held.items() if entry.result is None])
+            await set_within(self._emptied, return_s)
         return self.num_held
+
+    def _return(self, lease_ids: Sequence[str]) -> None:
+        for lease_id in lease_ids:
+            if (entry := self._held.get(lease_id)) is not None:
+                entry.is_returned = True
+        self._changed.set()
 
     def _on_end(self, error: PenstockError | None) -> None:
         if error is None or isinstance(error, (RunClosedError, UnknownRunError)):
@@ -153,7 +171,9 @@ class ScoringSession:
     def _receive(self, response: broker_pb2.StreamScoringResponse) -> None:
         for lease_id in response.accepted_lease_ids:
             self._forget(lease_id)
-        self.num_lost += sum(self._forget(lease_id) for lease_id in response.lost_lease_ids)
+        for lease_id in response.lost_lease_ids:
+            self.num_lost += self.is_held(lease_id)
+            self._forget(lease_id)
         room = max(0, self._credit_sent - self._num_received)
         self._num_received += len(response.leases)
         if len(response.leases) > room:
@@ -161,8 +181,10 @@ class ScoringSession:
         for lease in response.leases[:room]:
             if lease.lease_id in self._held:
                 continue
-            self._held[lease.lease_id] = _Held(lease)
-            self._waiting.put_nowait(lease.lease_id)
+            # What was asked for before the drain began.
+            self._held[lease.lease_id] = _Held(lease, is_returned=self._is_draining)
+            if not self._is_draining:
+                self._waiting.put_nowait(lease.lease_id)
             self._renewal_s = _renewal_s(lease)
             self.num_leased += 1
         self._note_emptied()
@@ -202,13 +224,22 @@ class ScoringSession:
             for entry, _ in part:
                 entry.sent_at_s = now_s
             yield self._request(results=[result for _, result in part])
+        returned = [entry for entry in self._held.values() if entry.is_returned and entry.sent_at_s is None]
+        if returned:
+            for entry in returned:
+                entry.sent_at_s = now_s
+            yield self._request(returned_lease_ids=[entry.lease.lease_id for entry in returned])
 
     def _request(
-        self, *, results: Sequence[broker_pb2.ScoreResult] = (), is_renewal: bool = False
+        self,
+        *,
+        results: Sequence[broker_pb2.ScoreResult] = (),
+        returned_lease_ids: Sequence[str] = (),
+        is_renewal: bool = False,
     ) -> broker_pb2.StreamScoringRequest:
-        request = broker_pb2.StreamScoringRequest(results=results)
+        request = broker_pb2.StreamScoringRequest(results=results, returned_lease_ids=returned_lease_ids)
         if is_renewal:
-            request.active_lease_ids.extend(self._held)
+            request.active_lease_ids.extend(name for name, entry in self._held.items() if not entry.is_returned)
             request.holding_reason = self.holding_reason()[:MAX_REASON_CHARACTERS]
             request.warning = self.warning()[:MAX_REASON_CHARACTERS]
         if not self._is_draining:

@@ -1518,6 +1518,7 @@ class StreamScoringRequest(_message.Message):
     ACTIVE_LEASE_IDS_FIELD_NUMBER: _builtins.int
     HOLDING_REASON_FIELD_NUMBER: _builtins.int
     WARNING_FIELD_NUMBER: _builtins.int
+    RETURNED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     credit_total: _builtins.int
     """Leases this stream may have been sent so far, in total. 0 leaves it as it is."""
     holding_reason: _builtins.str
@@ -1540,6 +1541,12 @@ class StreamScoringRequest(_message.Message):
     def active_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Leases still being worked on; each is renewed."""
 
+    @_builtins.property
+    def returned_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Leases that the worker gives back unscored, at most 65,536: their samples go to whoever asks next. Each is answered as
+        a lost one, whether or not it was the worker's. Brokers that do not know this let them expire.
+        """
+
     def __init__(
         self,
         *,
@@ -1549,10 +1556,11 @@ class StreamScoringRequest(_message.Message):
         active_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         holding_reason: _builtins.str = ...,
         warning: _builtins.str = ...,
+        returned_lease_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_lease_ids", b"active_lease_ids", "credit_total", b"credit_total", "hello", b"hello", "holding_reason", b"holding_reason", "results", b"results", "warning", b"warning"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_lease_ids", b"active_lease_ids", "credit_total", b"credit_total", "hello", b"hello", "holding_reason", b"holding_reason", "results", b"results", "returned_lease_ids", b"returned_lease_ids", "warning", b"warning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

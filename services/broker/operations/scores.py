@@ -134,6 +134,20 @@ def expire_scoring(state: RunState, now_s: float, *, unbroken_since_s: float = 0
     return sum(len(indices) for indices in late.values())
 
 
+def give_back(state: RunState, worker_id: str, lease_ids: Sequence[str]) -> None:
+    """Requeue the samples of leases that a worker does not score; those that are not its own are left as they are."""
+    held = state.scoring_leases.get(worker_id, {})
+    returned: dict[str, list[int]] = {}
+    for lease_id in dict.fromkeys(lease_ids):
+        if lease_id in held:
+            group_id, index = held[lease_id]
+            returned.setdefault(group_id, []).append(index)
+    for group_id, indices in returned.items():
+        with state.edit(group_id) as group:
+            for index in indices:
+                group.samples[index].state = _FINISHED
+
+
 def accept_results(
     state: RunState, worker_id: str, results: Sequence[broker_pb2.ScoreResult], now_s: float
 ) -> Receipts:

@@ -119,6 +119,7 @@ class ScoringStream:
         """Process a request's credits, renewals and results."""
         check_count("results", len(request.results), MAX_RESULTS)
         check_lease_ids("active_lease_ids", request.active_lease_ids)
+        check_lease_ids("returned_lease_ids", request.returned_lease_ids)
         for result in request.results:
             scores.check_result(result)
         check_bytes("request", request.ByteSize())
@@ -132,11 +133,14 @@ class ScoringStream:
         # A new stream may belong to a new process, which has no warnings yet.
         warning = request.warning if request.warning or request.HasField("hello") else None
         await self._replica.peers.see_worker(self._worker_id, task=self._task, holding_reason=held, warning=warning)
-        if not request.results:
+        if not request.results and not request.returned_lease_ids:
             return
 
         def operation(state: RunState) -> Receipts:
-            return scores.accept_results(state, self._worker_id, request.results, self._replica.clock.now_s())
+            receipts = scores.accept_results(state, self._worker_id, request.results, self._replica.clock.now_s())
+            scores.give_back(state, self._worker_id, request.returned_lease_ids)
+            receipts.lost.extend(request.returned_lease_ids)
+            return receipts
 
         receipts = await self._replica.transact(operation)
         self._run_registry.metrics.invariants.duplicates.labels("score").inc(receipts.num_repeated)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from penstock.clients.scoring import ScoringSession
+from penstock.clock import ManualClock
 from penstock.errors import BadTokenError, InternalError, InvalidFieldError
 from penstock.network.connection import Connection
 from penstock.network.rpc import Server, call, open_channel, service_of, wait_until_serving
@@ -18,12 +19,17 @@ from penstock.rewards.local import LocalModel
 from penstock.rewards.serving import reward_service
 from penstock.security import Security
 from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+from penstock.v1.broker_pb2 import ScoreResult
 from penstock.wire.source_tag import SourceTag, tagged
+from services.broker.storage.memory_store import MemoryStore
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.reward.models.build import build_model
 from services.reward.models.remote import RemoteModel
 from services.reward.pool import ScoringPool
 from services.reward.server import serve
+from tests.helpers.brokers.broker import Generator, Worker
+from tests.helpers.brokers.broker import prompt as broker_prompt
+from tests.helpers.brokers.broker import serving as broker_serving
 from tests.helpers.brokers.scripted_scoring import ScriptedBroker, scoring_item
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
@@ -243,6 +249,38 @@ async def test_draining_answers_what_is_held_and_asks_for_no_more():
 
     assert len(broker.results) == 4
     assert len(broker.items) == 46
+
+
+async def test_a_worker_that_stops_hands_back_what_it_does_not_score():
+    # By this clock no lease ever ends.
+    clock = ManualClock()
+    async with broker_serving(MemoryStore(clock), clock=clock) as broker:
+        await broker.open(run_id="r")
+        await broker.submit(broker_prompt("a"), broker_prompt("b"), run_id="r")
+        generator = Generator.connect(broker.channel, run_id="r")
+        generator.beat(credits=4)
+        await generator.finish(await generator.leases(4))
+        session = session_to(f"127.0.0.1:{broker.server.port}", max_leases=3)
+        async with running(session.run()):
+            await until(lambda: session.num_held == 3)
+            [scored] = await session.take(max_items=1)
+            [slow] = await session.take(max_items=1)
+            draining = asyncio.create_task(session.drain(timeout_s=3))
+            other = Worker.connect(broker.channel, "other", run_id="r")
+            # What nobody has begun to score goes to others at once, beside the one that nobody had.
+            first = {lease.lease_id for lease in await other.leases(2)}
+            assert len(first) == 2
+            score = types_pb2.Score(status=OK, value=1.0)
+            session.answer([ScoreResult(lease_id=scored.lease_id, key=scored.item.key, score=score)])
+            # The rest does before the worker is gone.
+            [last] = await other.leases(1)
+            assert last.item.key == slow.item.key
+            assert await draining == 0
+            assert not session.is_held(slow.lease_id)
+            assert session.num_lost == 0
+        late = await other.report(ScoreResult(lease_id=slow.lease_id, key=slow.item.key, score=score))
+        assert list(late.lost_lease_ids) == [slow.lease_id]
+        assert (await broker.audit(run_id="r")).balanced
 
 
 async def test_draining_gives_up_at_its_deadline():
