@@ -13,6 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from benchmarks.made_models import make_model
+from benchmarks.placement.presence import heard
 from benchmarks.placement.rounds import VOCAB_SIZE, Serving
 from benchmarks.tools.rate import memory_broker
 from console.launch.ports import free_addresses
@@ -96,7 +97,7 @@ async def _endpoint(
     def fail(error: Exception) -> None:
         raise error
 
-    async with Connection(broker) as connection:
+    async with Connection(broker) as connection, heard(connection, run_id=RUN, generator_id=address):
         parts = RolloutParts(
             engine=engine,
             tokens=ShardedTokens(connection, run_id=RUN, generator_id=address, flush_interval_s=0.2),

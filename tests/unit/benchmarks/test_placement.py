@@ -1,4 +1,4 @@
-"""How the rounds of `penstock bench placement` ask two generators, which only count here."""
+"""How the rounds of `penstock bench placement` ask two generators, which only count here, and who is heard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from benchmarks.placement.presence import heard
 from benchmarks.placement.rounds import Round, Serving, Way, Workload, play
+from benchmarks.tools.rate import memory_broker
+from penstock.clients.broker import BrokerClient
+from penstock.clients.sessions import SessionClient
+from penstock.network.connection import Connection
+from penstock.v1 import broker_pb2, sessions_pb2
 from services.generator.engine.engine import EngineStats
 
 WORKLOAD = Workload(num_sessions=6, num_at_once=3, prompt_tokens=8, turn_tokens=2, given_tokens=3, longest_wait_s=0.0)
@@ -68,3 +74,19 @@ async def test_each_turn_continues_its_session_and_both_generators_are_asked(way
     names = {name for name, _ in asked}
     assert (None in names) == (way is Way.LOAD)
     assert len(names) == (WORKLOAD.num_sessions if way is Way.SESSION else 1)
+
+
+async def test_a_generator_that_is_heard_keeps_its_sessions() -> None:
+    async with memory_broker() as address, BrokerClient(address) as broker, Connection(address) as connection:
+        limits = broker_pb2.RunLimits(groups_per_step=1, group_size=1, max_completion_tokens=8)
+        await broker.open_run("r", limits=limits, policy_version=0)
+        owner, other = (
+            SessionClient(address, run_id="r", generator_id=name, patience_s=10.0) for name in ("owner", "other")
+        )
+        session = sessions_pb2.AgentSession(session_id="s", task="t", group="g")
+        async with heard(connection, run_id="r", generator_id="owner"):
+            await owner.put(session, [], first_turn=0, keep_s=60.0)
+            [frame] = [frame async for frame in other.take(session_id="s")]
+            assert (frame.holder.generator_id, frame.holder.is_silent) == ("owner", False)
+        await owner.close()
+        await other.close()
