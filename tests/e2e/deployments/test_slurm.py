@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,8 @@ def test_a_job_is_refused_requeued_when_a_component_ends_and_resumed_to_the_end(
     def times(text: str) -> int:
         return log.read_text().count(text) if log.exists() else 0
 
-    def said(text: str) -> bool:
-        return times(text) > 0
+    def said(text: str, num_times: int = 1) -> bool:
+        return times(text) >= num_times
 
     def submit() -> None:
         told = cluster("./submit.sh", folder=folder)
@@ -83,9 +84,9 @@ def test_a_job_is_refused_requeued_when_a_component_ends_and_resumed_to_the_end(
     submit()
     lost = (("l4-0", "component 1 (far: l4-0)"), (CENTER, f"component 2 (home: {CENTER})"))
     for num_before, (machine, component) in enumerate(lost):
-        cluster.wait("steps", lambda at=4 + 20 * num_before: said(f"step {at}/"), log=log)
+        cluster.wait("steps", partial(said, f"step {4 + 20 * num_before}/"), log=log)
         cluster("pkill", "--signal", str(int(signal.SIGKILL)), "--full", f"console node node-{machine}")
-        cluster.wait("requeue", lambda now=num_before + 1: times("queued again") == now, log=log)
+        cluster.wait("requeue", partial(said, "queued again", num_before + 1), log=log)
         assert said(f"penstock: {component} ended with status 137; the job is queued again")
         assert times(f"continue with: penstock run --resume {run_folder}") == num_before + 1
 
