@@ -1,4 +1,4 @@
-"""Implements `penstock export`: writes a run's trained trajectories from its broker into a file."""
+"""Implements `penstock export`: writes a run's trained trajectories from its broker, or its folder, into a file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import sys
 from pathlib import Path
 
+from console.config.config import load_run_config
 from console.inspect.find_run import Target, find_run
 from console.recording.step_recorder import Recording, missing_line, record, resume_point
 from console.recording.writer import open_writer
+from console.trajectories.kept_recording import copy_recording, is_whole, kept_recording
 from penstock.clients.export import StepExport
 from penstock.config import ConfigError
 from penstock.errors import PenstockError
@@ -31,10 +33,10 @@ def export_command(
 ) -> int:
     """Write a recording; returns the exit status. Raises ConfigError."""
     target = find_run(run, broker=broker, runs_dir=runs_dir)
-    if target.broker is None:
-        raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker")
     if max_bytes is not None and not follow:
         raise ConfigError("--max-bytes: only a followed recording is split; add --follow, or leave it out")
+    if target.broker is None:
+        return _export_kept(target, out, follow=follow, from_version=from_version)
     recording = Recording()
     try:
         asyncio.run(
@@ -51,6 +53,21 @@ def export_command(
         print(f"{out}: {missing_line(version, num_samples)}", file=sys.stderr)
     if not recording.num_samples:
         raise ConfigError(f"{target.run_id}: the broker retains no trained step that was asked for")
+    return 0
+
+
+def _export_kept(target: Target, out: Path, *, follow: bool, from_version: int) -> int:
+    """Writes what the folder of a run without a broker holds. Raises ConfigError."""
+    if target.folder is None or follow:
+        raise ConfigError(f"{target.run_id}: not under way here; name its broker with --broker, or leave --follow out")
+    source = kept_recording(target.folder, load_run_config(target.folder.config))
+    recording = copy_recording(source, out, run_id=target.run_id, from_version=from_version)
+    if not recording.num_samples:
+        raise ConfigError(f"--from-version {from_version}: {source} holds no such step of {target.run_id}")
+    steps = f"steps {recording.first_version} to {recording.last_version}"
+    print(f"{out}: {recording.num_samples} samples, {steps} of {target.run_id}, from {source}")
+    if not is_whole(source):
+        print("note: a few groups of each step are all that is kept without record=true", file=sys.stderr)
     return 0
 
 
