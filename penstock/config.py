@@ -121,13 +121,14 @@ def read_document(path: Path) -> Document:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes; is this a configuration file?")
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; name a file of UTF-8 text") from error
+    document = _read_yaml(text, source=str(path))
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -143,12 +144,21 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> Document:
         keys = path.strip().split(".")
         if not separator or not all(keys):
             raise ConfigError(f"override {override!r}: write it as key.subkey=value")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {override!r}: not valid YAML: {_one_line(error)}") from error
-        _set(result, keys, value, override)
+        _set(result, keys, _read_yaml(text, source=f"override {override!r:.200}"), override)
     return result
+
+
+def _read_yaml(text: str, *, source: str) -> Any:
+    """What a text in YAML holds. Raises ConfigError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {_one_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: not valid YAML: nested too deeply; close its brackets") from error
+    except ValueError as error:
+        # YAML takes 2026-13-01 for a date, and digits without end for a number.
+        raise ConfigError(f"{source}: not valid YAML: {_one_line(error)}; quote what is text") from error
 
 
 def validate(model: type[_Model], document: object, *, source: str) -> _Model:

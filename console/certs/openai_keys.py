@@ -6,6 +6,7 @@ import time
 
 from console.certs.request import read_validity
 from penstock.config import ConfigError
+from penstock.names import is_run_id
 from penstock.secret import read_secret
 from penstock.security.session_keys import (
     MAX_VALID_S,
@@ -25,6 +26,8 @@ def key_command(run_id: str, *, session: str, group: str, valid: str, may_reward
         raise ConfigError(
             f"{SECRET_VARIABLE}: not set; set it to the generators' secret, or ask one of them: POST /v1/session_keys"
         )
+    if not is_run_id(run_id):
+        raise ConfigError(f"--run {run_id!r:.80}: is no run's id; name the run as its configuration does (run.id)")
     if SESSION_ID.fullmatch(session) is None:
         raise ConfigError(f"--session {session!r:.80}: must be 1 to 128 printable ASCII characters without spaces")
     if group and TASK.fullmatch(group) is None:

@@ -117,9 +117,21 @@ def read_record(path: Path) -> ProcessRecord | None:
 def open_folder(path: Path) -> RunFolder:
     """Open the folder of an existing run. Raises ConfigError if there is none."""
     folder = RunFolder(path.expanduser().absolute())
-    if not folder.config.is_file():
+    try:
+        is_run = folder.config.is_file()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a run folder") from error
+    if not is_run:
         raise ConfigError(f"{path}: not a run folder (it holds no config.yaml)")
     return folder
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists, as far as one may look; where one may not, pathlib raises."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def started_ticks_of(pid: int) -> int | None:

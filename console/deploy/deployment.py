@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from console.config.run_folder import is_there
 from console.deploy.configurations import PLAIN_RUN, Configurations
 from console.deploy.description import IN_CONTAINERS, IN_FOLDERS, IN_PODS, Deployment, Files, Layout
 from console.deploy.engines.compose import compose_files
@@ -69,7 +70,7 @@ def write_deployment(
             behind it where they reach each machine without GPUs that the plan uses.
         moves_trainer: Whether revisions may move the trainer, through `run.checkpoint_storage`.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if is_there(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--deploy: {folder} is not an empty folder; name a new one")
     files = deployment(
         model,
@@ -81,12 +82,15 @@ def write_deployment(
         moves_trainer=moves_trainer,
         folder=folder.expanduser().absolute(),
     )
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_text(content), encoding="utf-8")
-        if name.endswith(".sh"):
-            path.chmod(0o755)
+    try:
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_text(content), encoding="utf-8")
+            if name.endswith(".sh"):
+                path.chmod(0o755)
+    except OSError as error:
+        raise ConfigError(f"--deploy: {folder}: {error.strerror}; name a folder that can be made") from error
     return [folder / name for name in files]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from console.config.config import load_run_config
-from console.config.run_folder import CONSOLE_NAME, RunFolder, open_folder, read_record
+from console.config.run_folder import CONSOLE_NAME, RunFolder, is_there, open_folder, read_record
 from console.inspect.local_runs import run_folders
 from penstock.clients.broker import BrokerClient
 from penstock.config import ConfigError
@@ -56,7 +56,7 @@ def find_run(run: str | None, *, broker: str | None, runs_dir: Path) -> Target:
         folder = folders[-1]
     else:
         path = Path(run)
-        folder = open_folder(path if path.exists() else runs_dir / run)
+        folder = open_folder(path if is_there(path) else runs_dir / run)
     config = load_run_config(folder.config)
     return Target(
         run_id=config.run.id,

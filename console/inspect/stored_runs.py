@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from console.config.run_folder import is_there
 from console.inspect.find_run import answer_of, find_run
 from console.view.formats import duration, plain_console, plain_table
 from console.view.outcome import audit_line
@@ -67,7 +68,7 @@ def _broker(run: str | None, *, broker: str | None, runs_dir: Path) -> str:
     """The broker to ask: the named one, or that of a run under way here."""
     if broker is not None:
         return find_run(run or "any", broker=broker, runs_dir=runs_dir).broker or broker
-    is_here = run is None or Path(run).exists() or (runs_dir / run).exists()
+    is_here = run is None or is_there(Path(run)) or is_there(runs_dir / run)
     target = find_run(run if is_here else None, broker=None, runs_dir=runs_dir)
     if target.broker is None:
         raise ConfigError(f"{target.run_id}: not under way here; name the broker with --broker")

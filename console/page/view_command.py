@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from console.config.run_folder import RunFolder
+from console.config.run_folder import RunFolder, is_there
 from console.inspect.find_run import find_run
 from console.page.broker_watch import BrokerWatch
 from console.page.run_data import RunData
@@ -61,11 +61,12 @@ async def _serve(shown: Sequence[RunData], watches: Sequence[BrokerWatch], liste
 def _watch(run: str, broker: str | None) -> BrokerWatch | None:
     """What is asked for the state of a run. Raises ConfigError if there is no such run."""
     path = Path(run).expanduser()
+    is_folder = is_there(path) and path.is_dir()
     if broker is not None:
-        if not path.is_dir() and not is_run_id(run):
+        if not is_folder and not is_run_id(run):
             raise ConfigError(f"RUN_DIR: {run!r}: neither a folder nor a run's id")
         return BrokerWatch(_checked(broker, "--broker"), path.name)
-    if not path.is_dir():
+    if not is_folder:
         raise ConfigError(f"RUN_DIR: {run}: no such folder; name a run's folder, or its broker with --broker")
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl", "summary.json")):
         raise ConfigError(f"RUN_DIR: {run}: not a run folder (it holds no config.yaml, metrics.jsonl or summary.json)")

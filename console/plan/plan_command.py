@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from console.plan.build_problem import Sources, build_problem, write_problem
+from console.plan.picture_file import write_picture
 from console.plan.plan_picture import plan_picture
 from console.plan.plan_text import print_plan
 from penstock.config import ConfigError, read_document
@@ -130,7 +131,7 @@ def write_files(report: PlanReport, *, picture: Path | None, deployment: Deploym
     """Write what was asked for of a plan that can run. Raises ConfigError."""
     if isinstance(report, FeasiblePlan):
         if picture is not None:
-            picture.write_text(plan_picture(report), encoding="utf-8")
+            write_picture(picture, plan_picture(report))
         if deployment.folder is not None:
             _deploy(report, deployment.folder, deployment)
 

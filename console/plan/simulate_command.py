@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from console.plan.picture_file import check_picture, write_picture
 from penstock.config import ConfigError
 from services.scheduler.cost_model.calibrated import make_model
 from services.scheduler.cost_model.reference import CostModel
@@ -28,6 +29,7 @@ def simulate_command(
     path: Path, options: Options, *, plan_path: Path | None, cost_model: str, picture: Path | None, is_json: bool
 ) -> int:
     """Simulate and print; exit status 1 if the plan cannot run. Raises ConfigError."""
+    check_picture(picture)
     model = make_model(read_problem(path), cost_model)
     plan = read_plan(plan_path) if plan_path is not None else _made_plan(model, path)
     predicted = model.score(plan).samples_per_second
@@ -47,7 +49,7 @@ def simulate_command(
         from console.plan.simulate_picture import timeline
 
         title = f"{report.problem}, {report.mode}: {report.samples_per_second:.4g} samples/s"
-        picture.write_text(timeline(title, run.record), encoding="utf-8")
+        write_picture(picture, timeline(title, run.record))
     print(json.dumps(asdict(report), indent=2) if is_json else "\n".join(_lines(report)))
     return 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from console.config.config import RunConfig
+from console.config.run_folder import is_there
 from penstock.config import ConfigError
 from penstock.model.model_folder import TOKENIZER_FILE
 from penstock.model.routers import NoRoutersError, read_routers
@@ -31,7 +32,7 @@ def model_problems(source: Path | Address, *, setting: str = "model.path") -> li
         path = fetched(setting, source, "model")
     except (ConfigError, StorageError) as error:
         return [str(error)]
-    if not path.exists():
+    if not is_there(path):
         return [f"{setting}: {path}: no such directory"]
     if not path.is_dir():
         return [f"{setting}: {path}: not a directory; give the Hugging Face directory that holds config.json"]

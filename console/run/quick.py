@@ -53,6 +53,10 @@ def prepare_task(directory: Path, *, seed: int, is_stdout_free: bool = True) -> 
 
     Progress goes to stdout, or to stderr if stdout is needed for output.
     """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--dir: {directory.parent}: {error.strerror}; name a folder that can be made") from error
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         answer = Path(scratch) / "task.json"
         environment = service_environment(os.environ, num_threads=os.cpu_count() or 1)

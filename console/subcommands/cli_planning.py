@@ -197,8 +197,10 @@ def plan(  # noqa: PLR0913, PLR0917 - a command's options are its signature
       penstock plan --inventory inventory --run my.yaml --completion-tokens 900 --write-problem problem.yaml
     """
     from console.plan.build_problem import Sources
+    from console.plan.picture_file import check_picture
     from console.plan.plan_command import Deployment, plan_problem, show, stated_problem, write_files
 
+    check_picture(picture)
     sources = Sources(
         inventory=inventory,
         model=model,

@@ -115,6 +115,12 @@ def merge(
     Examples:
       penstock merge runs/my-run/checkpoints/step_200 --out models/my-model-200
     """
+    from penstock.config import ConfigError
+
+    if not checkpoint.is_dir():
+        raise ConfigError(f"CHECKPOINT: {checkpoint}: no such folder; name checkpoints/step_N of a run with `lora`")
+    if out.exists():
+        raise ConfigError(f"--out: {out}: exists already; name a new folder")
     from services.trainer.model.adapters.merging import merge_adapter
     from services.trainer.model.backend import CheckpointMismatchError
 

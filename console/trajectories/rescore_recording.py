@@ -83,6 +83,9 @@ async def _rescored(file: Path, out: Path, settings: RewardDocument, texts: Text
         except BaseException:
             writer.discard()
             raise
+        if not comparison.num_samples:
+            writer.discard()
+            raise ConfigError(f"{file}: holds no samples; name a recording of a run that trained")
         writer.close()
         return comparison
     finally:

@@ -57,9 +57,13 @@ def read_rows(path: Path, *, needs_answer: str = "") -> list[Row]:
 
     `needs_answer` names a reward that compares with answers; a row without one is then unusable.
     """
-    if not path.exists():
+    try:
+        is_there, is_file = path.exists(), path.is_file()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; give a JSONL or parquet file of rows") from error
+    if not is_there:
         raise DataError(f"{path}: no such file; give a JSONL or parquet file of rows with prompt and answer")
-    if not path.is_file():
+    if not is_file:
         raise DataError(f"{path}: not a file; give a JSONL or parquet file of rows with prompt and answer")
     records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
     rows = [_row(where, record, needs_answer) for where, record in records]
