@@ -24,7 +24,9 @@ PROMETHEUS = shutil.which("prometheus")
 FACTOR = 120
 """By which tests compress time: an alert that waits for half an hour fires after 15 s."""
 SCRAPE_EVERY = "500ms"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+PATIENCE_S = 240.0
+"""For what takes seconds where a core is free."""
 
 needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None, reason="prometheus is not installed (Debian: apt install prometheus)"
@@ -100,7 +102,7 @@ class Prometheus:
         async def is_so() -> bool:
             return await self.up() == jobs
 
-        await self.until(is_so, f"not {jobs} up", 120.0)
+        await self.until(is_so, f"not {jobs} up", PATIENCE_S)
 
     async def ever_fired(self) -> set[str]:
         """Names of all alerts that have fired since it was started.
@@ -113,9 +115,9 @@ class Prometheus:
     async def until_read(self, *addresses: str) -> None:
         """Wait until the services answer."""
         for address in addresses:
-            await self.until(lambda address=address: self.has_read(address), f"no scrape of {address}", 60.0)
+            await self.until(lambda address=address: self.has_read(address), f"no scrape of {address}", PATIENCE_S)
 
-    async def until_fires(self, alert: str, *, timeout_s: float = 120.0, **labels: str) -> dict[str, str]:
+    async def until_fires(self, alert: str, *, timeout_s: float = PATIENCE_S, **labels: str) -> dict[str, str]:
         """Wait for an alert with these labels; all of its labels. Raises AssertionError with what fires instead."""
         wanted = {"alertname": alert, **labels}
         matching: list[dict[str, str]] = []
@@ -127,7 +129,7 @@ class Prometheus:
         await self.until(is_there, f"no {wanted}", timeout_s)
         return matching[0]
 
-    async def until_resolved(self, alert: str, *, timeout_s: float = 120.0, **labels: str) -> None:
+    async def until_resolved(self, alert: str, *, timeout_s: float = PATIENCE_S, **labels: str) -> None:
         """Wait until no alert with these labels fires."""
         wanted = {"alertname": alert, **labels}
 

@@ -22,7 +22,7 @@ from tests.helpers.observability.served import Served, started
 from tests.helpers.observability.stored_books import change_record, lose_shards
 from tests.helpers.stores.redis_server import RedisProcess
 
-pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 async def test_a_store_that_is_away_or_lost_acknowledged_writes_is_alerted(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.helpers.observability.faulty_clients import (
 from tests.helpers.observability.prometheus import needs_prometheus, prometheus
 from tests.helpers.observability.served import Served, started
 
-pytestmark = [needs_prometheus, pytest.mark.timeout(180)]
+pytestmark = [needs_prometheus, pytest.mark.timeout(600)]
 
 
 async def test_lies_repetitions_a_full_queue_and_a_dead_broker_are_alerted_and_resolved(tmp_path: Path) -> None:

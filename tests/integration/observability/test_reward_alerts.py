@@ -19,7 +19,7 @@ from tests.helpers.observability.prometheus import needs_prometheus, prometheus
 from tests.helpers.observability.served import Served, started
 from tests.helpers.stores.redis_server import free_port
 
-pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(1200)]
 CONSEQUENCES = {"PenstockWaitIsLong", "PenstockNoProgress"}
 """Of a reward model that is away: its run stands still."""
 REWARD = f"{moody_reward.__name__}:{moody_reward.score.__name__}"
