@@ -10,6 +10,7 @@ import pytest
 from quickstart.prepare import Prepared
 from tests.e2e.runs import RUN_ID, assert_balanced, running, small_run
 from tests.helpers.observability.compressed_rules import rules, write_rules
+from tests.helpers.observability.dashboards import empty_panels
 from tests.helpers.observability.prometheus import needs_prometheus, prometheus
 from tests.helpers.observability.served import Served, started
 from tests.helpers.stores.redis_server import RedisProcess, free_port
@@ -19,8 +20,20 @@ NUM_STEPS = 12
 FACTOR = 60
 """The rules are for steps of minutes; these are of seconds."""
 
+EMPTY = {
+    # Nothing of the kind happened.
+    *("Calls tried again", "Chunks refused", "Commits another broker was before", "Faults of Redis"),
+    *("Samples dropped, by reason", "Share dropped, by length"),
+    # The run has no plan, broadcast, sources of data, parts of a reward, judges, environment or agents.
+    *("Measured over planned", "Planned dollars a million tokens", "Revisions of the plan"),
+    *("Broadcasts", "Mean reward, by source", "Pass rate, by source", "Parts of a composite, by status"),
+    *("Judges: cost an hour", "Judges: requests", "Judges: time of an answer", "Sessions of agents"),
+    *("Environments: calls, by outcome", "Environments: time of a call", "Sessions with environments"),
+}
+"""Panels without a series on such a run."""
 
-async def test_a_healthy_run_fires_nothing(task: Prepared, tmp_path: Path) -> None:
+
+async def test_a_healthy_run_fires_nothing_and_fills_the_dashboards(task: Prepared, tmp_path: Path) -> None:
     redis = RedisProcess(tmp_path, is_persistent=True)
     services = _services(task, tmp_path, redis.url)
     async with AsyncExitStack() as stack:
@@ -45,6 +58,7 @@ async def test_a_healthy_run_fires_nothing(task: Prepared, tmp_path: Path) -> No
         # What is a hint, not an alarm, may be true here: on few cores samples come slowly.
         assert await seen.ever_fired() - infos == set()
         assert await seen.query("query", query="max(penstock_trainer_steps_total)"), "the trainer was not read"
+        assert await empty_panels(seen) - EMPTY == set()
 
 
 def _services(task: Prepared, folder: Path, redis_url: str) -> dict[str, Served]:

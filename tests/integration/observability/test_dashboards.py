@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from tests.helpers.console import ROOT
-from tests.integration.observability.test_alerts import FOLDER, needs_promtool, promtool
-
-DASHBOARDS = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
-
-
-def panels() -> list[dict[str, Any]]:
-    return [panel for path in DASHBOARDS for panel in json.loads(path.read_text())["panels"]]
+from tests.helpers.observability.dashboards import DASHBOARDS, panels
+from tests.integration.observability.test_alerts import needs_promtool, promtool
 
 
 def queries() -> list[str]:
