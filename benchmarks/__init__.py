@@ -23,6 +23,7 @@ SUITES = {
     "fleet": "dispatch over emulated GPUs through real services",
     "generator": "in-flight updates and concurrency of a vLLM engine",
     "gpu": "everything that needs a GPU, as one page (make gpu-check)",
+    "page": "the live page: a large recording in Chromium, a busy run under ten viewers",
     "placement": "sessions of several turns where their prefix is cached, next to the least loaded generator",
     "ranker": "forecasts of completion lengths",
     "reward.programs": "programs a second in a sandbox, by the shape of their tests",

@@ -1,0 +1,1 @@
+"""What the live page costs: in Chromium over a large recording, and for a run that many look at."""
