@@ -13,7 +13,7 @@ GPU_VENV := .venv-gpu
 PYTEST := $(BIN)/python -m pytest
 # A test of real processes that fails is run once more and shown as "R". Unit tests, and those that search for a broken
 # invariant, never are. Left out by path: a mark would have each test wait 40 ms for the plugin's books of reruns.
-RERUN := -raR --reruns 1 --rerun-exclude-path tests/unit
+RERUN := -raR --reruns 1 --reruns-delay 5 --rerun-exclude-path tests/unit
 # On two cores: two test processes where tests compute or start services, three where they wait for clocks or peers, four
 # where both kinds run together. Threads of PyTorch beside them would only wait for each other.
 PARALLEL := --dist loadfile --no-loadscope-reorder -n

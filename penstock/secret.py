@@ -34,5 +34,7 @@ def read_bounded(path: str, *, where: str) -> str:
         if len(content) > MAX_SECRET_BYTES:
             raise ConfigError(f"{where}: {path} is too long; it may have {MAX_SECRET_BYTES} bytes")
         return content.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error.strerror}; name a readable file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: {path} is not text in UTF-8; name the file that holds the secret") from error

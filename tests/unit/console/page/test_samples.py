@@ -177,6 +177,6 @@ def test_a_line_without_an_end_to_its_prompt_takes_no_time(tmp_path: Path) -> No
     path = tmp_path / "trajectories.jsonl"
     head = b'{"run_id":"r","policy_version":1,"history":0,"group_id":"g",'
     path.write_bytes(head + b',"prompt":"","messages":' * 200_000 + b"\n")
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     open_recording(path).advance()
-    assert time.monotonic() - begin_s < 2.0
+    assert time.process_time() - begin_s < 2.0
