@@ -41,7 +41,7 @@ class Browser:
     def open(self, url: str) -> None:
         """Load `url` afresh and wait until its view is drawn."""
         self.driver.get("about:blank")
-        self.driver.get_log("browser")
+        self._console()
         self.driver.get(url)
         self.until(lambda: self.js("return document.documentElement.dataset.ready === 'yes'"))
 
@@ -134,11 +134,13 @@ class Browser:
         finally:
             self.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
+    def _console(self) -> list[dict[str, Any]]:
+        """What the console was told since the last call."""
+        return self.driver.get_log("browser")  # type: ignore[no-any-return, no-untyped-call]
+
     def complaints(self) -> list[str]:
         """Errors and warnings of the console since the last call, and violations of the page's policy."""
-        lines = [
-            entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")
-        ]
+        lines = [entry["message"] for entry in self._console() if entry["level"] in ("SEVERE", "WARNING")]
         return lines + list(self.js("return window.violations ?? []"))
 
     def heap_bytes(self) -> int:
