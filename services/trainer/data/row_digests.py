@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+
+import structlog
 
 from penstock.config import ConfigError
 
 ORDER_KEY = "order"
 """Of the prompts' order in `ResumeState.extra`."""
+HELD_OUT_KEY = "held_out"
+"""Of the digests of held-out files there."""
 _SHOWN = 12
+_log = structlog.get_logger()
 
 
 def rows_digest(path: Path) -> str:
@@ -46,3 +52,24 @@ def check_rows(order: str, name: str, path: Path) -> None:
         return
     if former and (now := rows_digest(path)) != former:
         raise ConfigError(difference(str(path), former=former, now=now))
+
+
+def warn_of_held_out(saved: str | None, digests: Mapping[str, str]) -> None:
+    """Warn that accuracy is measured on other rows than before: such a run may go on, but not be compared with itself.
+
+    Args:
+        saved: What a checkpoint has under HELD_OUT_KEY.
+        digests: SHA-256 of each held-out file now, by its source's name.
+    """
+    try:
+        former = dict(json.loads(saved or "{}"))
+    except (ValueError, TypeError):
+        former = {}
+    for name in sorted(former.keys() & digests.keys()):
+        if former[name] != digests[name]:
+            _log.warning(
+                "held-out rows have changed: accuracy from here on is not comparable with that before",
+                field=f"data.eval ({name})" if name else "data.eval",
+                former=str(former[name])[:_SHOWN],
+                now=digests[name][:_SHOWN],
+            )

@@ -29,6 +29,11 @@ class RunPrompts:
     num_skipped: int
     """Rows left out because their prompt is too long."""
 
+    @property
+    def held_out_digests(self) -> dict[str, str]:
+        """SHA-256 of the files of held-out rows, by source."""
+        return {source.name: source.digest for source in self.held_out if source.digest}
+
     def mixture(self, config: TrainingConfig) -> PromptMixture | None:
         """The training prompts in order; None if the run submits none."""
         return PromptMixture(self.train, config.data, seed=config.run.seed) if self.train else None
@@ -61,12 +66,16 @@ def load_run_prompts(config: TrainingConfig, tokenizer: Tokenizer, max_sequence_
             loaded(source, loader.train(source)),
             weight=source.weight,
             group_size=source.group_size or config.algorithm.group_size,
-            digest=_digest(source),
+            digest=_digest("data.train", source),
         )
         for source in config.data.train_sources
     )
     most = config.run.num_eval_prompts
-    held_out = tuple(loaded(source, loader.held_out(source, most)) for source in config.data.eval_sources if most)
+    held_out = tuple(
+        replace(loaded(source, loader.held_out(source, most)), digest=_digest("data.eval", source))
+        for source in config.data.eval_sources
+        if most
+    )
     return RunPrompts(train=train, held_out=held_out, num_skipped=loader.num_skipped)
 
 
@@ -106,11 +115,11 @@ class _Loader:
         return found.prompts
 
 
-def _digest(source: EvalSource) -> str:
+def _digest(section: str, source: EvalSource) -> str:
     """SHA-256 of its file, hex; empty if its rows are drawn."""
     if isinstance(source.path, ReasoningGymSource):
         return ""
-    return rows_digest(fetched(_field("data.train", source), source.path))
+    return rows_digest(fetched(_field(section, source), source.path))
 
 
 def _field(section: str, source: EvalSource) -> str:

@@ -22,6 +22,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from services.trainer.config import TrainingConfig
 from services.trainer.data.environment import follow_environment
 from services.trainer.data.prompt_mixture import PromptMixture
 from services.trainer.data.prompt_order import training_position
-from services.trainer.data.row_digests import ORDER_KEY
+from services.trainer.data.row_digests import HELD_OUT_KEY, ORDER_KEY, warn_of_held_out
 from services.trainer.data.run_prompts import RunPrompts, load_run_prompts
 from services.trainer.folders.run_instance import RunInstance, new_instance, read_instance, write_instance
 from services.trainer.model.backend import Backend, BackendError
@@ -130,6 +131,7 @@ class TrainingRun:
         """The same, once its weights are those of `_progress`."""
         self._progress = Progress()
         self._mixture: PromptMixture | None = None
+        self._held_out: dict[str, str] = {}
         """The run's prompts in order, as far as it submits any."""
         self._num_skipped_rows = 0
         self._is_fenced = False
@@ -240,7 +242,7 @@ class TrainingRun:
         await follow_environment(config, policy.tokenizer)
         prompts = await self._compute.run(load_run_prompts, config, policy.tokenizer, backend.max_sequence_length)
         self._num_skipped_rows = prompts.num_skipped
-        self._mixture = prompts.mixture(config)
+        self._mixture, self._held_out = prompts.mixture(config), prompts.held_out_digests
         await self._restore(backend)
         self._backend = backend
         self.events.policy_version = self._progress.policy_version
@@ -272,6 +274,7 @@ class TrainingRun:
             self._progress = Progress.from_resume_state(state)
             if self._mixture is not None:
                 self._mixture.load(state.extra.get(ORDER_KEY), position=self._progress.position)
+            warn_of_held_out(state.extra.get(HELD_OUT_KEY), self._held_out)
             self._meter.restore(self._progress.overlap)
             _log.info("resumed", policy_version=self._progress.policy_version)
         else:
@@ -413,6 +416,7 @@ class TrainingRun:
             self._records.flush()
             overlap = self._meter.totals(self._clock.monotonic_s())
             state = self._progress.to_resume_state(wall_s=self._wall_s(), overlap=overlap)
+            state = replace(state, extra={**state.extra, HELD_OUT_KEY: json.dumps(self._held_out)})
             if self._mixture is not None:
                 outstanding = [training_position(group_id) for group_id in self._progress.outstanding]
                 state = replace(state, extra={**state.extra, ORDER_KEY: self._mixture.dump(outstanding)})

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.v1 import types_pb2
 from penstock.wire.source_tag import read_tag
@@ -57,7 +58,7 @@ def document_of(folder: Path, model: Path, target: str) -> dict:
             {"name": "easy", "path": str(easy), "weight": 2, "group_size": 2, "eval": str(easy)},
             {"name": "hard", "path": str(hard), "max_new_tokens": 9},
         ],
-        "eval": [{"name": "hard", "path": str(hard)}],
+        "eval": [{"name": "hard", "path": str(write_rows(folder / "held_out.jsonl", 5))}],
         "difficulty": {"after": 1, "for_epochs": 1},
         "curriculum": [
             {"weights": {"hard": 0.5}, "for_steps": 4, "fades": True},
@@ -78,7 +79,11 @@ async def test_a_killed_run_of_several_sources_goes_on_with_the_same_prompts(tmp
         for step in range(KILLED_AFTER + 1, NUM_STEPS + 1):
             (run_dir / "checkpoints" / f"step_{step}" / "COMPLETE").unlink()
         (run_dir / "evaluations.jsonl").unlink()
-        await run_alone(document, resume=True)
+        write_rows(tmp_path / "held_out.jsonl", 6)
+        with capture_logs() as logs:
+            await run_alone(document, resume=True)
+    (warning,) = [line for line in logs if line["event"].startswith("held-out rows have changed")]
+    assert warning["field"] == "data.eval (hard)"
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["outcome"] == "completed", summary["message"]
     assert summary["samples_trained"] == sum(found["samples_trained"] for found in summary["sources"].values())
