@@ -133,11 +133,13 @@ class SessionMachine(WorldMachine):
     async def _take_while_back(self, taker: ModelEndpoint, owner: ModelEndpoint) -> None:
         if taker is owner or not owner.process.sessions:
             return
-        owner.beat()
+        # One that drains goes on draining: it ends when its sessions do.
+        is_draining = owner.process.is_draining
+        owner.beat(is_draining=is_draining)
         await settle()
         owner.note_heard()
         await owner.generator.reconnect()
-        owner.beat()
+        owner.beat(is_draining=is_draining)
         await taker.take(taker.process, self._processes(), session_id=next(iter(owner.process.sessions)))
 
     @rule(number=endpoints)
@@ -188,6 +190,7 @@ class SessionMachine(WorldMachine):
         for _ in range(MAX_TRIES):
             endpoint.beat()
             await settle()
+            endpoint.note_heard()
             await endpoint.see()
             if all(kept.owner != former for kept in endpoint.ledger.kept.values()):
                 if free:
