@@ -43,7 +43,7 @@ from console.launch.probes import TLS_FAILS, service_problem
 from console.launch.supervisor import ProcessState, ServiceFailedError
 from console.page.report import write_report
 from console.run.as_planned import elsewhere
-from console.run.follow import RunSession, TrainerLostError
+from console.run.follow import STOP_TIMEOUT_S, RunSession, TrainerLostError
 from console.run.machine_report import report_machine
 from console.run.preflight import check_run
 from console.run.run_page import serve_run_page
@@ -170,7 +170,8 @@ class _Run:
                 asyncio.create_task(report_machine(self._config, self._launcher.addresses, self._view, self._security)),
                 asyncio.create_task(self._serve_page()),
             ]
-            await self._unless_interrupted(self._start(session, is_resume=is_resume), watcher)
+            await self._unless_interrupted(self._start(is_resume=is_resume), watcher)
+            await self._begin(session, watcher)
             finished = await self._follow(session, watcher)
         except InterruptedByUserError:
             problem = "interrupted before training began"
@@ -192,7 +193,7 @@ class _Run:
         """Wait until a service is given up or the folder is full, and raise that error."""
         await race(self._launcher.services.watch(), watch_disk(self._folder.path))
 
-    async def _start(self, session: RunSession, *, is_resume: bool) -> None:
+    async def _start(self, *, is_resume: bool) -> None:
         self._view.phase = "starting services"
         await self._launcher.start()
         await self._await_elsewhere()
@@ -205,8 +206,21 @@ class _Run:
         if is_resume and self._config.endpoints.trainer is not None:
             # It describes the previous end; a trainer with the same folder writes the next one in time.
             self._folder.summary.unlink(missing_ok=True)
+
+    async def _begin(self, session: RunSession, watcher: asyncio.Task[None]) -> None:
+        """Start the run on the trainer. What it may have begun is not left to itself: `_follow` stops it."""
         self._view.phase = "starting the run on the trainer"
-        await session.start(resume=self.trainer_resumes)
+        starting = asyncio.create_task(session.start(resume=self.trainer_resumes))
+        try:
+            await self._unless_interrupted(asyncio.shield(starting), watcher)
+        except InterruptedByUserError:
+            self._display.note("stopping once the trainer has answered")
+            await asyncio.wait({starting}, timeout=STOP_TIMEOUT_S)
+            if not starting.done():
+                raise
+            await starting
+        finally:
+            await end(starting)
 
     async def _await_elsewhere(self) -> None:
         """Wait for what machines of the plan start. Raises ServiceFailedError if it does not come."""

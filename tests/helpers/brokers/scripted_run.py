@@ -20,6 +20,9 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.starts: list[trainer_pb2.StartRunRequest] = []
         self.pace = asyncio.Semaphore(0)
         self.stopped = asyncio.Event()
+        self.may_answer = asyncio.Event()
+        """Cleared: that the run has begun is not answered yet."""
+        self.may_answer.set()
         self.outcome = trainer_pb2.RUN_OUTCOME_COMPLETED
         self._refusal = refusal
         self._is_deaf = is_deaf
@@ -48,6 +51,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.starts.append(request)
         self._knows_run = True
         self._num_steps = json.loads(request.config_json)["run"]["num_steps"]
+        await self.may_answer.wait()
         return trainer_pb2.StartRunResponse(run_dir="elsewhere")
 
     async def WatchRun(

@@ -260,6 +260,23 @@ async def test_only_a_later_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path)
     assert "everything is ended at once" in err
 
 
+async def test_a_run_that_is_interrupted_while_its_trainer_begins_is_not_left_to_it(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    trainer.may_answer.clear()
+    async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
+        process = await started(arguments, tmp_path)
+        await until(lambda: bool(trainer.starts), timeout_s=60)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        while b"stopping once the trainer has answered" not in (line := await process.stdout.readline()):
+            assert line, "the output ended"
+        trainer.may_answer.set()
+        await until(trainer.stopped.is_set, timeout_s=60)
+        status, out, _ = await ended(process)
+    assert status == 130
+    assert "stopped" in out
+
+
 async def test_two_signals_at_once_stop_the_run_as_one_does(tmp_path: Path) -> None:
     trainer = ScriptedTrainer()
     async with attached(tmp_path, trainer, ScriptedRunBroker()) as arguments:
