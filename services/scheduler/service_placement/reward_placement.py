@@ -45,7 +45,14 @@ def with_rewards(model: CostModel, search: Search, *, time_left: TimeLeft, kept:
     keeps_up = score.samples_per_second >= found.score.samples_per_second * _ENOUGH
     # All machines with GPUs that can have one do, around any plan; of hosts, those beside the head.
     is_optimal = found.is_optimal and (keeps_up or not (kept.reward or model.hosts))
-    return replace(found, plan=plan if isinstance(score, Score) else None, score=score, is_optimal=is_optimal)
+    proved = found.upper_bound_samples_per_second
+    return replace(
+        found,
+        plan=plan if isinstance(score, Score) else None,
+        score=score,
+        upper_bound_samples_per_second=None if proved is None else min(proved, most_rewarded(model)),
+        is_optimal=is_optimal,
+    )
 
 
 def most_rewarded(model: CostModel) -> float:

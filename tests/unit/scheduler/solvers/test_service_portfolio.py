@@ -63,14 +63,14 @@ def test_no_plan_with_services_is_better_than_the_proved_one(seed):
     assert best > 0
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "seed", [seed if seed == 4 else pytest.param(seed, marks=pytest.mark.grid) for seed in range(16)]
+    "seed", [seed if seed in (4, 6) else pytest.param(seed, marks=pytest.mark.grid) for seed in range(16)]
 )
 def test_auto_is_within_half_a_percent_of_all_plans_for_13_to_16_gpus(seed):
     problem = grown_to_16_gpus(drawn_with_services(seed))
     begun_s = process_time()
-    solution = solve(CostModel(problem), AUTO, time_left=lambda: 60.0 - (process_time() - begun_s))
+    solution = solve(CostModel(problem), AUTO, time_left=lambda: 120.0 - (process_time() - begun_s))
     assert violations(problem, solution.plan) == []
     assert solution.score.samples_per_second >= 0.995 * solution.upper_bound_samples_per_second > 0
 
