@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
@@ -121,7 +122,9 @@ class KeptSessions:
             _log.warning("the broker does not say which sessions are here", error=str(error))
             return {}
         late_s = self._clock.monotonic_s() - self._forget_after_s
-        expired = {name for name, has_ended in gone.items() if has_ended and self._stored_s[name] <= late_s}
+        expired = {
+            name for name, has_ended in gone.items() if has_ended and self._stored_s.get(name, math.inf) <= late_s
+        }
         self._forget(gone)
         return {session_id: EXPIRED if session_id in expired else MOVED for session_id in gone}
 

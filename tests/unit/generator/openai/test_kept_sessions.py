@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,11 +23,14 @@ class Broker:
 
     def __init__(self) -> None:
         self.has_ended: dict[str, bool] = {}
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Happens before it says what is gone."""
 
     async def put(self, session: Any, turns: Sequence[Any], *, first_turn: int, keep_s: float) -> int:
         return first_turn + len(turns)
 
     async def gone(self, session_ids: Sequence[str]) -> dict[str, bool]:
+        self.meanwhile()
         return {name: self.has_ended[name] for name in session_ids if name in self.has_ended}
 
 
@@ -52,3 +55,19 @@ async def test_a_session_whose_time_was_up_is_told_from_one_that_another_generat
     broker.has_ended["gone"] = has_ended
     assert await kept.gone(["here", "gone", "never stored"]) == {"gone": reason}
     assert await kept.gone(["gone"]) == {}
+
+
+async def test_a_session_that_ends_here_while_the_broker_is_asked_is_no_error() -> None:
+    broker, clock = Broker(), ManualClock()
+    kept = KeptSessions(
+        broker,  # type: ignore[arg-type]
+        metrics=OpenAIMetrics(CollectorRegistry()),
+        clock=clock,
+        adopt_after_s=10.0,
+        forget_after_s=KEEP_S,
+    )
+    session = Session(session_id="gone", task="t", started_s=0.0, last_used_s=0.0)
+    await kept.store(StoredSession(session=session, group="g", reward=None))
+    broker.has_ended["gone"] = True
+    broker.meanwhile = lambda: kept.note_end(["gone"], "put")
+    assert await kept.gone(["gone"]) == {"gone": MOVED}
