@@ -13,7 +13,8 @@ Promises:
   So deltas that never come cost at most `full_s`, whatever the store says of them.
 - Before a speed was measured, deltas on offer are taken and none are waited for.
 - One slow application, on a disk that was busy once, does not rule deltas out for good: what it took is forgotten after
-  MAX_DECLINED offers, since nothing measures it again while full contents are fetched.
+  FIRST_RETRY offers, since nothing measures it again while full contents are fetched. Where it stays slow, deltas are
+  tried again half as often each time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ FIRST_APPLY_BYTES_PER_SECOND = 500e6
 """Of the full content, before the first was applied."""
 KEPT_SHARE = 0.5
 """Weight of what was measured before, each time."""
-MAX_DECLINED = 8
-"""Offers of deltas that are declined in a row before applications are measured again."""
+FIRST_RETRY, LAST_RETRY = 8, 1024
+"""Offers of deltas that are declined in a row before applications are measured again, the first and the last time."""
 MIN_WAIT_S = 0.05
 MIN_WAIT_SHARE = 0.25
 """Of the time waited so far: a store whose estimates are too short is asked less and less often."""
@@ -43,6 +44,11 @@ class Rate:
         self._num_bytes = KEPT_SHARE * self._num_bytes + num_bytes
         self._seconds = KEPT_SHARE * self._seconds + seconds
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether there was a transfer."""
+        return self._num_bytes > 0
+
     def seconds_for(self, num_bytes: float) -> float | None:
         """Expected time for `num_bytes`; None before anything was measured."""
         return num_bytes * self._seconds / self._num_bytes if self._num_bytes else None
@@ -53,7 +59,7 @@ class FetchChoice:
 
     def __init__(self) -> None:
         self._downloads, self._applications = Rate(), Rate()
-        self._num_declined = 0
+        self._num_declined, self._retry_after = 0, FIRST_RETRY
 
     def note_download(self, num_bytes: int, seconds: float, *, is_delta: bool) -> None:
         """Record that `num_bytes` came over the network."""
@@ -91,10 +97,16 @@ class FetchChoice:
         return wait_s if self._noted(ends_s < full_s) else None
 
     def _noted(self, is_faster: bool) -> bool:
-        self._num_declined = 0 if is_faster else self._num_declined + 1
-        if self._num_declined == MAX_DECLINED:
-            self._applications, self._num_declined = Rate(), 0
-        return is_faster
+        if not is_faster:
+            self._num_declined += 1
+            if self._num_declined >= self._retry_after:
+                self._applications, self._num_declined = Rate(), 0
+                self._retry_after = min(2 * self._retry_after, LAST_RETRY)
+            return False
+        self._num_declined = 0
+        if self._applications.is_measured:
+            self._retry_after = FIRST_RETRY
+        return True
 
     def _deltas_s(self, num_bytes: int, full_bytes: int) -> float:
         apply_s = self._applications.seconds_for(full_bytes)

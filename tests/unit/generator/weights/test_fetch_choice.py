@@ -18,7 +18,7 @@ from penstock.downloads.downloader import Download, Downloader
 from penstock.v1 import weights_pb2
 from services.generator.metrics import GeneratorMetrics
 from services.generator.weights import file_cache
-from services.generator.weights.fetch_choice import MAX_DECLINED, FetchChoice
+from services.generator.weights.fetch_choice import FIRST_RETRY, FetchChoice
 from services.generator.weights.file_cache import Way, WeightFetcher
 from tests.helpers.virtual_time import VirtualLoop
 
@@ -174,18 +174,26 @@ def test_one_slow_application_does_not_rule_deltas_out_for_good(is_offered: bool
             return choice.takes_deltas(30_000_000, full_bytes=FULL_BYTES)
         return choice.wait_s(0.1, 30_000_000, full_bytes=FULL_BYTES, waited_s=0.0) is not None
 
-    assert [is_taken() for _ in range(MAX_DECLINED + 2)] == [False] * MAX_DECLINED + [True, True]
+    assert [is_taken() for _ in range(FIRST_RETRY + 2)] == [False] * FIRST_RETRY + [True, True]
 
 
-def test_deltas_that_stay_slow_are_tried_again_once_in_a_while() -> None:
+def test_deltas_that_stay_slow_are_tried_again_ever_less_often() -> None:
     choice = FetchChoice()
     choice.note_download(FULL_BYTES, 12.0, is_delta=False)
-    num_taken = 0
-    for _ in range(10 * (MAX_DECLINED + 1)):
+    taken = []
+    for version in range(1 + 9 + 17 + 33 + 1):
         if choice.takes_deltas(30_000_000, full_bytes=FULL_BYTES):
             choice.note_application(FULL_BYTES, 600.0)
-            num_taken += 1
-    assert num_taken == 10
+            taken.append(version)
+    assert taken == [0, 9, 9 + 17, 9 + 17 + 33]
+    # A disk that is fast again, and measured to be, is trusted as before.
+    for _ in range(20):
+        choice.note_application(FULL_BYTES, 1.0)
+    assert choice.takes_deltas(30_000_000, full_bytes=FULL_BYTES)
+    for _ in range(20):
+        choice.note_application(FULL_BYTES, 600.0)
+    again = [choice.takes_deltas(30_000_000, full_bytes=FULL_BYTES) for _ in range(FIRST_RETRY + 1)]
+    assert again == [False] * FIRST_RETRY + [True]
 
 
 @given(
