@@ -179,7 +179,7 @@ async def serving_on(port, *services):
 async def test_an_unknown_run_is_waited_for():
     broker = ScriptedBroker(items(3), is_known=False)
     async with serving(broker.service()) as (_, target), worker(target):
-        await asyncio.sleep(0)
+        await until(lambda: broker.num_refused >= 2)
         broker.is_known = True
         await until(lambda: len(broker.results) == 3)
 

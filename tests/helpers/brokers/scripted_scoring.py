@@ -32,6 +32,8 @@ class ScriptedBroker(broker_pb2_grpc.BrokerServiceServicer):
         self.num_results = 0
         self.renewals: list[set[str]] = []
         self.hellos: list[broker_pb2.RewardHello] = []
+        self.num_refused = 0
+        """Streams for a run that was not known yet."""
         self.num_out = 0
         self.most_out = 0
         self.is_known = is_known
@@ -48,6 +50,7 @@ class ScriptedBroker(broker_pb2_grpc.BrokerServiceServicer):
 
     async def StreamScoring(self, request_iterator, context):
         if not self.is_known:
+            self.num_refused += 1
             raise UnknownRunError("no run 'r'; open it first")
         first = await context.read()
         self.hellos.append(first.hello)

@@ -19,6 +19,7 @@ from services.generator.engine.engine import (
 )
 from services.generator.engines.emulated.emulated_engine import EmulatedEngine, EmulatedSpec
 from tests.helpers.generators.emulated_spec import emulated_spec
+from tests.helpers.virtual_time import VirtualLoop
 from tests.helpers.waiting import until
 from tests.helpers.weights.scripted_weight_store import write_weights
 
@@ -91,14 +92,14 @@ async def test_a_limit_cuts_the_script_short() -> None:
     assert spans[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_time_may_pass_faster_than_it_does() -> None:
-    loop = asyncio.get_running_loop()
+def test_time_may_pass_faster_than_it_does() -> None:
     spec = emulated_spec(base_step_s=0.1, token_s=0.0, time_scale=1000.0, mean_tokens=500, length_sigma=0.0)
-    started_s = loop.time()
-    await decode(spec, make_request(0))
-    took_s = loop.time() - started_s
-    # 50 emulated seconds; the limit leaves room for what runs beside it.
-    assert 0.05 <= took_s < 25.0
+    loop = VirtualLoop()
+    loop.run_until_complete(decode(spec, make_request(0)))
+    took_s = loop.time()
+    loop.shut_down()
+    # 50 emulated seconds.
+    assert 0.05 <= took_s < 0.06
     profile = EmulatedEngine(spec).profile()
     assert profile.step_base_s == pytest.approx(1e-4)
 

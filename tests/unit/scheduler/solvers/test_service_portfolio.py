@@ -70,9 +70,16 @@ def test_no_plan_with_services_is_better_than_the_proved_one(seed):
 def test_auto_is_within_half_a_percent_of_all_plans_for_13_to_16_gpus(seed):
     problem = grown_to_16_gpus(drawn_with_services(seed))
     begun_s = process_time()
-    solution = solve(CostModel(problem), AUTO, time_left=lambda: 120.0 - (process_time() - begun_s))
+    solution = solve(CostModel(problem), AUTO, time_left=lambda: 60.0 - (process_time() - begun_s))
     assert violations(problem, solution.plan) == []
-    assert solution.score.samples_per_second >= 0.995 * solution.upper_bound_samples_per_second > 0
+    most = solution.upper_bound_samples_per_second
+    if not solution.is_optimal:
+        # On a machine that other work shares a proof may take longer than the plan.
+        begun_s = process_time()
+        most = solve(
+            CostModel(problem), "exhaustive", time_left=lambda: 240.0 - (process_time() - begun_s)
+        ).upper_bound_samples_per_second
+    assert solution.score.samples_per_second >= 0.995 * most > 0
 
 
 def test_at_its_deadline_it_has_a_plan_and_a_bound():
