@@ -217,6 +217,9 @@ class _Run:
             self._display.note("stopping once the trainer has answered")
             await asyncio.wait({starting}, timeout=STOP_TIMEOUT_S)
             if not starting.done():
+                self._display.note(
+                    f"no answer in {STOP_TIMEOUT_S:g} s: a trainer that begins all the same trains until it is stopped"
+                )
                 raise
             await starting
         finally:
