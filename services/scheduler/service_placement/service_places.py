@@ -62,10 +62,13 @@ def with_center(
     head, hosts = plan.train[0].node, host_classes(problem)
     place = center_place(problem, head)
     broker, scheduler = (None, None) if before is None else (before.broker, before.scheduler)
-    # Beside a trainer the run's console starts one.
-    cores = 1 if place == head else hosts[place].cores or MAX_BROKERS + CORES_OF_REDIS
-    if place in plan.reward and hosts[place].cores is not None and (work := problem.workload.reward) is not None:
-        cores -= work.cores
+    cores = MAX_BROKERS + CORES_OF_REDIS
+    if place == head:
+        # Beside a trainer the run's console starts one.
+        cores = 1
+    elif (stated := hosts[place].cores) is not None:
+        work = problem.workload.reward
+        cores = stated - (work.cores if work is not None and place in plan.reward else 0)
     most = min(MAX_BROKERS, cores - CORES_OF_REDIS)
     wanted = max(1, min(most, math.ceil(tokens_per_second / TOKENS_PER_BROKER)))
     broker = broker or Broker(node=place, count=wanted)

@@ -44,6 +44,9 @@ def with_hosts(*hosts: dict, faster: str | None = None) -> Problem:
 def test_broker_and_scheduler_stand_beside_the_head_without_gpus_where_they_can(hosts, place):
     found = with_center(with_hosts(*hosts), FAR, None)
     assert (found.broker, found.scheduler) == (Broker(node=place), place)
+    # Reward workers beside the head take nothing from a broker there.
+    scored = FAR.model_copy(update={"reward": ("a100-0", "l4-0")})
+    assert with_center(with_hosts(*hosts), scored, None).broker == Broker(node=place)
     # A broker carries 48,000 tokens a second; beside a trainer there is one.
     for rate, count in ((48_000.0, 1), (49_000.0, 2), (1e9, MAX_BROKERS)):
         busy = with_center(with_hosts(*hosts), FAR, None, tokens_per_second=rate)
