@@ -24,6 +24,7 @@ from penstock.process.grace_periods import STOP_GRACE_S
 
 # A unix socket's path may have 107 bytes; sockets with longer paths go to a short folder instead.
 _MAX_SOCKET_PATH_BYTES = 100
+_SHORT_FOLDER = Path("/tmp")
 _PING_TIMEOUT_S = 1.0
 
 
@@ -43,12 +44,17 @@ def redis_executable() -> Path:
 
 
 def socket_path(folder: RunFolder) -> Path:
-    """Socket of a run's server: in the run folder, or in a short private folder if that path is too long."""
-    inside = folder.redis / "redis.sock"
-    if len(os.fsencode(inside)) <= _MAX_SOCKET_PATH_BYTES:
-        return inside
+    """Socket of a run's server: in the run folder, or in a short private folder if that path is too long.
+
+    Such a folder is in TMPDIR unless that is too long itself, as those of jobs of a cluster may be.
+    """
     digest = hashlib.sha256(os.fsencode(folder.path)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}-{digest}" / "redis.sock"
+    private = f"penstock-{os.getuid()}-{digest}"
+    for parent in (folder.redis, Path(tempfile.gettempdir()) / private):
+        path = parent / "redis.sock"
+        if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
+            return path
+    return _SHORT_FOLDER / private / "redis.sock"
 
 
 def redis_url(folder: RunFolder) -> str:
