@@ -29,7 +29,7 @@ EVENT_BYTES_A_PERIOD = 64 * 1024
 PROCESS_BYTES_A_PERIOD = 1024 * 1024
 MAX_EVENTS = 512
 """Events that have a budget of their own; further ones share one."""
-SOURCE = "source"
+LIBRARY = "library"
 """Field that names the library a line came from; its lines share a budget, since their texts may be anything."""
 
 _OTHER = "other"
@@ -57,7 +57,7 @@ class BoundedLines:
 
     def __call__(self, logger: Any, method: str, event: _Event) -> str:
         """The line to write. Raises structlog.DropEvent where it is suppressed."""
-        key = str(event.get(SOURCE) or event.get("event"))[:128]
+        key = str(event.get(LIBRARY) or event.get("event"))[:128]
         with self._lock:
             summary = self._roll(event)
             is_allowed = self._is_allowed(key)

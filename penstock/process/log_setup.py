@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import structlog
 
-from penstock.process.log_limits import SOURCE, BoundedLines, GuardedStderr
+from penstock.process.log_limits import LIBRARY, BoundedLines, GuardedStderr
 from penstock.tracing.context import current
 
 LogFormat = Literal["text", "json"]
@@ -63,7 +63,7 @@ class _LibraryHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Log it as a line of this process."""
         try:
-            fields: dict[str, Any] = {SOURCE: record.name, "exc_info": record.exc_info}
+            fields: dict[str, Any] = {LIBRARY: record.name, "exc_info": record.exc_info}
             structlog.get_logger().log(record.levelno, record.getMessage(), **fields)
         except Exception:  # a library's own call must not fail by it
             self.handleError(record)

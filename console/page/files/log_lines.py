@@ -1,4 +1,7 @@
-"""Finds warnings and errors in the ends of a run's logs, repeated ones together."""
+"""Finds warnings and errors in the ends of a run's logs, repeated ones together.
+
+Of libraries only errors: what they warn of is mostly what they do without.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from penstock.process.log_limits import LIBRARY
+
 TAIL_BYTES = 256 * 1024
 """Of each log: what went wrong before that is in the log itself."""
 MAX_LOGS = 300
@@ -17,6 +22,7 @@ MAX_EVENTS = 200
 MAX_LINE_CHARS = 1000
 _LEVELS = ("warning", "error", "critical")
 _TEXT = re.compile(r"(\S{19,40}Z) \[(\w+) *\] (.*?)(?:  .*| \w+=.*)?$")
+_OF_LIBRARY = re.compile(rf" {LIBRARY}=\S")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]|\x1b\[[0-9;]*m")
 
 
@@ -79,7 +85,7 @@ def _complaint(source: str, line: str) -> Complaint | None:
     if line.startswith("{"):
         return _of_json(source, line)
     found = _TEXT.match(line)
-    if found is None or found[2] not in _LEVELS:
+    if found is None or found[2] not in _LEVELS or (found[2] == "warning" and _OF_LIBRARY.search(line)):
         return None
     return _made(source, level=found[2], event=found[3], line=line, at=found[1])
 
@@ -90,6 +96,8 @@ def _of_json(source: str, line: str) -> Complaint | None:
     except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or document.get("level") not in _LEVELS:
+        return None
+    if document["level"] == "warning" and LIBRARY in document:
         return None
     event = str(document.get("event"))
     return _made(source, level=document["level"], event=event, line=line, at=str(document.get("timestamp")))

@@ -106,7 +106,7 @@ def test_lines_of_libraries_are_bounded_too(log, capsys):
             library.exception("bad request %d", number)
 
     written = lines(capsys)
-    assert json.loads(written[0])["source"] == "aiohttp.server"
+    assert json.loads(written[0])["library"] == "aiohttp.server"
     assert sum(map(len, written)) <= EVENT_BYTES_A_PERIOD + MAX_LINE_BYTES
 
 
