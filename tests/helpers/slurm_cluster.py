@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "unshare", "nsenter")
+_REVOKED = timedelta(seconds=3)
 _WAIT_S = 300.0
 _TAIL_LINES = 40
 # The limits on time are for a machine that has much else to do.
@@ -97,9 +99,14 @@ class SlurmCluster:
                 hurried_s = now_s
 
     def _hurry(self) -> None:
-        """Ends the time for which Slurm holds back what is queued again; backfill sleeps until something changes."""
-        for job in self("squeue", "--noheader", "--states=PENDING", "--format=%i").stdout.split():
-            self("scontrol", "update", f"JobId={job}", "StartTime=now")
+        """Ends the time for which Slurm holds back what is queued again; backfill sleeps until something changes.
+
+        Not at once: a job that begins in the second in which its last credential was revoked has a revoked one itself.
+        """
+        for line in self("squeue", "--noheader", "--states=PENDING", "--format=%i %V").stdout.splitlines():
+            job, queued_at = line.split()
+            if datetime.now() - datetime.fromisoformat(queued_at) > _REVOKED:
+                self("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def _account(self, log: Path) -> str:
         asked = (("squeue", "--states=all"), ("sinfo", "--Node", "--long"), ("scontrol", "show", "job"))
