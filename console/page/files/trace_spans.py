@@ -2,70 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from console.page.files.growing_file import GrowingFile
-from console.page.files.values import mapping, text
+from console.page.files.span import KINDS, SAMPLE_PREFIXES, STEP, Span, spans_of
+from console.page.files.traced_weights import TracedWeights
+from console.page.files.values import text
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_SPANS = 400_000
 """Activities of services that are held, some 35 bytes each; beyond it the shorter half of them is forgotten."""
 MAX_SAMPLES, MAX_SPANS_OF_SAMPLE = 5000, 200
 MAX_SPANS_OF_SAMPLES = 25_000
-"""Spans of all samples together, some 1 kB each; beyond it the samples read first are forgotten."""
-MAX_STEPS = 20_000
+"""Spans of all samples together, some 1 kB each; beyond it the samples that ended first are forgotten."""
+MAX_STEPS, MAX_ORPHANS = 20_000, 1000
 MAX_FILES = 64
 BUDGET_S = 1.0
 _MAX_TEXTS = 200_000
+_T = TypeVar("_T")
 _NAME = re.compile(r"traces(-\d{5})?\.jsonl")
-
-UPDATE, PUBLISH, STEP = "rl.weights.update", "rl.weights.publish", "rl.train.step"
-LEASE, CHUNK = "rl.sample.generate", "chunk"
-KINDS = {
-    "rl.generator.decode": "decoding",
-    LEASE: "leased",
-    UPDATE: "updating",
-    "rl.reward.score": "scoring",
-    "rl.environment.work": "environment",
-    "rl.train.wait": "waiting",
-    "rl.train.compute": "computing",
-    PUBLISH: "publishing",
-}
-"""What a service does, by the name of its span."""
-SAMPLE_PREFIXES = ("rl.sample", "rl.group")
-_LANES = ("generator", "reward", "environment", "trainer", "broker")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One span as it is written."""
-
-    name: str
-    span_id: str
-    parent_id: str
-    start_s: float
-    """Unix seconds."""
-    end_s: float
-    lane: tuple[str, str]
-    """Kind of the service, and its name."""
-    attributes: Mapping[str, Any]
-    events: Sequence[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
-    """Time, name and attributes of each."""
-
-    @property
-    def sample_key(self) -> str | None:
-        """The sample that it belongs to."""
-        return text(self.attributes.get("rl.sample.key"), 400) or None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +38,7 @@ class StepSpan:
 
     span: Span
     parts: list[Span] = field(default_factory=list)
-    """Waits, computing and publishing, in order of their ends."""
+    """Waits, computing and publishing, in no order."""
 
 
 class SpanStore:
@@ -93,14 +57,15 @@ class SpanStore:
         self._starts, self._ends = array("d"), array("d")
         self._columns = tuple(array("i") for _ in range(4))
         self.is_thinned = False
-        self.steps: OrderedDict[str, StepSpan] = OrderedDict()
-        """By the ids of their spans."""
+        self.steps: dict[str, StepSpan] = {}
+        """By the ids of their spans, in no order: newer files are read before older ones."""
         self._orphans: OrderedDict[str, list[Span]] = OrderedDict()
-        self.samples: OrderedDict[str, list[Span]] = OrderedDict()
+        self.samples: dict[str, list[Span]] = {}
         """Spans of traced samples, by the samples' keys."""
         self._num_sample_spans = 0
-        self.weights: deque[Span] = deque(maxlen=MAX_STEPS)
-        """Publications and updates of weights, as they were read."""
+        self._forgotten_s = 0.0
+        """End of the newest sample that was forgotten, Unix seconds; older ones are not taken in."""
+        self.weights = TracedWeights()
 
     @property
     def is_empty(self) -> bool:
@@ -148,13 +113,13 @@ class SpanStore:
     def _add(self, span: Span) -> None:
         if span.name == STEP:
             self.steps[span.span_id] = StepSpan(span=span, parts=self._orphans.pop(span.span_id, []))
-            _bound(self.steps, MAX_STEPS)
+            if len(self.steps) > MAX_STEPS:
+                _forget_oldest(self.steps, lambda step: step.span.end_s)
         if span.name.startswith(SAMPLE_PREFIXES) and span.sample_key:
             self._add_to_sample(span.sample_key, span)
         if (kind := KINDS.get(span.name)) is None:
             return
-        if span.name in (PUBLISH, UPDATE):
-            self.weights.append(span)
+        self.weights.add(span)
         if span.lane[0] == "trainer" and span.parent_id:
             self._add_part(span)
         if span.lane not in self.lanes:
@@ -169,12 +134,18 @@ class SpanStore:
             self._thin()
 
     def _add_to_sample(self, key: str, span: Span) -> None:
-        found = self.samples.setdefault(key, [])
+        found = self.samples.get(key)
+        if found is None:
+            if span.end_s <= self._forgotten_s:
+                return
+            found = self.samples[key] = []
         if len(found) < MAX_SPANS_OF_SAMPLE:
             found.append(span)
             self._num_sample_spans += 1
         while len(self.samples) > MAX_SAMPLES or self._num_sample_spans > MAX_SPANS_OF_SAMPLES:
-            self._num_sample_spans -= len(self.samples.popitem(last=False)[1])
+            for spans in _forget_oldest(self.samples, _end_s):
+                self._num_sample_spans -= len(spans)
+                self._forgotten_s = max(self._forgotten_s, _end_s(spans))
 
     def _add_part(self, span: Span) -> None:
         """Keep a part with its step, which is written after it."""
@@ -182,7 +153,8 @@ class SpanStore:
             step.parts.append(span)
         else:
             self._orphans.setdefault(span.parent_id, []).append(span)
-            _bound(self._orphans, 1000)
+            if len(self._orphans) > MAX_ORPHANS:
+                self._orphans.popitem(last=False)
 
     def _number(self, word: str) -> int:
         number = self._numbers.get(word)
@@ -202,42 +174,6 @@ class SpanStore:
         self.is_thinned = True
 
 
-def spans_of(line: bytes) -> Iterator[Span]:
-    """The spans of a line; what is malformed is left out."""
-    try:
-        document = json.loads(line)
-    except (ValueError, RecursionError):
-        return
-    for group in _list(document, "resourceSpans"):
-        resource = _attributes(mapping(group.get("resource")))
-        lane = _lane(resource)
-        for scope in _list(group, "scopeSpans"):
-            for span in _list(scope, "spans"):
-                if (found := _span(span, lane)) is not None:
-                    yield found
-
-
-def _span(span: Mapping[str, Any], lane: tuple[str, str]) -> Span | None:
-    start_s, end_s = _seconds(span.get("startTimeUnixNano")), _seconds(span.get("endTimeUnixNano"))
-    if start_s is None or end_s is None or end_s < start_s:
-        return None
-    events = [
-        (at_s, text(each.get("name"), 100), _attributes(each))
-        for each in _list(span, "events")[:1000]
-        if (at_s := _seconds(each.get("timeUnixNano"))) is not None
-    ]
-    return Span(
-        name=text(span.get("name"), 100),
-        span_id=text(span.get("spanId"), 64),
-        parent_id=text(span.get("parentSpanId"), 64),
-        start_s=start_s,
-        end_s=end_s,
-        lane=lane,
-        attributes=_attributes(span),
-        events=events,
-    )
-
-
 def _label(span: Span) -> str:
     waits_for = text(span.attributes.get("rl.waits_for"), 200)
     if waits_for:
@@ -246,38 +182,11 @@ def _label(span: Span) -> str:
     return f"version {version}" if isinstance(version, int) else span.sample_key or ""
 
 
-def _lane(resource: Mapping[str, Any]) -> tuple[str, str]:
-    service = text(resource.get("service.name"), 100)
-    name = text(resource.get("service.instance.id"), 200) or service or "?"
-    kind = next((each for each in _LANES if each in service or each in name), "broker")
-    return kind, name
+def _end_s(spans: list[Span]) -> float:
+    return max(span.end_s for span in spans)
 
 
-def _attributes(owner: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for each in _list(owner, "attributes")[:100]:
-        for kind, value in mapping(each.get("value")).items():
-            if kind == "intValue" and isinstance(value, str):
-                # OTLP writes 64-bit numbers as text.
-                value = int(value) if value.lstrip("-").isdigit() and len(value) < 20 else None
-            if isinstance(value, (str, int, float, bool)):
-                found[text(each.get("key"), 100)] = value
-    return found
-
-
-def _seconds(nanoseconds: object) -> float | None:
-    try:
-        value = int(nanoseconds) if isinstance(nanoseconds, (str, int)) else 0
-    except ValueError:
-        return None
-    return value / 1e9 if 0 < value < 2**63 else None
-
-
-def _list(owner: object, name: str) -> list[Mapping[str, Any]]:
-    value = owner.get(name) if isinstance(owner, dict) else None
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-def _bound(kept: OrderedDict[str, Any], most: int) -> None:
-    while len(kept) > most:
-        kept.popitem(last=False)
+def _forget_oldest(kept: dict[str, _T], end_s: Callable[[_T], float]) -> list[_T]:
+    """Take an eighth out, at least one: sorting is then paid once for many."""
+    oldest = sorted(kept, key=lambda key: end_s(kept[key]))[: max(1, len(kept) // 8)]
+    return [kept.pop(key) for key in oldest]

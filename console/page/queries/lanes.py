@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from console.page.files.metrics_table import MetricsTable
-from console.page.files.trace_spans import CHUNK, LEASE, PUBLISH, Span, SpanStore, StepSpan
+from console.page.files.span import CHUNK, LEASE, PUBLISH, Span
+from console.page.files.trace_spans import SpanStore, StepSpan
 from console.page.files.values import Answer, BadQuestionError, seconds, text
 
 MAX_SPANS = 4000
@@ -186,10 +187,9 @@ def _parts(span: Span) -> list[tuple[float, float, str, str]]:
 
 def sentence(store: SpanStore, steps: MetricsTable, low: float, high: float) -> str | None:
     """What the newest step that ended between two times spent its time on; None if none did."""
-    for step in reversed(store.steps.values()):
-        if low <= step.span.end_s <= high:
-            return _of_traced(step, store)
-    return _of_metrics(steps, low, high)
+    inside = (step for step in store.steps.values() if low <= step.span.end_s <= high)
+    newest = max(inside, key=lambda step: step.span.end_s, default=None)
+    return _of_metrics(steps, low, high) if newest is None else _of_traced(newest, store)
 
 
 def _of_traced(step: StepSpan, store: SpanStore) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from console.page.files.metrics_table import MetricsTable
-from console.page.files.trace_spans import PUBLISH, UPDATE, SpanStore
+from console.page.files.span import Span
+from console.page.files.trace_spans import SpanStore
 from console.page.files.values import Answer, count, number, text
 from penstock.v1 import broker_pb2
 from penstock.wire.timestamps import unix_s
@@ -23,17 +22,14 @@ def weights(store: SpanStore, steps: MetricsTable, run: broker_pb2.GetRunRespons
     What nothing recorded tells is null: digests and links need traces, machines need traces or the broker.
     """
     store.refresh()
-    publications = _publications(store)
     versions = [
-        {
-            "version": version,
-            "digest": text(publications.get(version, {}).get("rl.weights.digest"), 200) or None,
-            "bytes": count(publications.get(version, {}).get("rl.weights.bytes")) or size,
-            "published_s": number(publications.get(version, {}).get("published_s")) or time_s,
-        }
+        _version(version, size, time_s, store.weights.publications.get(version))
         for version, size, time_s in _from_metrics(steps)
     ]
-    machines, links = _updates(store)
+    machines: dict[str, Answer] = {
+        name: {"name": name, "version": count(span.attributes.get("rl.policy.version")), "since_s": span.end_s}
+        for name, span in store.weights.installed.items()
+    }
     if run is not None:
         for each in run.generators:
             name, held = each.hello.generator_id, each.beat.policy_version
@@ -42,7 +38,19 @@ def weights(store: SpanStore, steps: MetricsTable, run: broker_pb2.GetRunRespons
     return {
         "versions": versions,
         "machines": sorted(machines.values(), key=lambda each: each["name"])[:MAX_MACHINES],
-        "links": [{"from": one, "to": other, "bytes": size} for (one, other), size in sorted(links.items())],
+        "links": [
+            {"from": one, "to": other, "bytes": size} for (one, other), size in sorted(store.weights.link_bytes.items())
+        ],
+    }
+
+
+def _version(version: int, size: int | None, time_s: float | None, traced: Span | None) -> Answer:
+    attributes = {} if traced is None else traced.attributes
+    return {
+        "version": version,
+        "digest": text(attributes.get("rl.weights.digest"), 200) or None,
+        "bytes": count(attributes.get("rl.weights.bytes")) or size,
+        "published_s": time_s if traced is None else traced.end_s,
     }
 
 
@@ -56,32 +64,3 @@ def _from_metrics(steps: MetricsTable) -> list[tuple[int, int | None, float | No
         (int(version), None if math.isnan(size) else int(size), number(time_s))
         for version, size, time_s in zip(versions, later, times, strict=True)
     ]
-
-
-def _publications(store: SpanStore) -> dict[int, Mapping[str, Any]]:
-    """What was traced of each publication, by version."""
-    found: dict[int, Mapping[str, Any]] = {}
-    for span in store.weights:
-        version = count(span.attributes.get("rl.policy.version"))
-        if span.name == PUBLISH and version is not None:
-            found[version] = {**span.attributes, "published_s": span.end_s}
-    return found
-
-
-def _updates(store: SpanStore) -> tuple[dict[str, Answer], dict[tuple[str, str], int]]:
-    """The newest version that each machine installed, and the bytes that came over each link, by the traces."""
-    machines: dict[str, Answer] = {}
-    links: dict[tuple[str, str], int] = {}
-    for span in store.weights:
-        if span.name != UPDATE:
-            continue
-        version = count(span.attributes.get("rl.policy.version"))
-        name = span.lane[1]
-        if version is not None and span.end_s >= machines.get(name, {}).get("since_s", 0.0):
-            machines[name] = {"name": name, "version": version, "since_s": span.end_s}
-        size = count(span.attributes.get("rl.weights.bytes")) or 0
-        from_trainer = min(size, count(span.attributes.get("rl.weights.origin_bytes")) or 0)
-        for source, part in (("trainer", from_trainer), ("its site", size - from_trainer)):
-            if part:
-                links[source, name] = links.get((source, name), 0) + part
-    return machines, links

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from console.page.files import trace_spans
+from console.page.files import trace_spans, traced_weights
 from console.page.files.trace_spans import SpanStore
 from console.page.files.values import BadQuestionError
 from console.page.run_data import RunData
@@ -174,7 +174,7 @@ def test_an_answer_holds_few_spans_however_many_there_are(tmp_path: Path) -> Non
     assert store.is_thinned
 
 
-def test_the_samples_read_first_are_forgotten_beyond_the_bound_of_all_their_spans(
+def test_the_samples_that_ended_first_are_forgotten_whatever_file_is_read_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trace_spans, "MAX_SPANS_OF_SAMPLES", 10)
@@ -182,7 +182,34 @@ def test_the_samples_read_first_are_forgotten_beyond_the_bound_of_all_their_span
         {"name": "rl.sample.queue", "start": t, "end": t + 1, "attributes": {"rl.sample.key": f"g/{t // 4}"}}
         for t in range(24)
     ]
-    (tmp_path / "traces.jsonl").write_text(trace_line("broker", "broker", *spans))
+    (tmp_path / "traces.jsonl").write_text(trace_line("broker", "broker", *spans[:12]))
+    (tmp_path / "traces-00002.jsonl").write_text(trace_line("broker", "broker", *spans[12:]))
     store = SpanStore(tmp_path)
     store.refresh()
     assert {key: len(found) for key, found in store.samples.items()} == {"g/4": 4, "g/5": 4}
+
+
+def test_the_newest_step_and_versions_are_told_whatever_file_is_read_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_spans, "MAX_STEPS", 3)
+    monkeypatch.setattr(traced_weights, "MAX_VERSIONS", 16)
+    folder = page_folder(tmp_path / "r", num_steps=40)
+    for name, versions in (("traces.jsonl", range(1, 21)), ("traces-00002.jsonl", range(21, 41))):
+        lines = [
+            trace_line(kind, kind, {"name": span, "start": v, "end": v + 1, "id": f"s{v}", "attributes": attributes})
+            for v in versions
+            for kind, span, attributes in (
+                ("trainer", "rl.train.step", {"rl.policy.version": v}),
+                ("trainer", "rl.weights.publish", {"rl.policy.version": v, "rl.weights.digest": f"d{v}"}),
+                ("generator", "rl.weights.update", {"rl.policy.version": v, "rl.weights.bytes": 5}),
+            )
+        ]
+        (folder.path / name).write_text("".join(lines))
+    data = RunData(folder)
+    assert data.answer("lanes", {})["sentence"].startswith("Step 40 took 1.0 s")
+    found = data.answer("weights", {})
+    digests = {each["version"]: each["digest"] for each in found["versions"]}
+    assert (digests[40], digests[30], digests[1]) == ("d40", "d30", None)
+    assert [(each["name"], each["version"]) for each in found["machines"]] == [("generator", 40)]
+    assert found["links"] == [{"from": "its site", "to": "generator", "bytes": 200}]

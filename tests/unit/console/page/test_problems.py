@@ -24,7 +24,7 @@ LOG = """\
 2026-11-26T02:39:59.000000Z [info     ] generator is up                service=generator-0
 2026-11-26T02:40:58.785058Z [warning  ] weights not taken              error=late policy_version=4 service=generator-0
 {"event": "engine failed <b>", "level": "error", "timestamp": "2026-11-26T02:41:58.785058Z"}
-2026-11-26T02:40:00.000000Z [warning  ] Triton is left out              library=vllm.triton_utils.importing service=generator-0
+2026-11-26T02:40:00.000000Z [warning  ] Triton is left out              library=vllm.triton_utils service=generator-0
 {"event": "falls back", "level": "warning", "library": "vllm", "timestamp": "2026-11-26T02:41:58.785058Z"}
 {"event": "torn
 \x1b[31mnot a line of ours\x1b[0m
