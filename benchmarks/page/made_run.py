@@ -51,9 +51,10 @@ def _metrics(version: int, begin_s: float) -> Mapping[str, float]:
 
 
 def _samples() -> Iterator[bytes]:
-    """Rows as `record: true` writes them, endlessly."""
+    """Rows as `record: true` writes them, in its order of fields, endlessly."""
     rest = {
         "messages": [],
+        "prompt_token_ids": list(range(16)),
         "completion": "a sum, step by step: " * 400,
         "token_ids": [1000 + index % 9000 for index in range(TOKENS)],
         "logprobs": [-0.12345 - index / 1000 for index in range(TOKENS)],
@@ -65,7 +66,7 @@ def _samples() -> Iterator[bytes]:
         "max_policy_version": 0,
         "generator_id": "generator-0",
     }
-    tail = _compact(rest)[1:]
+    middle = _compact(rest)[1:-1]
     for number in range(2**31):
         version, group, index = number // SAMPLES_PER_STEP + 1, number // GROUP_SIZE, number % GROUP_SIZE
         head = {
@@ -76,9 +77,9 @@ def _samples() -> Iterator[bytes]:
             "sample_index": index,
             "group_size": GROUP_SIZE,
             "prompt": f"What is {group % 1000} plus {version}?",
-            "score": {"status": "ok", "value": index / GROUP_SIZE, "components": {"correct": index / GROUP_SIZE}},
         }
-        yield f"{_compact(head)[:-1]},{tail}\n".encode()
+        score = {"status": "ok", "value": index / GROUP_SIZE, "components": {"correct": index / GROUP_SIZE}}
+        yield f'{_compact(head)[:-1]},{middle},"score":{_compact(score)}}}\n'.encode()
 
 
 def _traces(begin_s: float) -> Iterator[bytes]:
