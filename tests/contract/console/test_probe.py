@@ -29,6 +29,7 @@ from tests.helpers.plans.probes import make_model
 FLAGS = ("--prompts-per-step", "4", "--group-size", "4", "--staleness", "1")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_machine_is_probed_and_planned_for(tmp_path: Path) -> None:
