@@ -57,7 +57,7 @@ test: setup lint test-parts test-runs  ## Everything CI runs
 # One session each, so that waiting tests and computing ones fill each other's gaps and start-up is paid once.
 test-parts: setup
 	$(ONE_THREAD) $(PYTEST) tests/contract tests/integration tests/unit -q $(RERUN) $(PARALLEL) 4 -m "not vllm and not grid and not alone" --durations=20
-	$(PYTEST) tests/contract -q $(RERUN) -m alone
+	$(PYTEST) tests/contract/console -q $(RERUN) -m alone
 
 test-runs: setup
 	$(PYTEST) tests/e2e tests/contract/engines -q $(RERUN) $(PARALLEL) 3 -m "(e2e or vllm) and not grid" --durations=20
@@ -76,7 +76,7 @@ test-unit: setup
 
 test-contract: setup
 	$(ONE_THREAD) $(PYTEST) tests/contract -q $(RERUN) $(PARALLEL) 3 -m "not vllm and not grid and not alone" --durations=12
-	$(PYTEST) tests/contract -q $(RERUN) -m alone
+	$(PYTEST) tests/contract/console -q $(RERUN) -m alone
 
 test-integration: setup
 	$(ONE_THREAD) $(PYTEST) tests/integration -q $(RERUN) $(PARALLEL) 3 --durations=12
