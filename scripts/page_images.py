@@ -44,18 +44,13 @@ def _clicks_first(browser: Browser) -> bool:
 
 def _open_life(browser: Browser, sample: str) -> None:
     browser.go(f"time?{sample}")
-    browser.until(lambda: "Share of the time" in browser.text("main") and not _is_reading(browser))
+    browser.until(lambda: "Share of the time" in browser.text("main") and not browser.is_reading())
     browser.button("Zoom to its life").click()
-    browser.until(lambda: "from=" in browser.driver.current_url and not _is_reading(browser))
+    browser.until(lambda: "from=" in browser.driver.current_url and not browser.is_reading())
 
 
 def _is_drawn(browser: Browser, view: str) -> bool:
-    return bool(browser.js(DRAWN, f".view.{view} *") > 5) and not _is_reading(browser)
-
-
-def _is_reading(browser: Browser) -> bool:
-    shown = browser.text("main")
-    return "being read" in shown or "read so far" in shown
+    return bool(browser.js(DRAWN, f".view.{view} *") > 5) and not browser.is_reading()
 
 
 def take(browser: Browser, link: str, folder: Path) -> list[str]:
@@ -64,7 +59,7 @@ def take(browser: Browser, link: str, folder: Path) -> list[str]:
     browser.open(link)
     # The server reads files when they are asked for: pictures of the other views have what is in them, too.
     browser.go("time")
-    browser.until(lambda: "Share of the time" in browser.text("main") and not _is_reading(browser))
+    browser.until(lambda: "Share of the time" in browser.text("main") and not browser.is_reading())
     for size, (width, height) in SIZES.items():
         browser.resize(width, height)
         for view in VIEWS:

@@ -73,11 +73,11 @@ def _look(browser: Browser, link: str, progress: Progress) -> Result:
     found: Result = {"first_paint_s": browser.first_paint_s()}
     browser.go("samples")
     browser.until(lambda: browser.all(".sample-list p, .sample-list li"))
-    found["says_that_it_reads"] = _is_reading(browser)
+    found["says_that_it_reads"] = browser.is_reading()
     for view in ("samples", "time"):
         browser.go(view)
         _await_view(browser, view)
-        viewers.seconds_until(lambda: not _is_reading(browser), READ_S)
+        viewers.seconds_until(lambda: not browser.is_reading(), READ_S)
         found[f"{view}_read_after_s"] = time.monotonic() - began_s
         progress(f"{view} are read after {found[f'{view}_read_after_s']:.1f} s")
     for view in viewers.VIEWS:
@@ -89,11 +89,6 @@ def _look(browser: Browser, link: str, progress: Progress) -> Result:
 
 def _await_view(browser: Browser, view: str) -> None:
     browser.until(lambda: browser.js("return document.querySelectorAll(arguments[0]).length > 5", f".view.{view} *"))
-
-
-def _is_reading(browser: Browser) -> bool:
-    shown = browser.text("main")
-    return "being read" in shown or "read so far" in shown
 
 
 async def busy(folder: Path, task: Path, window_s: float, progress: Progress) -> Result:

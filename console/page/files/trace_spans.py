@@ -51,7 +51,7 @@ class SpanStore:
         self._clear()
 
     def _clear(self) -> None:
-        self.lanes: list[tuple[str, str]] = []
+        self._lane_numbers: dict[tuple[str, str], int] = {}
         self.texts: list[str] = [""]
         self._numbers: dict[str, int] = {"": 0}
         self._starts, self._ends = array("d"), array("d")
@@ -66,6 +66,11 @@ class SpanStore:
         self._forgotten_s = 0.0
         """End of the newest sample that was forgotten, Unix seconds; older ones are not taken in."""
         self.weights = TracedWeights()
+
+    @property
+    def lanes(self) -> list[tuple[str, str]]:
+        """Kind and name of each service, by number."""
+        return list(self._lane_numbers)
 
     @property
     def is_empty(self) -> bool:
@@ -122,12 +127,11 @@ class SpanStore:
         self.weights.add(span)
         if span.lane[0] == "trainer" and span.parent_id:
             self._add_part(span)
-        if span.lane not in self.lanes:
-            self.lanes.append(span.lane)
+        lane = self._lane_numbers.setdefault(span.lane, len(self._lane_numbers))
         self._starts.append(span.start_s)
         self._ends.append(span.end_s)
         words = (kind, _label(span), span.sample_key or "")
-        numbers = (self.lanes.index(span.lane), *map(self._number, words))
+        numbers = (lane, *map(self._number, words))
         for column, number in zip(self._columns, numbers, strict=True):
             column.append(number)
         if len(self._starts) > self._max_spans:

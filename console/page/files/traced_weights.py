@@ -40,9 +40,9 @@ class TracedWeights:
     def _update(self, version: int | None, span: Span) -> None:
         name = span.lane[1]
         known = self.installed.get(name)
-        if known is None and len(self.installed) >= MAX_MACHINES:
+        if version is None or (known is None and len(self.installed) >= MAX_MACHINES):
             return
-        if version is not None and (known is None or span.end_s >= known.end_s):
+        if known is None or span.end_s >= known.end_s:
             self.installed[name] = span
         size = count(span.attributes.get("rl.weights.bytes")) or 0
         from_trainer = min(size, count(span.attributes.get("rl.weights.origin_bytes")) or 0)

@@ -74,6 +74,11 @@ class Browser:
         found = self.all(selector)
         return found[0].text if found else ""
 
+    def is_reading(self) -> bool:
+        """Whether the view says that the server has files left to read."""
+        shown = self.text("main")
+        return "being read" in shown or "read so far" in shown
+
     def until(self, holds: Callable[[], Any]) -> Any:
         """Wait for a condition, whose elements may be replaced meanwhile."""
         return WebDriverWait(
