@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
     """Return once `condition()` holds; TimeoutError after `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 -- the condition is no event

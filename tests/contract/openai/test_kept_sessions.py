@@ -50,7 +50,6 @@ async def books(bench: Bench) -> tuple[int, int, dict[str, int], int]:
     return found.opened, found.put, dict(found.dropped), found.open
 
 
-@pytest.mark.timeout(120)
 async def test_sessions_and_their_siblings_go_on_when_their_generator_is_killed(model: Any) -> None:
     async with AsyncExitStack() as stack:
         benches = await fleet(stack, model, 3)
@@ -94,7 +93,6 @@ async def test_sessions_and_their_siblings_go_on_when_their_generator_is_killed(
         assert await books(new) == (3, 2, {"abandoned": 1}, 0)
 
 
-@pytest.mark.timeout(120)
 async def test_a_session_is_one_generator_s_and_goes_to_another_once_that_is_gone(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +131,6 @@ async def test_a_session_is_one_generator_s_and_goes_to_another_once_that_is_gon
         assert owner.outcomes["put"] == 0
 
 
-@pytest.mark.timeout(120)
 async def test_a_group_whose_generator_died_before_it_heard_that_it_is_stored_counts_once(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +164,6 @@ async def test_a_group_whose_generator_died_before_it_heard_that_it_is_stored_co
         assert await books(other) == (3, 2, {}, 1)
 
 
-@pytest.mark.timeout(120)
 async def test_a_repeated_request_gets_its_answer_also_from_another_generator(model: Any) -> None:
     async with AsyncExitStack() as stack:
         benches = await fleet(stack, model, 2)
@@ -207,7 +203,6 @@ def _text(parts: list[Any]) -> str:
     return "".join(choice.delta.content or "" for part in parts for choice in part.choices)
 
 
-@pytest.mark.timeout(120)
 async def test_an_answer_does_not_wait_for_room_at_the_broker(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_sessions, "MAX_RUN_BYTES", 10)
     async with AsyncExitStack() as stack:

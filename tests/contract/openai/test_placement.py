@@ -68,7 +68,6 @@ async def turn(bench, session, task, messages=HELLO, **more):
     return await client.chat.completions.create(model="tiny", messages=messages, **more)
 
 
-@pytest.mark.timeout(120)
 async def test_sessions_of_a_task_reach_one_generator_whichever_is_called_and_move_on_when_it_is_gone(model):
     async with AsyncExitStack() as stack:
         benches = await fleet(stack, model, 3)
@@ -109,7 +108,6 @@ async def test_sessions_of_a_task_reach_one_generator_whichever_is_called_and_mo
         assert sorted(b - a for a, b in zip(before, after, strict=True)) == [0, 2]
 
 
-@pytest.mark.timeout(120)
 async def test_new_tasks_go_elsewhere_while_a_generator_has_more_than_its_share(model):
     async with AsyncExitStack() as stack:
         benches = await fleet(stack, model, 2)

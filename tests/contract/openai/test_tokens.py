@@ -100,7 +100,6 @@ async def test_the_two_headers_of_a_session_must_agree_and_models_state_their_co
         assert (card["id"], card["max_model_len"]) == ("tiny", 4096)
 
 
-@pytest.mark.timeout(120)
 async def test_the_train_client_of_verifiers_samples_two_turns(model):
     python = python_of("verifiers")
     async with endpoint_bench(model, lambda _prompt: "four", limits={"group_size": 1}) as bench:

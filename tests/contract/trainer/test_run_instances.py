@@ -17,7 +17,7 @@ from tests.helpers.stores.redis_server import free_port
 from tests.helpers.trainers.training import RunningTrainer, run_document, running_trainer
 from tests.helpers.waiting import until
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker, scor
 from tests.helpers.serving import serving
 from tests.helpers.trainers.training import run_alone, run_document, write_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 NUM_STEPS, KILLED_AFTER = 14, 6
 
 

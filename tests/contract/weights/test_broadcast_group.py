@@ -67,7 +67,6 @@ def send_to_another_process(backend: Transport, tmp_path, **environment: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_content_reaches_another_process_over_gloo(tmp_path):
     send_to_another_process(Transport.GLOO, tmp_path)
 

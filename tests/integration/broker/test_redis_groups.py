@@ -15,7 +15,6 @@ from tests.helpers.brokers.broker import RUN, RunningBroker, prompt, serving
 from tests.helpers.stores.redis_groups import ClusterGroup, SentinelGroup
 from tests.helpers.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
 WAIT_S = 40.0
 
 

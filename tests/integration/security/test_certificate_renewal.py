@@ -93,7 +93,6 @@ async def broker_process(security: Security, log: Path) -> AsyncIterator[int]:
         await process.wait()
 
 
-@pytest.mark.timeout(120)
 async def test_certificates_are_renewed_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each fetch over connections of its own.
     monkeypatch.setattr("penstock.transfer.connections.MAX_IDLE_S", 0.0)

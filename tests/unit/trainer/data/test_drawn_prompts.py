@@ -189,7 +189,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         drawn()
 
 
-@pytest.mark.timeout(120)
 def test_rows_are_drawn_alike_after_a_restart_and_long_ones_are_replaced(monkeypatch):
     skip_without_reasoning_gym()
     first = drawn(size=40, chat=True, system="Sum.", level=1)
