@@ -132,7 +132,7 @@ async def loaded_once_it_answers(name):
 
 async def test_tools_over_http_are_called_and_survive_their_server():
     with http_server() as (url, process, port):
-        name = f"mcp:{url}?timeout_s=10&tools=add,long,crash"
+        name = f"mcp:{url}?timeout_s=30&tools=add,long,crash"
         own = await loaded_once_it_answers(name)
         assert [tool["function"]["name"] for tool in own.tools] == ["add", "long", "crash"]
         shared = load_environment(f"{name}&shared=true")

@@ -92,7 +92,7 @@ async def test_sessions_go_on_from_the_last_finished_turn_and_none_is_dropped(
     """Killed first with the generator alive, then with the generator, which another one replaces."""
     await broker.start()
     async with BrokerClient(broker.address) as client, environment() as config:
-        bounds = limits(groups_per_step=1, generation_lease=duration(2))
+        bounds = limits(groups_per_step=1, generation_lease=duration(5))
         await client.open_run(RUN, limits=bounds, policy=broker_pb2.RunPolicy(has_environment=True), policy_version=0)
         group = prompt("g", group_size=2, max_new_tokens=40, stop_token_ids=[STOP_TOKEN])
         await client.submit_prompts(RUN, [group])
