@@ -58,6 +58,7 @@ def certificate(tmp_path):
     return make
 
 
+@pytest.mark.grid
 def test_a_run_trains_by_one_certificate(task, tmp_path, certificate, monkeypatch):
     for name, value in credentials(certificate("operator", "anna")).items():
         monkeypatch.setenv(name, value)

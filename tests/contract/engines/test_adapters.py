@@ -26,7 +26,7 @@ from services.generator.engines.vllm.config import VllmEngineConfig
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from services.trainer.batches.packing import Trajectory, pack_trajectories
 from services.trainer.distributed.rank_backend import RankBackend
-from tests.helpers.generators.engines import VLLM_WORKERS, logprobs_of, tokens_of
+from tests.helpers.generators.engines import VLLM_WORKERS, logprobs_of, tokens_of, vllm_workers
 from tests.helpers.models.adapters import adapter_update, another_base, fill, make_backend
 from tests.helpers.models.tiny_model import make_tiny_model, make_update, write_perturbed
 from tests.unit.trainer.builders import scores_of
@@ -43,11 +43,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    """Stages take adapters by the code by which tensor-parallel workers do."""
-    return [pytest.mark.vllm, *([pytest.mark.grid] if "stages" in name else [])]
-
-
 @pytest.fixture(scope="module")
 def backend(model_path: Path) -> RankBackend:
     torch.set_num_threads(1)
@@ -57,7 +52,7 @@ def backend(model_path: Path) -> RankBackend:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["transformers", *(pytest.param(name, marks=_marks(name)) for name in VLLM_WORKERS)],
+    params=["transformers", *vllm_workers(in_grids=VLLM_WORKERS.keys() - {"vllm"})],
 )
 async def engine(request: pytest.FixtureRequest, model_path: Path) -> AsyncIterator[Engine]:
     built: Engine

@@ -30,7 +30,6 @@ from services.generator.engines.vllm import process_setup, vllm_engine
 from services.generator.engines.vllm.vllm_engine import VllmEngine
 from tests.helpers.generators.engines import (
     PROMPT,
-    VLLM_WORKERS,
     build_engine,
     collect,
     logprobs_of,
@@ -41,6 +40,7 @@ from tests.helpers.generators.engines import (
     take_perturbed,
     tokens_of,
     versions_of,
+    vllm_workers,
 )
 from tests.helpers.models.tiny_model import (
     MAX_CONTEXT,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240), pytest.mark.slow]
 
-ENGINES = ["emulated", "transformers", *(pytest.param(name, marks=pytest.mark.vllm) for name in VLLM_WORKERS)]
+ENGINES = ["emulated", "transformers", *vllm_workers(in_grids={"vllm, two pipeline stages"})]
 
 
 @pytest.fixture(scope="module")

@@ -12,23 +12,26 @@ import torch
 from benchmarks.weights import swap
 from benchmarks.weights.swap_models import QWEN3, qwen3_model, small_model
 
-TINY = {
-    "float32": small_model(hidden_size=64, num_layers=2),
-    "the kind that is measured on GPUs": qwen3_model(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        head_dim=32,
-        vocab_size=256,
-        max_position_embeddings=4096,
-    ),
-}
+QWEN3_TINY = qwen3_model(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    head_dim=32,
+    vocab_size=256,
+    max_position_embeddings=4096,
+)
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", TINY.values(), ids=TINY.keys())
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(small_model(hidden_size=64, num_layers=2), id="float32"),
+        pytest.param(QWEN3_TINY, id="the kind that is measured on GPUs", marks=pytest.mark.grid),
+    ],
+)
 async def test_the_pause_of_a_swap_is_measured_in_a_real_vllm_engine(tmp_path: Path, model: swap.SwapModel) -> None:
     result = await swap.measure(tmp_path, engine="vllm", model=model, num_updates=2)
     assert (result["engine"], result["num_repetitions"]) == ("vllm", 2)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from services.generator.engine.engine import Engine, GenerateRequest, SamplingSettings, TokenSpan
@@ -27,6 +30,13 @@ VLLM_WORKERS = {
 }
 """Keys of vLLM engines with one worker, and with two that each hold a part of the model."""
 _request_numbers = itertools.count()
+
+
+def vllm_workers(*, in_grids: Collection[str]) -> list[Any]:
+    """Parameters of tests, a name each; those that only the grids try are marked."""
+    return [
+        pytest.param(name, marks=[pytest.mark.vllm, *[pytest.mark.grid] * (name in in_grids)]) for name in VLLM_WORKERS
+    ]
 
 
 def build_engine(name: str, model_path: Path) -> Engine:
