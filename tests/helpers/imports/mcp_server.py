@@ -6,7 +6,7 @@ import sys
 
 from mcp.server import MCPServer
 
-server = MCPServer("sums", log_level="ERROR")
+server = MCPServer("sums", log_level="CRITICAL")
 total = 0
 
 
