@@ -203,7 +203,9 @@ class Peers:
         spans = {_GENERATOR + name: self._spans.pop(name) for name in known if name in self._spans}
         for name in generator_ids:
             self._unwritten.pop(name, None)
-        views = {_GENERATOR + name: self._generators[name].SerializeToString() for name in known}
+        # One whose stream broke off may have been heard elsewhere since: what is known here would replace that.
+        heard = [name for name in known if name not in self._lost_s or self._generators[name].has_left]
+        views = {_GENERATOR + name: self._generators[name].SerializeToString() for name in heard}
         try:
             await self._store.put_peers(self._run_id, views, spans)
         except ServiceUnavailableError:
@@ -251,6 +253,19 @@ class Peers:
             await self._forget()
             if self._generators and self._first_seen_s is None:
                 self._first_seen_s = at_s
+
+    async def forget_all(self) -> None:
+        """Write what is new, and know nothing any more: what others hear from now on is not learnt here."""
+        await self._write(list(self._unwritten))
+        if self._unwritten:
+            return
+        for known in (self._generators, self._spans, self._unwritten, self._workers, self._workers_written_s):
+            known.clear()
+        self._speeds.clear()
+        self._gone.clear()
+        self._lost_s.clear()
+        self._written_s = self._refreshed_s = self._longest_s = -math.inf
+        self._first_seen_s = self._longest = None
 
     async def _forget(self) -> None:
         """Forget peers that are long gone, here and in the store."""

@@ -219,6 +219,7 @@ class RunRegistry:
             await replica.leave()
             if self._used_lately.pop(replica.run_id, None) is not None:
                 self.metrics.forget(replica.run_id)
+            await replica.rest()
             return
         if self._is_looked_after_elsewhere(replica):
             await self._keep(replica)

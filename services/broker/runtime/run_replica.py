@@ -163,6 +163,15 @@ class RunReplica(Replica[RunState]):
         self._forget()
         return True
 
+    async def rest(self) -> None:
+        """Nobody looks after the run here from now on: whoever uses the replica again begins with what is stored.
+
+        Otherwise one that is still there by chance would go on with the time and the peers that it knew.
+        """
+        if self._worker is None:
+            self.unload()
+            await self.peers.forget_all()
+
     # -- transactions --------------------------------------------------------------------------------------------------
 
     async def open(self, request: broker_pb2.OpenRunRequest) -> broker_pb2.OpenRunResponse:

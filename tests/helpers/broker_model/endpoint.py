@@ -73,7 +73,8 @@ class ModelEndpoint:
             )
             for session_id, record in state.sessions.items()
         }
-        self.ledger.see(found, self.world.store_time.read())
+        clock = self.world.store_time.read()
+        self.ledger.see(found, clock, before_gap=self.world.store_time.before_gap or clock)
 
     def beat(self, *, is_draining: bool = False) -> None:
         """Send a heartbeat; the first of a process also says whom it replaces."""

@@ -110,6 +110,10 @@ class StoreTime:
         self.offset_s = 0.0
         """Of the store's machine, against virtual time."""
         self.clock = StoredClock()
+        self._advanced: Reading | None = None
+        """At the last advance."""
+        self.before_gap: Reading | None = None
+        """The last advance before the last gap: until then brokers let things expire."""
 
     @property
     def machine_s(self) -> float:
@@ -118,7 +122,20 @@ class StoreTime:
 
     def read(self) -> Reading:
         """The run's clock."""
-        return self.clock.read(self.machine_s, MAX_GAP_S)
+        return self._noted(self.clock.read(self.machine_s, MAX_GAP_S))
+
+    def advance(self, max_gap_s: float, *, broker: str, is_leaving: bool, is_behind: bool) -> Reading:
+        """Advance the run's clock."""
+        reading = self.clock.advance(
+            self.machine_s, max_gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind
+        )
+        self._advanced = self._noted(reading)
+        return reading
+
+    def _noted(self, reading: Reading) -> Reading:
+        if self._advanced is not None and reading.unbroken_since_s != self._advanced.unbroken_since_s:
+            self.before_gap = self._advanced
+        return reading
 
 
 class SkewedClock:
@@ -171,9 +188,7 @@ class StoreHandle:
     ) -> Reading:
         """See `Store.tick`."""
         self._check()
-        return self._time.clock.advance(
-            self._time.machine_s, max_gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind
-        )
+        return self._time.advance(max_gap_s, broker=broker, is_leaving=is_leaving, is_behind=is_behind)
 
     async def commit(self, run_id: str, expected: Mark | None, delta: Delta) -> Mark:
         """A commit, its failure if one is due: before it is stored, or after, when only the answer is lost."""

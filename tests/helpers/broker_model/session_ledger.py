@@ -80,7 +80,7 @@ class SessionLedger:
         for session_id in list(self.kept):
             self.move(session_id, Ended(outcome=outcome))
 
-    def see(self, found: Mapping[str, tuple[str, int, float | None]], clock: Reading) -> None:
+    def see(self, found: Mapping[str, tuple[str, int, float | None]], clock: Reading, *, before_gap: Reading) -> None:
         """Settle what is unsure: the broker has these sessions, with their owners, numbers of turns and rewards."""
         for session_id in {*self.kept, *found, *self._allowed}:
             before, seen = self.kept.get(session_id), found.get(session_id)
@@ -92,12 +92,15 @@ class SessionLedger:
                 if fitting[-1] != before:
                     self.move(session_id, fitting[-1])
             elif before is not None:
-                self._note_gone(session_id, states, clock)
+                self._note_gone(session_id, states, clock, before_gap)
 
-    def _note_gone(self, session_id: str, states: Collection[Kept | Ended], clock: Reading) -> None:
+    def _note_gone(
+        self, session_id: str, states: Collection[Kept | Ended], clock: Reading, before_gap: Reading
+    ) -> None:
         endings = [each for each in states if isinstance(each, Ended)]
         if not endings:
-            is_late = any(isinstance(each, Kept) and each.left_s(clock) < SLACK_S for each in states)
+            kept = [each for each in states if isinstance(each, Kept)]
+            is_late = any(each.left_s(at) < SLACK_S for each in kept for at in (clock, before_gap))
             assert is_late, f"{session_id} is gone: {states}, {clock}"
             endings = [Ended(outcome=EXPIRED)]
         self.move(session_id, endings[0])

@@ -93,6 +93,25 @@ async def test_a_generator_that_drained_is_gone_as_soon_as_its_stream_has_ended(
     assert await shown(peers) == await shown(other) == ["drains", "stays"]
 
 
+async def test_what_is_known_of_a_lost_generator_replaces_nothing_that_others_heard_since() -> None:
+    store, clock = MemoryStore(), ManualClock()
+    await store.commit(RUN, None, Delta(run=b""))
+    lost = Peers(RUN, store=store, clock=RunClock(clock))
+    other = Peers(RUN, store=store, clock=RunClock(clock))
+    hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id="gen")
+    await lost.meet_generator(hello)
+    await lost.refresh()
+    clock.advance(0.5)
+    # This heartbeat waits to be written while the generator goes elsewhere.
+    lost.see_generator(hello, broker_pb2.GeneratorBeat(num_running=1))
+    lost.lose("gen")
+    clock.advance(0.2)
+    await other.meet_generator(hello)
+    clock.advance(worker_registry.RETURN_S)
+    await lost.refresh(at_once=True)
+    assert lost.living(max_age_s=8.0) == {"gen"}
+
+
 class FailingStore(MemoryStore):
     """Counts writes of peers, and fails while it is away."""
 

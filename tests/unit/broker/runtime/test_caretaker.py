@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.clock import SystemClock
+from penstock.clock import ManualClock, SystemClock
 from penstock.errors import ServiceUnavailableError
 from penstock.process.tasks import end
 from penstock.process.time_limits import Wake
@@ -117,6 +117,29 @@ async def test_an_unused_run_is_unloaded_with_its_metrics(monkeypatch: pytest.Mo
         await until(lambda: observed() == {*RUNS, "idle"})
         monkeypatch.setattr(run_registry_module, "IDLE_RUN_S", 0.0)
         await until(lambda: observed() == set(RUNS))
+
+
+async def test_a_run_that_nobody_looked_after_is_used_with_the_time_and_peers_of_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether it is the replica of before, which something refers to, or another."""
+    monkeypatch.setattr(run_registry_module, "POLL_EVERY_S", 0.01)
+    clock = ManualClock()
+    run_registry = make_run_registry(MemoryStore(clock=clock), registry=CollectorRegistry(), clock=clock)
+    replica = run_registry.replica("r")
+    await replica.open(broker_pb2.OpenRunRequest(run_id="r", limits=limits()))
+    hello = broker_pb2.GeneratorHello(run_id="r", generator_id="gen")
+    replica.peers.see_generator(hello, broker_pb2.GeneratorBeat())
+    task = asyncio.create_task(run_registry.care(_ignore))
+    try:
+        clock.advance(run_registry_module.IDLE_RUN_S + 1)
+        await until(lambda: replica.copy is None and replica.peers.generator("gen") is None)
+        assert await replica.store.peers("r"), "what was heard is stored"
+        clock.advance(3600.0)
+        assert await replica.transact(lambda _state: replica.clock.now_s(), must_verify=False) == clock.now_s()
+        assert replica.peers.generator("gen") is None
+    finally:
+        await end(task)
 
 
 async def test_a_run_that_another_broker_looks_after_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
