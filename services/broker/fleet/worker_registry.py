@@ -188,10 +188,10 @@ class Peers:
         self._gone.discard(generator_id)
         self._lost_s.pop(generator_id, None)
 
-    async def _write_changed(self) -> None:
+    async def _write_changed(self, *, at_once: bool = False) -> None:
         """Write the views that changed to the store, at most once a second."""
         at_s = self._clock.monotonic_s()
-        if at_s - self._written_s >= WRITE_EVERY_S:
+        if at_once or at_s - self._written_s >= WRITE_EVERY_S:
             self._written_s = at_s
             changed = list(self._unwritten)
             for first in range(0, len(changed), WRITTEN_AT_ONCE):
@@ -256,7 +256,7 @@ class Peers:
 
     async def forget_all(self) -> None:
         """Write what is new, and know nothing any more: what others hear from now on is not learnt here."""
-        await self._write(list(self._unwritten))
+        await self._write_changed(at_once=True)
         if self._unwritten:
             return
         for known in (self._generators, self._spans, self._unwritten, self._workers, self._workers_written_s):
@@ -268,7 +268,9 @@ class Peers:
         self._first_seen_s = self._longest = None
 
     async def _forget(self) -> None:
-        """Forget peers that are long gone, here and in the store."""
+        """Forget peers that are long gone, here and in the store; nobody before the run's clock was read."""
+        if self._clock.reading is None:
+            return
         seen_s = {_GENERATOR + generator_id: _beat_s(view) for generator_id, view in self._generators.items()}
         seen_s |= {_WORKER + worker_id: view.seen_s for worker_id, view in self._workers.items()}
         kept_s = KEPT_S if len(seen_s) <= MAX_KEPT else PEER_TIMEOUT_S

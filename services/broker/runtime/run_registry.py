@@ -217,9 +217,9 @@ class RunRegistry:
         is_idle = replica.copy is None or self.clock.monotonic_s() - replica.last_used_s > IDLE_RUN_S
         if is_idle and not replica.num_listeners and not replica.num_keepers:
             await replica.leave()
+            await replica.rest()
             if self._used_lately.pop(replica.run_id, None) is not None:
                 self.metrics.forget(replica.run_id)
-            await replica.rest()
             return
         if self._is_looked_after_elsewhere(replica):
             await self._keep(replica)

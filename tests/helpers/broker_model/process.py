@@ -249,6 +249,13 @@ class InProcessBroker:
         """All frames of an answer."""
         return [copied(frame) async for frame in self.sessions.TakeSessions(copied(request), None)]
 
+    def collect(self) -> None:
+        """Let go of replicas that nothing uses, as garbage collection does at some time."""
+        known, used = self.run_registry._run_registry, self.run_registry._used_lately
+        for run_id, replica in list(known.items()):
+            if run_id not in used and not replica.num_listeners and replica._worker is None:
+                del known[run_id]
+
     async def kill(self) -> None:
         """As kill -9 does: nothing more reaches the store, every client sees a lost connection."""
         self.store.is_cut = True

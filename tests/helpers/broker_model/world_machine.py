@@ -50,6 +50,10 @@ class WorldMachine(RuleBasedStateMachine):
     def restart_a_broker(self, number: int) -> None:
         self.run(self.world.restart(number))
 
+    @rule(number=brokers)
+    def collect_garbage_of_a_broker(self, number: int) -> None:
+        self.world.broker(number).collect()
+
     @rule(number=brokers, fault=st.sampled_from(["before", "after"]))
     def fail_the_next_commit(self, number: int, fault: Any) -> None:
         self.world.broker(number).store.faults.append(fault)

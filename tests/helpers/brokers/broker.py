@@ -432,7 +432,7 @@ async def serving(
             await run_registry.forecaster.close()
 
 
-async def eventually(condition: Callable[[], Any], *, timeout_s: float = 2 * TIMEOUT_S) -> None:
+async def eventually(condition: Callable[[], Any], *, timeout_s: float = 30.0) -> None:
     """Wait until an async condition holds."""
     async with asyncio.timeout(timeout_s):
         while not await condition():  # noqa: ASYNC110 -- the condition is no event

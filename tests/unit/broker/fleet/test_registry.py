@@ -12,7 +12,7 @@ from penstock.v1 import broker_pb2, types_pb2
 from penstock.wire.timestamps import timestamp
 from services.broker.fleet import worker_registry
 from services.broker.fleet.worker_registry import KEPT_S, PEER_TIMEOUT_S, WRITTEN_AT_ONCE, Peers
-from services.broker.records.run_clock import RunClock
+from services.broker.records.run_clock import Reading, RunClock
 from services.broker.records.store import Delta
 from services.broker.storage.memory_store import MemoryStore
 
@@ -22,8 +22,10 @@ RUN = "r"
 async def test_peers_with_ever_new_names_do_not_pile_up() -> None:
     store, clock = MemoryStore(), ManualClock()
     await store.commit(RUN, None, Delta(run=b""))
-    peers = Peers(RUN, store=store, clock=RunClock(clock))
-    other = Peers(RUN, store=store, clock=RunClock(clock))
+    of_run = RunClock(clock)
+    peers = Peers(RUN, store=store, clock=of_run)
+    other = Peers(RUN, store=store, clock=of_run)
+    of_run.take(Reading(now_s=clock.now_s(), unbroken_since_s=0.0))
     for number in range(20):
         hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id=f"gen-{number}")
         peers.see_generator(hello, broker_pb2.GeneratorBeat(num_running=1, tokens_per_second=5.0))
@@ -31,6 +33,7 @@ async def test_peers_with_ever_new_names_do_not_pile_up() -> None:
         await peers.refresh()
         await other.refresh()
         clock.advance(KEPT_S / 4)
+        of_run.take(Reading(now_s=clock.now_s(), unbroken_since_s=0.0))
     stored = await store.peers(RUN)
     # Those heard of in the last hour, by any broker, and the one seen at its edge.
     assert sorted(stored) == sorted(f"{kind}-{number}" for kind in ("g:gen", "w:worker") for number in range(15, 20))
@@ -45,11 +48,13 @@ async def test_of_very_many_peers_those_that_are_gone_are_forgotten(monkeypatch:
     monkeypatch.setattr(worker_registry, "MAX_KEPT", 4)
     store, clock = MemoryStore(), ManualClock()
     await store.commit(RUN, None, Delta(run=b""))
-    peers = Peers(RUN, store=store, clock=RunClock(clock))
+    of_run = RunClock(clock)
+    peers = Peers(RUN, store=store, clock=of_run)
     for number in range(4):
         hello = broker_pb2.GeneratorHello(run_id=RUN, generator_id=f"gen-{number}")
         peers.see_generator(hello, broker_pb2.GeneratorBeat())
     clock.advance(2 * PEER_TIMEOUT_S)
+    of_run.take(Reading(now_s=clock.now_s(), unbroken_since_s=0.0))
     await peers.refresh()
     assert len(await store.peers(RUN)) == 4
     await peers.see_worker("worker")
@@ -110,6 +115,21 @@ async def test_what_is_known_of_a_lost_generator_replaces_nothing_that_others_he
     clock.advance(worker_registry.RETURN_S)
     await lost.refresh(at_once=True)
     assert lost.living(max_age_s=8.0) == {"gen"}
+
+
+async def test_a_broker_that_has_not_read_the_time_yet_forgets_nobody() -> None:
+    """Its own clock may be anything."""
+    clock = ManualClock()
+    store = MemoryStore(clock=clock)
+    await store.commit(RUN, None, Delta(run=b""))
+    peers = Peers(RUN, store=store, clock=RunClock(clock))
+    await peers.meet_generator(broker_pb2.GeneratorHello(run_id=RUN, generator_id="gen"))
+    ahead = RunClock(ManualClock(clock.now_s() + 2 * KEPT_S))
+    other = Peers(RUN, store=store, clock=ahead)
+    await other.refresh()
+    assert list(await store.peers(RUN)) == ["g:gen"]
+    ahead.take(await store.tick(RUN, 5.0))
+    assert other.living(max_age_s=8.0) == {"gen"}
 
 
 class FailingStore(MemoryStore):
