@@ -221,6 +221,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         replica = self._replica(request.run_id)
         check_timestamp("busy_since", request.busy_since)
         busy_since_s = unix_s(request.busy_since) if request.HasField("busy_since") else None
+        await replica.learn_time()
         generators, _workers = await replica.peers.views(busy_since_s)
         present = replace(replica.peers.present(), generators=generators)
         asked_s = self._run_registry.flush_interval.asked_s

@@ -102,6 +102,7 @@ async def _take(replica: RunReplica, request: sessions_pb2.TakeSessionsRequest) 
         suspects.add(generator_id)
         return False
 
+    await replica.learn_time()
     await replica.peers.refresh()
     taken = await _take_of(replica, request, suspected)
     if suspects:

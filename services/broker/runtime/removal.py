@@ -104,6 +104,7 @@ async def _check_idle(replica: RunReplica, run: RunRecord) -> None:
     if run.is_closed:
         return
     who = ""
+    await replica.learn_time()
     generators, workers = await replica.peers.views(None)
     idle_s = replica.clock.now_s() - max(run.open_s, run.version_s, run.owner_s)
     if generators:

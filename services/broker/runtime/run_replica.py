@@ -192,6 +192,11 @@ class RunReplica(Replica[RunState]):
         may_have_holders = self._is_serving and self._saturation.is_behind
         await self._advance(is_serving=self.has_holders or may_have_holders)
 
+    async def learn_time(self) -> None:
+        """Read the store's time before the first operation does: until then this process's own clock counts."""
+        if self.clock.reading is None:
+            self.clock.take(Reading(now_s=await self.store.now_s(self.run_id), unbroken_since_s=0.0))
+
     async def attend(self) -> None:
         """Serve the run from now on; a stream calls this, while it listens, before it hands out leases."""
         while self.has_holders and not self._is_serving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
@@ -9,13 +10,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.clients.trajectories import TrajectorySession
-from penstock.clock import SystemClock
+from penstock.clock import ManualClock, SystemClock
 from penstock.errors import NotRetainedError, RunConflictError, UnknownRunError, from_rpc_error
 from penstock.v1 import broker_pb2
 from services.broker.records.store import Delta, Store
 from services.broker.records_pb2 import GroupRecord, RunRecord
 from services.broker.runtime import removal
 from services.broker.runtime.retention import Retention
+from services.broker.runtime.run_replica import RunReplica
 from services.broker.server import make_run_registry
 from services.broker.state.other_records import is_group
 from services.broker.storage.memory_store import MemoryStore
@@ -156,6 +158,19 @@ async def test_an_open_run_at_work_is_deleted_by_force_only(store: Store) -> Non
         assert (await broker.audit()).in_flight == 2
         assert (await delete(broker, force=True)).existed
         assert await keys_of(store) - {f"penstock:{{{RUN}}}:peers", f"penstock:{{{RUN}}}:spans:g:gen-1"} == set()
+
+
+async def test_a_broker_whose_own_clock_is_ahead_takes_no_run_at_work_for_idle(store: Store) -> None:
+    async with serving(store) as broker:
+        await broker.open()
+        await broker.submit(prompt("a"))
+        generator = Generator.connect(broker.channel)
+        generator.beat(credits=2)
+        await generator.leases(2)
+        other = RunReplica(RUN, store=store, clock=ManualClock(time.time() + 7200.0))
+        with pytest.raises(RunConflictError, match=r"being worked on \(generator gen-1\)"):
+            await removal.delete(other, is_forced=False)
+        assert (await broker.audit()).in_flight == 2
 
 
 async def test_an_open_run_that_was_left_alone_needs_no_force(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

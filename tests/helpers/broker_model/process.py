@@ -176,6 +176,11 @@ class StoreHandle:
         """Whether it can be reached. A real one is not asked: brokers do so at every turn, half of all round trips."""
         self._check()
 
+    async def now_s(self, _run_id: str) -> float:
+        """See `Store.now_s`."""
+        self._check()
+        return self._time.machine_s
+
     async def load(self, run_id: str, since: Mark | None) -> Snapshot | None:
         """See `Store.load`."""
         self._check()
