@@ -127,8 +127,8 @@ class RunRegistry:
     async def report(self, run_id: str, shard: int, reports: Sequence[TailReport]) -> None:
         """See `shards.ports.Core`."""
         replica = self.replica(run_id)
-        now_s = replica.clock.now_s()
-        await replica.transact(lambda state: token_ends.take_reports(state, shard, reports, now_s))
+        # The time is read with the run, which this process may not have used yet.
+        await replica.transact(lambda state: token_ends.take_reports(state, shard, reports, replica.clock.now_s()))
 
     async def stop(self) -> None:
         """End every stream: the process drains."""
