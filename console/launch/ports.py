@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import itertools
 import random
 import socket
 
 _LOOPBACK = "127.0.0.1"
-_BLOCK_PORTS = range(20_000, 32_000)
+_RUN_PORTS = range(20_000, 32_000)
 _MAX_DRAWS = 100
 
 
 def free_addresses(count: int) -> list[str]:
-    """`count` different loopback addresses, host:port, that are free now."""
-    with contextlib.ExitStack() as stack:
-        # All are kept open until the last one is chosen, or one port could be chosen twice.
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((_LOOPBACK, 0))
-        return [f"{_LOOPBACK}:{one.getsockname()[1]}" for one in sockets]
+    """`count` different loopback addresses, host:port, that are free now. Raises OSError if there are fewer.
+
+    Below the ephemeral ports: a connection could otherwise take one before it is used, which may be a minute later.
+    """
+    drawn = random.sample(_RUN_PORTS, len(_RUN_PORTS))
+    free = (port for port in drawn if listen_problem(f"{_LOOPBACK}:{port}") is None)
+    chosen = [f"{_LOOPBACK}:{port}" for port in itertools.islice(free, count)]
+    if len(chosen) < count:
+        raise OSError(f"no {count} free ports between {_RUN_PORTS.start} and {_RUN_PORTS.stop}")
+    return chosen
 
 
 def held_port() -> socket.socket:
@@ -36,13 +39,13 @@ def held_port() -> socket.socket:
 def free_block(count: int) -> int:
     """The first of `count` consecutive loopback ports that are free now. Raises OSError if none is found.
 
-    Below the ephemeral ports: a connection could otherwise take one before it is used.
+    Below the ephemeral ports, as `free_addresses`.
     """
     for _ in range(_MAX_DRAWS):
-        first = random.randrange(_BLOCK_PORTS.start, _BLOCK_PORTS.stop - count)
+        first = random.randrange(_RUN_PORTS.start, _RUN_PORTS.stop - count)
         if all(listen_problem(f"{_LOOPBACK}:{port}") is None for port in range(first, first + count)):
             return first
-    raise OSError(f"no {count} free ports in a row between {_BLOCK_PORTS.start} and {_BLOCK_PORTS.stop}")
+    raise OSError(f"no {count} free ports in a row between {_RUN_PORTS.start} and {_RUN_PORTS.stop}")
 
 
 def listen_problem(address: str) -> str | None:

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from console.launch.ports import free_addresses
 from penstock.network.rpc import open_channel
 from penstock.v1 import broker_pb2_grpc, critic_pb2, critic_pb2_grpc
 from tests.e2e.runs import RUN_ID, assert_balanced, running, service, small_run, wait_for_listeners
 from tests.helpers.certificates import issue, make_authority
+from tests.helpers.ports import free_addresses
 from tests.helpers.proxies.tls_proxy import TLS_HANDSHAKE, recording
 
 TOKEN = "open-sesame-and-nothing-else"

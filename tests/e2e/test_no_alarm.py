@@ -13,7 +13,8 @@ from tests.helpers.observability.compressed_rules import rules, write_rules
 from tests.helpers.observability.dashboards import empty_panels
 from tests.helpers.observability.prometheus import needs_prometheus, prometheus
 from tests.helpers.observability.served import Served, started
-from tests.helpers.stores.redis_server import RedisProcess, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.stores.redis_server import RedisProcess
 
 pytestmark = [needs_prometheus, pytest.mark.e2e, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 12

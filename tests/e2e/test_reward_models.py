@@ -4,10 +4,9 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -15,15 +14,10 @@ from penstock.network.rpc import wait_until_serving
 from tests.e2e.runs import assert_balanced, assert_within_bound, running, small_run
 from tests.helpers.console import ROOT, environment
 from tests.helpers.otlp import collecting
+from tests.helpers.ports import free_address
 from tests.helpers.traces import spans_in, written_spans
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-
-
-def free_address():
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @contextmanager

@@ -26,8 +26,9 @@ from services.broker.config import BrokerConfig
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.scheduler.config import LengthsConfig, SchedulerConfig
 from tests.helpers.console import COMMAND, environment
+from tests.helpers.ports import free_address
 from tests.helpers.proxies.tcp_proxy import TcpProxy
-from tests.helpers.stores.redis_server import RedisProcess, free_port
+from tests.helpers.stores.redis_server import RedisProcess
 from tests.soak.members import Member
 from tests.soak.skewed import set_offset
 
@@ -112,7 +113,7 @@ class Fleet:
 
     def add_trainer(self) -> None:
         """Begin a trainer and make it the one that generators reach; an older one is left as it is."""
-        listen, weights = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        listen, weights = (free_address() for _ in range(2))
         self.trainer_name = f"trainer-{self._num_trainers}"
         self._num_trainers += 1
         addresses = self._addresses(trainer=Endpoint(target=listen, listen=listen), weights_listen=weights)
@@ -186,7 +187,7 @@ class Fleet:
     async def _add_broker(self, index: int, scheduler: str) -> None:
         to_redis = self.links[f"redis-{index}-link"] = TcpProxy(self.redis.port)
         await to_redis.start()
-        listen = f"127.0.0.1:{free_port()}"
+        listen = free_address()
         self.broker_addresses.append(listen)
         clock = self.folder / f"clock-{index}"
         set_offset(clock, self.clock_offsets_s[index])
@@ -202,20 +203,20 @@ class Fleet:
         self._serve("broker", settings, name=f"broker-{index}", command=argv)
 
     def _add_scheduler(self) -> str:
-        listen = f"127.0.0.1:{free_port()}"
+        listen = free_address()
         lengths = LengthsConfig(state_dir=self.folder / "lengths")
         self._serve("scheduler", SchedulerConfig(listen=listen, lengths=lengths), name="scheduler")
         return listen
 
     def _add_judge(self) -> str:
-        listen = f"127.0.0.1:{free_port()}"
+        listen = free_address()
         argv = [*COMMAND, "reward", "serve", "tests.soak.judge:judge", "--listen", listen]
         self._add("judge", argv)
         return listen
 
     def _add_reward_worker(self, index: int, judge: str) -> None:
         settings = RewardConfig(
-            listen=f"127.0.0.1:{free_port()}",
+            listen=free_address(),
             run_id=RUN_ID,
             broker=self.brokers,
             worker_id=f"reward-{index}",
@@ -226,7 +227,7 @@ class Fleet:
 
     def _add_generator(self, index: int) -> None:
         trainer = Endpoint(target=self.links["trainer-link"].address, listen=None)
-        addresses = self._addresses(trainer=trainer, listen=f"127.0.0.1:{free_port()}")
+        addresses = self._addresses(trainer=trainer, listen=free_address())
         settings = generator_config(self._config, addresses, RunFolder(self.folder / "cache"), index)
         self._serve("generator", settings, name=f"generator-{index}")
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from console.launch.ports import free_addresses
 from penstock.network import outage
 from penstock.network.rpc import Server, service_of
 from penstock.v1 import trainer_pb2, types_pb2
@@ -25,6 +24,7 @@ from services.trainer.critic.critic_run import CriticRun
 from services.trainer.critic.service import CriticService
 from services.trainer.critic.trained_critic import TrainedCritic
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker, scored_group
+from tests.helpers.ports import free_addresses
 from tests.helpers.serving import serving
 from tests.helpers.trainers.training import run_alone, run_document, running_trainer
 from tests.helpers.waiting import until

@@ -25,9 +25,9 @@ from penstock.wire.source_tag import SourceTag, tagged
 from services.reward.config import RewardModelConfig
 from tests.helpers.brokers import recordings
 from tests.helpers.models.tokenizer_kinds import letters
+from tests.helpers.ports import free_address
 from tests.helpers.rewards.scripted_judge import scripted_judge, verdict
 from tests.helpers.serving import serving
-from tests.helpers.stores.redis_server import free_port
 
 
 @reward
@@ -269,7 +269,7 @@ def test_a_model_that_does_not_exist_is_reported(tmp_path: Path, model: str, wor
 def test_a_model_that_is_away_and_a_damaged_recording_leave_nothing_behind(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", recorded())
     with pytest.raises(ConfigError, match="reward model"):
-        rescored(file, tmp_path / "b.jsonl", f"127.0.0.1:{free_port()}")
+        rescored(file, tmp_path / "b.jsonl", free_address())
     row = json.loads(file.read_text())
     file.write_text(json.dumps(row) + "\n" + json.dumps(row | {"logprobs": []}) + "\n")
     with pytest.raises(RecordingError, match="line 2: logprobs"):

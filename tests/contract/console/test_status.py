@@ -34,7 +34,7 @@ from tests.helpers.brokers.broker import (
     prompt,
     serving,
 )
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 pytestmark = pytest.mark.slow
 
@@ -205,7 +205,7 @@ async def test_the_command_shows_it_on_one_screen(broker: RunningBroker, capsys:
 
 
 async def test_a_broker_that_is_away_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    target = f"127.0.0.1:{free_port()}"
+    target = free_address()
     assert await asyncio.to_thread(lambda: status_command(RUN, **options(target))) == 1
     assert f"broker {target}" in capsys.readouterr().out
     assert await asyncio.to_thread(lambda: status_command(RUN, **options(target, as_json=True))) == 1

@@ -3,10 +3,9 @@
 import asyncio
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from penstock.environments.serving import EnvironmentServicer, environment_servi
 from penstock.network.rpc import wait_until_serving
 from penstock.rewards.verdicts import CheckStatus, conforms
 from penstock.v1 import environment_pb2
+from tests.helpers.ports import free_address
 from tests.helpers.serving import serving
 
 pytestmark = pytest.mark.slow
@@ -61,9 +61,7 @@ async def test_what_does_not_conform_is_named():
 
 @contextmanager
 def running(command, *, cwd, env=None):
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     process = subprocess.Popen([*command, address], cwd=cwd, env={**os.environ, **(env or {})})
     try:
         yield address

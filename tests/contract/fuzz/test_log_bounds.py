@@ -13,6 +13,7 @@ import pytest
 
 from penstock.network.rpc import wait_until_serving
 from tests.helpers.console import ROOT, environment
+from tests.helpers.ports import free_port
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -37,16 +38,6 @@ HTTP2 = [
     b"GET / HTTP/1.1\r\n\r\n",
     os.urandom(4000),
 ]
-
-
-def free_ports(num):
-    probes = [socket.socket() for _ in range(num)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @contextmanager
@@ -114,7 +105,7 @@ def assert_bounded(log):
 
 
 async def test_the_trainers_three_listeners(tmp_path):
-    grpc_port, weights_port, metrics_port = free_ports(3)
+    grpc_port, weights_port, metrics_port = (free_port() for _ in range(3))
     log, address = tmp_path / "trainer.log", f"127.0.0.1:{grpc_port}"
     settings = (f"weights_listen=127.0.0.1:{weights_port}", f"metrics_port={metrics_port}")
     command = [sys.executable, "-m", "console", "serve", "trainer", "--listen", address, *settings]

@@ -10,8 +10,10 @@ import sys
 
 import pytest
 
+from console.launch.ports import free_block
 from penstock.network.rpc import call, open_channel, wait_until_serving
 from penstock.v1 import generator_pb2, generator_pb2_grpc
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +28,6 @@ import sys
 import services.generator.server
 print(sorted({"torch", "vllm", "transformers", "tokenizers"} & set(sys.modules)))
 """
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 async def start(code, *arguments):
@@ -88,20 +84,8 @@ async def test_nothing_heavy_is_imported_before_an_engine_is_chosen():
     assert output.decode().strip() == "[]", errors.decode()
 
 
-def two_free_ports():
-    """Two neighbours."""
-    while True:
-        port = free_port()
-        with socket.socket() as neighbour:
-            try:
-                neighbour.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
-
-
 async def test_a_process_may_hold_several_emulated_generators_each_with_its_own_name_and_port(tmp_path):
-    port = two_free_ports()
+    port = free_block(2)
     instances = [{"count": 1, "emulated": {"gpu": "H20"}}, {"emulated": {"gpu": "L40S", "time_scale": 20}}]
     process = await start(SERVE, settings(tmp_path, port, instances=instances))
     try:

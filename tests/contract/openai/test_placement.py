@@ -1,9 +1,8 @@
 """Several endpoints of one run: an agent may call any of them, and the sessions of a task reach one."""
 
 import asyncio
-import socket
 from collections import Counter
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from pydantic import ValidationError
@@ -12,6 +11,7 @@ from services.broker.storage.memory_store import MemoryStore
 from services.generator.config import OpenAIConfig
 from tests.helpers.brokers.broker import Generator, serving
 from tests.helpers.generators.openai_endpoint import LIMITS, endpoint_bench, save_chat_model
+from tests.helpers.ports import free_addresses
 from tests.helpers.waiting import until
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -20,14 +20,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_chat_model(tmp_path_factory.mktemp("chat"))
-
-
-def free_ports(count):
-    with ExitStack() as stack:
-        probes = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @asynccontextmanager
@@ -50,7 +42,7 @@ async def heard(broker, generator_id):
 
 
 async def fleet(stack, model, count):
-    peers = [f"127.0.0.1:{port}" for port in free_ports(count)]
+    peers = free_addresses(count)
     broker = await stack.enter_async_context(serving(MemoryStore()))
     await broker.open(**(LIMITS | {"groups_per_step": 64}))
     benches = []

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -24,6 +23,7 @@ from penstock.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 from services.reward.config import RewardModelConfig
 from services.reward.models.build import build_model
 from tests.helpers.brokers.scripted_scoring import scoring_item
+from tests.helpers.ports import free_address
 from tests.helpers.serving import serving
 
 pytestmark = pytest.mark.slow
@@ -162,9 +162,7 @@ async def test_each_breach_is_named(answer, options, failed):
 
 
 async def test_a_closed_port_is_one_clear_failure():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        results = await check_server(f"127.0.0.1:{probe.getsockname()[1]}", timeout_s=5)
+    results = await check_server(free_address(), timeout_s=5)
 
     assert len(results) == 1
     assert not conforms(results)
@@ -173,9 +171,7 @@ async def test_a_closed_port_is_one_clear_failure():
 
 @asynccontextmanager
 async def process(*command, cwd, **environment):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        target = f"127.0.0.1:{probe.getsockname()[1]}"
+    target = free_address()
     child = await asyncio.create_subprocess_exec(*command, target, cwd=cwd, env={**os.environ, **environment})
     try:
         assert await wait_until_serving(target, service=SERVICE_NAME, timeout_s=30)

@@ -18,8 +18,8 @@ from penstock.config import ConfigError
 from services.reward.canaries.known import read_canaries
 from services.reward.config import RewardConfig, RewardModelConfig
 from services.reward.server import serve
+from tests.helpers.ports import free_address
 from tests.helpers.rewards.scripted_judge import ScriptedJudge, refusal, scripted_judge, verdict
-from tests.helpers.stores.redis_server import free_port
 from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -99,7 +99,7 @@ async def test_a_worker_waits_for_a_judge_that_does_not_answer_yet(monkeypatch: 
     monkeypatch.setattr("services.reward.judge.endpoint.backoff_s", lambda **_: itertools.repeat(0.001))
     async with scripted_judge(lambda _: verdict(correct=1)) as judge:
         judge.is_up = False
-        document = {"run_id": "r", "listen": "127.0.0.1:0", "broker": f"127.0.0.1:{free_port()}"}
+        document = {"run_id": "r", "listen": "127.0.0.1:0", "broker": free_address()}
         config = RewardConfig.model_validate(document | {"reward": settings(judge, trusts_generator_text=True)})
         with capture_logs() as logs:
             worker = asyncio.create_task(serve(config))

@@ -2,10 +2,9 @@
 
 import asyncio
 import math
-import socket
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -20,6 +19,7 @@ from services.reward.models.remote import RemoteModel
 from services.reward.pool import ScoringPool
 from tests.helpers.brokers.scripted_scoring import ScriptedBroker, scoring_item
 from tests.helpers.console import ROOT, environment
+from tests.helpers.ports import free_address
 from tests.helpers.rewards.odd_rewards import GOOD, KINDS, RETURNED
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
@@ -83,9 +83,7 @@ def _surrounded(kinds):
 
 @contextmanager
 def reward_server(form):
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     command = [sys.executable, "-m", "console", "reward", "serve", f"tests.helpers.rewards.odd_rewards:{form}"]
     process = subprocess.Popen([*command, "--listen", address], cwd=ROOT, env=environment())
     try:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import socket
 import threading
 from contextlib import asynccontextmanager
 
@@ -31,6 +30,7 @@ from tests.helpers.brokers.broker import Generator, Worker
 from tests.helpers.brokers.broker import prompt as broker_prompt
 from tests.helpers.brokers.broker import serving as broker_serving
 from tests.helpers.brokers.scripted_scoring import ScriptedBroker, scoring_item
+from tests.helpers.ports import free_address, free_port
 from tests.helpers.serving import serving
 from tests.helpers.waiting import until
 
@@ -41,12 +41,6 @@ OK, ABSTAINED, TIMEOUT, FAILED, INVALID = (
     types_pb2.SCORE_STATUS_FAILED,
     types_pb2.SCORE_STATUS_INVALID,
 )
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def items(num, **fields):
@@ -127,7 +121,7 @@ async def test_a_source_whose_reward_is_away_holds_up_no_other_although_its_samp
     small = {"max_batch_size": 1, "max_concurrent_batches": 1}
     port = free_port()
     config = RewardConfig(
-        listen=f"127.0.0.1:{free_port()}",
+        listen=free_address(),
         run_id="r",
         reward=RewardModelConfig(trusts_generator_text=True, **small),
         sources={"hard": RewardModelConfig(model=f"grpc://127.0.0.1:{port}", trusts_generator_text=True, **small)},

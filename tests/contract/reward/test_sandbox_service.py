@@ -25,8 +25,8 @@ from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.reasoning_gym.reward import ReasoningGymReward
 from services.reward.reasoning_gym.scorers import Answer
 from tests.contract.reward.test_code import ADD, ASSERTIONS, CALLS, CHECK, PASSED, SCRIPT, STREAMS, WRONG
+from tests.helpers.ports import free_address
 from tests.helpers.rewards.sandbox_service import ScriptedCells, ScriptedScorers, sandbox_service
-from tests.helpers.stores.redis_server import free_port
 from tests.helpers.traces import spans_in, tracing_to
 
 
@@ -111,7 +111,7 @@ async def test_a_service_that_is_late_times_out_and_ends_the_program() -> None:
 
 
 async def test_while_the_service_is_away_samples_wait() -> None:
-    async with reward_at(f"127.0.0.1:{free_port()}") as reward:
+    async with reward_at(free_address()) as reward:
         for asking in (reward.check(), reward.probe(), reward.score_within([item(CALLS)], timeout_s=20)):
             with pytest.raises(ModelAwayError, match="sandbox service"):
                 await asking

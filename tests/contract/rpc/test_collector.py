@@ -22,7 +22,7 @@ from penstock.tracing.recording import Event, Span
 from penstock.tracing.settings import collector_problem, settings_from
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.otlp import Response, collecting, collecting_by_http
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_port
 from tests.helpers.traces import written_spans
 from tests.helpers.waiting import until
 

@@ -16,8 +16,8 @@ from penstock.network.failover import FailoverChannel
 from penstock.network.rpc import Server, Service, call, call_with_retry, open_channel, service_of
 from penstock.security import Security
 from penstock.v1 import broker_pb2, broker_pb2_grpc
+from tests.helpers.ports import free_port
 from tests.helpers.serving import serving
-from tests.helpers.stores.redis_server import free_port
 from tests.helpers.waiting import until
 
 

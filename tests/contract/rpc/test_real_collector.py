@@ -17,7 +17,7 @@ from penstock.process.log_setup import configure_logging
 from penstock.tracing.recording import Event, Span
 from penstock.tracing.settings import settings_from
 from tests.helpers.otlp import collecting
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_port
 from tests.helpers.traces import written_spans
 from tests.helpers.waiting import until
 

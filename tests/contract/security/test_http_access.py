@@ -25,7 +25,7 @@ from penstock.security.roles import Role, role_name
 from penstock.transfer.content_server import serving_contents
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_model
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLES = [role for role in Role.values() if role]
@@ -66,7 +66,7 @@ async def weights(security: Security, **settings: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def metrics(security: Security) -> AsyncIterator[str]:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     serve_metrics(address, security)
     yield f"{'http' if security.cert_file is None else 'https'}://{address}"
 

@@ -30,8 +30,8 @@ from tests.helpers.brokers.recordings import recorded
 from tests.helpers.brokers.scripted_scoring import ScriptedBroker, scoring_item
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_model
+from tests.helpers.ports import free_address
 from tests.helpers.serving import serving
-from tests.helpers.stores.redis_server import free_port
 from tests.helpers.waiting import until
 
 CLUSTER_TOKEN, JUDGE_TOKEN = "the-clusters-own", "the-judges:own"
@@ -210,7 +210,7 @@ async def test_a_served_reward_model_never_falls_back_to_the_clusters_credential
 
 
 def test_a_served_reward_model_takes_the_judges_token_and_not_the_clusters(world, monkeypatch, tmp_path):
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     export(monkeypatch, "PENSTOCK", world.cluster)
     export(monkeypatch, JUDGES, issue(world.theirs, name="judge", token="of-the-judge"))
     (tmp_path / "mine.py").write_text("def judge(completion: str) -> float:\n    return 1.0\n")

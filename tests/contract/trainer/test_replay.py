@@ -21,8 +21,8 @@ from tests.helpers.brokers.broker import serving as serving_broker
 from tests.helpers.brokers.scripted_training import ScriptedTrainingBroker
 from tests.helpers.brokers.steps import train_step
 from tests.helpers.models.tiny_model import make_tiny_model
+from tests.helpers.ports import free_address
 from tests.helpers.serving import serving
-from tests.helpers.stores.redis_server import free_port
 from tests.helpers.trainers.training import run_document, running_trainer
 from tests.helpers.waiting import until
 
@@ -51,7 +51,7 @@ async def test_a_run_trains_again_on_what_it_trained_on_and_its_books_stay_balan
 
 
 async def test_a_new_trainer_has_again_what_the_broker_retains(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     config = TrainingConfig.model_validate({"model": {"path": "none"}, "data": {"train": None}})
     spec = RunSpec(run_id=RUN, config=config, run_dir=tmp_path, resume=False)
     async with serving_broker(MemoryStore(), listen=address) as broker, BrokerClient(address) as client:

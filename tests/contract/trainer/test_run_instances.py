@@ -13,7 +13,7 @@ import pytest
 from penstock.v1 import broker_pb2, trainer_pb2
 from services.broker.storage.memory_store import MemoryStore
 from tests.helpers.brokers.broker import RunningBroker, serving
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 from tests.helpers.trainers.training import RunningTrainer, run_document, running_trainer
 from tests.helpers.waiting import until
 
@@ -40,7 +40,7 @@ class Place:
 
 @pytest.fixture
 async def place(model: Path) -> AsyncIterator[Place]:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     async with serving(MemoryStore(), listen=address) as broker:
         yield Place(broker, address, model)
 
@@ -77,7 +77,7 @@ async def test_a_fresh_run_under_a_used_id_is_refused_with_three_ways_on(place: 
 async def test_a_resumed_run_refuses_a_store_that_holds_another_instance(place: Place, tmp_path: Path) -> None:
     other = broker_pb2.RunOwner(instance_id="of-another", owner_id="someone")
     mine = await _begun_and_stopped(place, tmp_path / "one")
-    async with serving(MemoryStore(), listen=f"127.0.0.1:{free_port()}") as elsewhere:
+    async with serving(MemoryStore(), listen=free_address()) as elsewhere:
         opened = await place.broker.call("GetRun", broker_pb2.GetRunRequest(run_id="r"))
         request = broker_pb2.OpenRunRequest(
             run_id="r", limits=opened.limits, policy=opened.policy, owner=other, takes_over=True

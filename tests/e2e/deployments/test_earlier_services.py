@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from console.launch.ports import free_addresses
 from quickstart.prepare import Prepared
 from tests.e2e.runs import RUN_ID, assert_balanced, running, service, small_run, wait_for_listeners
 from tests.helpers.console import ROOT
+from tests.helpers.ports import free_addresses
 
 EARLIER = os.environ.get("PENSTOCK_EARLIER", "1101086e")
 """The commit that is worked with: the last of 24 November 2026, of which `other_version.py` knows the messages."""

@@ -20,7 +20,7 @@ from tests.helpers.console import ROOT
 from tests.helpers.generators.openai_endpoint import END, chat_tokenizer, save_chat_model
 from tests.helpers.imports import path_with_uv, python_of
 from tests.helpers.models.chat_model import save_speaker
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 2, 2, 4

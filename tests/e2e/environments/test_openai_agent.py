@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import RUN_ID, running
 from tests.helpers.generators.openai_endpoint import chat_tokenizer, save_chat_model
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_port
 from tests.helpers.traces import spans_in
 
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 3, 2, 4

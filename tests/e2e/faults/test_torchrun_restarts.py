@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from console.launch.ports import free_addresses
 from quickstart.prepare import Prepared
 from tests.e2e.runs import Run, assert_balanced, running, small_run, wait_for_listeners
 from tests.helpers.console import environment
+from tests.helpers.ports import free_addresses
 
 pytestmark = [pytest.mark.e2e, pytest.mark.grid, pytest.mark.flaky(reruns=0), pytest.mark.timeout(600)]
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from console.launch.ports import free_addresses
 from penstock.v1 import broker_pb2, broker_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from tests.e2e.plans.machines import machine
 from tests.e2e.runs import RUN_ID, running, small_run
 from tests.helpers.console import write_rows
 from tests.helpers.models.tiny_model import make_tiny_model
+from tests.helpers.ports import free_addresses
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from console.deploy.deployment import write_deployment
-from console.launch.ports import free_addresses
 from console.recording.reader import read_rows
 from console.recording.row_codec import from_row
 from penstock.model.model_shape import read_numbers
@@ -22,6 +21,7 @@ from tests.e2e.plans.machines import started
 from tests.e2e.plans.moved_runs import on_policy, plans, storage_of, train
 from tests.e2e.runs import RUN_ID, running
 from tests.helpers.plans.free_ports import move_ports
+from tests.helpers.ports import free_addresses
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.grid, pytest.mark.timeout(600)]
 

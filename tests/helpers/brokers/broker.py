@@ -24,7 +24,7 @@ from services.broker.brokers.joining import JoinedBrokers
 from services.broker.records.store import Store
 from services.broker.runtime.run_registry import RunRegistry
 from services.broker.server import make_run_registry, make_server
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 RUN = "run-1"
 TIMEOUT_S = 15.0
@@ -402,7 +402,7 @@ async def serving(
     One that `is_joined` knows the other brokers of the store.
     """
     if is_joined:
-        listen = f"127.0.0.1:{free_port()}"
+        listen = free_address()
     run_registry = make_run_registry(
         store, registry=registry or CollectorRegistry(), clock=clock or SystemClock(), scheduler=scheduler
     )

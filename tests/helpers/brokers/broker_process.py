@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from penstock.network import rpc
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 START_TIMEOUT_S = 40.0
 
@@ -16,7 +16,7 @@ class BrokerProcess:
     """A broker that can be killed and started again at the same address, or stopped for a while."""
 
     def __init__(self, redis_url: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = free_address()
         self._command = [sys.executable, "-m", "console", "serve", "broker", f"redis_url={redis_url}"]
         self._command += ["--listen", self.address, "--log-level", "error"]
         self._process: subprocess.Popen[bytes] | None = None

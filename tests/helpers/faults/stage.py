@@ -18,8 +18,9 @@ from pathlib import Path
 from penstock.network import rpc
 from tests.helpers.console import COMMAND, ROOT, environment
 from tests.helpers.faults.schedule import Fault
+from tests.helpers.ports import free_address
 from tests.helpers.proxies.tcp_proxy import TcpProxy
-from tests.helpers.stores.redis_server import RedisProcess, free_port
+from tests.helpers.stores.redis_server import RedisProcess
 
 NUM_BROKERS = 2
 SLOW_BYTES_PER_SECOND = 200_000.0
@@ -168,7 +169,7 @@ class Stage:
             to_redis = self.links[f"redis-{index}-link"] = TcpProxy(self._redis.server.port)
             await to_redis.start()
             settings = [f"redis_url=redis://{to_redis.address}/0"]
-        listen = f"127.0.0.1:{free_port()}"
+        listen = free_address()
         self.direct_brokers.append(listen)
         argv = [*COMMAND, "serve", "broker", *settings, "--listen", listen]
         self._add(Process(f"broker-{index}", argv, self._folder))

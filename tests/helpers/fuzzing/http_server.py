@@ -15,7 +15,7 @@ from penstock.transfer.content_server import serving_contents
 from tests.helpers.fuzzing.server import SECURITY
 from tests.helpers.fuzzing.watched_server import PORTS
 from tests.helpers.generators.openai_endpoint import endpoint_bench, save_chat_model
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_port
 
 
 async def main(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.observability.compressed_rules import FOLDER
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 ALERTMANAGER = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
 AMTOOL = shutil.which("amtool")
@@ -83,7 +83,7 @@ async def alertmanager(folder: Path) -> AsyncIterator[Alertmanager]:
     """A server with the deployed configuration."""
     assert ALERTMANAGER is not None
     folder.mkdir()  # noqa: ASYNC240 -- a moment
-    running = Alertmanager(f"127.0.0.1:{free_port()}")
+    running = Alertmanager(free_address())
     command = [ALERTMANAGER, f"--config.file={CONFIGURATION}", f"--storage.path={folder / 'data'}"]
     command += [f"--web.listen-address={running.address}", "--cluster.listen-address="]
     with (folder / "alertmanager.log").open("wb") as log:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.helpers.observability.compressed_rules import FOLDER, RULE_FILES, write_rules
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 PROMETHEUS = shutil.which("prometheus")
 FACTOR = 120
@@ -168,7 +168,7 @@ async def prometheus(
     """
     assert PROMETHEUS is not None
     folder.mkdir()  # noqa: ASYNC240 -- a moment
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     running = Prometheus(folder, address)
     settings: dict[str, Any] = {
         "global": {"scrape_interval": scrape_every, "scrape_timeout": scrape_every, "evaluation_interval": "500ms"},

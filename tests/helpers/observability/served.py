@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.network import rpc
 from tests.helpers.console import COMMAND
 from tests.helpers.faults.stage import Process
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 START_TIMEOUT_S = 180.0
 """A process starts in seconds; beside many others on two cores, in more than a minute."""
@@ -22,8 +22,8 @@ class Served(Process):
         self, service: str, folder: Path, *settings: str, name: str = "", variables: Mapping[str, str] | None = None
     ) -> None:
         self.service = service
-        self.address = f"127.0.0.1:{free_port()}"
-        self.metrics = f"127.0.0.1:{free_port()}"
+        self.address = free_address()
+        self.metrics = free_address()
         argv = [*COMMAND, "serve", service, f"metrics_listen={self.metrics}", *settings, "--listen", self.address]
         if variables:
             argv = ["env", *(f"{key}={value}" for key, value in variables.items()), *argv]

@@ -12,7 +12,7 @@ from penstock.v1 import trainer_pb2, trainer_pb2_grpc
 from tests.helpers.models.tiny_model import make_tiny_model
 from tests.helpers.observability import moody_reward
 from tests.helpers.observability.served import Served
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_port
 from tests.helpers.trainers.training import run_document
 
 RUN_ID = "r"

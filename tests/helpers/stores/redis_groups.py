@@ -13,7 +13,8 @@ from typing import Any
 
 import redis
 
-from tests.helpers.stores.redis_server import RedisProcess, find_redis_server, free_port, launch, wait_until_answering
+from tests.helpers.ports import free_port
+from tests.helpers.stores.redis_server import RedisProcess, find_redis_server, launch, wait_until_answering
 
 SERVICE = "penstock-test"
 BUS_OFFSET = 10_000

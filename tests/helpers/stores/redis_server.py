@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,16 +15,11 @@ from typing import Any
 
 import redis
 
+from tests.helpers.ports import free_port
+
 START_TIMEOUT_S = 15.0
 REDIS_IMAGE = "redis:7"
 PULL_TIMEOUT_S = 60.0
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def find_redis_server() -> str:

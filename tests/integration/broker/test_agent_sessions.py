@@ -21,8 +21,9 @@ from tests.helpers.brokers.broker import duration, limits
 from tests.helpers.brokers.broker_process import BrokerProcess
 from tests.helpers.generators.generator_bench import Bench
 from tests.helpers.generators.openai_endpoint import save_chat_model
+from tests.helpers.ports import free_address, free_port
 from tests.helpers.serving import serving
-from tests.helpers.stores.redis_server import RedisProcess, free_port
+from tests.helpers.stores.redis_server import RedisProcess
 
 pytestmark = pytest.mark.timeout(400)
 RUN, LEASE_S = "r", 4
@@ -62,7 +63,7 @@ class Endpoint:
         self._port = free_port()
         document = {
             "generator_id": name,
-            "listen": f"127.0.0.1:{free_port()}",
+            "listen": free_address(),
             "run_id": RUN,
             "broker": broker,
             "weights": weights,

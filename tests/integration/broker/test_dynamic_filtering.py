@@ -19,7 +19,7 @@ from services.trainer.run.context import RunContext, RunSpec
 from services.trainer.run.monitor import RunMonitor
 from services.trainer.run.prompt_feeder import PromptFeeder, PromptSubmitter
 from tests.helpers.brokers.broker import RUN, Generator, Trainer, Worker, chunk, eventually, result, serving
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 4, 2, 2
 
@@ -79,7 +79,7 @@ def _mixture(context: RunContext) -> PromptMixture:
 
 
 async def test_filtered_groups_are_replaced_until_the_last_step_is_full(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     async with serving(MemoryStore(), listen=address) as broker, BrokerClient(address) as client:
         context = _context(tmp_path, client)
         await context.open_run(0)
@@ -113,7 +113,7 @@ async def test_filtered_groups_are_replaced_until_the_last_step_is_full(tmp_path
 
 
 async def test_groups_that_are_gone_without_news_are_replaced_too(tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     num_groups = NUM_STEPS * GROUPS_PER_STEP
     async with serving(MemoryStore(), listen=address), BrokerClient(address) as client:
         context = _context(tmp_path, client)

@@ -17,7 +17,7 @@ from tests.helpers.observability import moody_reward
 from tests.helpers.observability.faulty_clients import LivingRun, called, meanwhile
 from tests.helpers.observability.prometheus import needs_prometheus, prometheus
 from tests.helpers.observability.served import Served, started
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address
 
 pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(1200)]
 CONSEQUENCES = {"PenstockWaitIsLong", "PenstockNoProgress"}
@@ -44,7 +44,7 @@ async def test_reward_models_that_are_away_fail_or_drift_are_alerted(tmp_path: P
         name="own",
         variables=variables,
     )
-    far = f"127.0.0.1:{free_port()}"
+    far = free_address()
     served_reward = Process(
         "model", ["env", *_assigned(variables), *COMMAND, "reward", "serve", REWARD, "--listen", far], tmp_path
     )

@@ -24,7 +24,7 @@ from penstock.security import Security
 from tests.helpers.certificates import issue, make_authority
 from tests.helpers.observability.compressed_rules import FOLDER
 from tests.helpers.observability.prometheus import PATIENCE_S, PROMETHEUS, needs_prometheus
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address, free_port
 from tests.integration.observability.test_alerts import needs_promtool, promtool
 
 pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -35,7 +35,7 @@ UP_HERE = {"math-7b/broker": 1.0, "math-7b/trainer": 1.0}
 async def test_an_agent_reads_loopback_by_its_certificate_and_sends_on_by_mutual_tls(tmp_path: Path) -> None:
     observer = issue(make_authority(tmp_path / "authority"), roles=("observer",), name="prometheus")
     of_services = issue(tmp_path / "authority", name="services")
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     agent = _agent(tmp_path, _runs_with_services(tmp_path, of_services), observer, f"https://{address}")
     async with AsyncExitStack() as stack:
         center = await stack.enter_async_context(_receiver(tmp_path, address, observer))
@@ -63,7 +63,7 @@ async def _tell_who_is_up(
     folder: Path, of_services: Security, of_agent: Security, *, is_read: bool, token: str | None = None
 ) -> None:
     """Wait until an agent with these credentials has told a receiver that all services are up, or none."""
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     agent = _agent(folder, _runs_with_services(folder, of_services), of_agent, f"http://{address}", token=token)
     async with AsyncExitStack() as stack:
         center = await stack.enter_async_context(_receiver(folder, address, None))

@@ -20,8 +20,8 @@ from tests.helpers.observability.prometheus import needs_prometheus, prometheus
 from tests.helpers.observability.served import started
 from tests.helpers.observability.slow_disk import slow_disk
 from tests.helpers.observability.training_site import RUN_ID, TrainingSite
+from tests.helpers.ports import free_port
 from tests.helpers.proxies.tcp_proxy import proxy_to
-from tests.helpers.stores.redis_server import free_port
 
 pytestmark = [needs_prometheus, pytest.mark.grid, pytest.mark.slow, pytest.mark.timeout(1200)]
 POISON = 3e38

@@ -16,10 +16,10 @@ import yaml
 from cryptography import x509
 
 from console.certs.commands import revoke_command
-from console.launch.ports import free_addresses
 from penstock.security import Security
 from penstock.security.revocations import REVOKED_FILE
 from tests.helpers.certificates import issue, make_authority, make_security
+from tests.helpers.ports import free_addresses
 
 COMMAND = (sys.executable, "-m", "console")
 DAY = timedelta(days=1)

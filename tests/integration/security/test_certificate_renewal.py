@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from console.launch.ports import free_addresses
 from penstock.clients.broker import BrokerClient
 from penstock.clients.leases import LeaseSession
 from penstock.security import Security
 from penstock.v1 import broker_pb2
 from tests.helpers.brokers.broker import limits
 from tests.helpers.certificates import issue, make_authority
+from tests.helpers.ports import free_addresses
 from tests.helpers.proxies.tcp_proxy import TcpProxy
 from tests.helpers.waiting import until
 from tests.helpers.weights.sites import site

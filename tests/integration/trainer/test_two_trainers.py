@@ -19,7 +19,7 @@ from penstock.network import rpc
 from penstock.v1 import broker_pb2, trainer_pb2, trainer_pb2_grpc
 from tests.helpers.brokers.broker import Generator, RunningBroker, Worker, eventually, result, serving
 from tests.helpers.models.tiny_model import make_tiny_model
-from tests.helpers.stores.redis_server import free_port
+from tests.helpers.ports import free_address, free_port
 from tests.helpers.stores.stores import RedisServers, opened_store
 from tests.helpers.trainers.training import run_document
 
@@ -54,7 +54,7 @@ async def trainers(tmp_path: Path) -> AsyncIterator[list[TrainerProcess]]:
     found, channels = [], []
     try:
         for name in ("first", "second"):
-            address = f"127.0.0.1:{free_port()}"
+            address = free_address()
             command = [sys.executable, "-m", "console", "serve", "trainer", "--listen", address]
             command += [f"weights_listen=127.0.0.1:{free_port()}", f"allowed_roots=[{tmp_path.parent}]"]
             with (tmp_path / f"{name}.log").open("wb") as log:
@@ -133,7 +133,7 @@ def _document(folder: Path, model: Path, broker: str) -> dict:
 async def test_a_trainer_that_wakes_up_after_another_took_over_ends_and_changes_nothing(
     tmp_path: Path, servers: RedisServers, trainers: list[TrainerProcess]
 ) -> None:
-    address, model = f"127.0.0.1:{free_port()}", make_tiny_model(tmp_path / "model")
+    address, model = free_address(), make_tiny_model(tmp_path / "model")
     first, second = trainers
     here, there = _document(tmp_path / "here", model, address), _document(tmp_path / "there", model, address)
     folder = tmp_path / "here" / "runs" / RUN_ID

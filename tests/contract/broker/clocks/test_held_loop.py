@@ -32,7 +32,8 @@ from tests.helpers.brokers.broker import (
     serving,
 )
 from tests.helpers.brokers.held_broker import HeldBroker, held_broker
-from tests.helpers.stores.redis_server import RedisProcess, free_port
+from tests.helpers.ports import free_port
+from tests.helpers.stores.redis_server import RedisProcess
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -15,8 +15,8 @@ from console.deploy.description import environment
 from console.deploy.machine_check import check_machine, machine_command
 from console.inspect.doctor import examine
 from tests.helpers.otlp import collecting
+from tests.helpers.ports import free_port
 from tests.helpers.recorded_gpus import L4, Card, install_nvidia_smi
-from tests.helpers.stores.redis_server import free_port
 
 NAMES = {"run": "r1", "site": "far", "name": "l4-0", "hosts": ("l4-0",)}
 

@@ -11,12 +11,7 @@ from console.serve.serve import ServiceKind, _config_model
 from penstock.config import ConfigError, MeasuredConfig, validate
 from penstock.network.metrics_server import serve_metrics
 from penstock.security import NO_SECURITY, Security
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
+from tests.helpers.ports import free_port
 
 
 @pytest.mark.parametrize("kind", ServiceKind)
