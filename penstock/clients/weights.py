@@ -282,6 +282,29 @@ class WeightsClient(Connection):
             return ()
         return [url for url in response.relay_urls[:MAX_URLS] if _is_url(url)]
 
+    async def agreed_content(self, content: str) -> str:
+        """By which content the receiver's site takes a version: `content`, unless another of it was named there before.
+
+        Args:
+            content: Full, or the last delta to that version; as `content_id` names it.
+        """
+        if not self._site:
+            return content
+        request = weights_pb2.FindSourcesRequest(
+            run_id=self._run_id,
+            receiver_id=self._receiver_id,
+            site=self._site,
+            content_id=content,
+            agrees=True,
+        )
+        try:
+            response = await call(self._stub.FindSources, request, peer=self.peer)
+        except PenstockError as error:
+            _log.info("the weight store does not say what the site takes", error=str(error))
+            return content
+        # Empty from a store that does not know the question.
+        return response.agreed_content_id or content
+
     async def report_failure(self, url: str, failure: str) -> None:
         """Report a faulty address, which an operator must mend, to the store; no error if that is away.
 

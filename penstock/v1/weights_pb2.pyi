@@ -478,6 +478,7 @@ class FindSourcesRequest(_message.Message):
     RELAY_URL_FIELD_NUMBER: _builtins.int
     FAILED_URL_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    AGREES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Which run."""
     receiver_id: _builtins.str
@@ -497,6 +498,10 @@ class FindSourcesRequest(_message.Message):
     """What is wrong with `failed_url`, where an operator has to fix it: at most 1024 characters. GetTrainer
     reports it for a while. The content may then be any, and an answer is of no use.
     """
+    agrees: _builtins.bool
+    """Asks for the answer's `agreed_content_id`; sent before a fetch by a receiver that could take the version by another
+    content, too.
+    """
     def __init__(
         self,
         *,
@@ -507,10 +512,11 @@ class FindSourcesRequest(_message.Message):
         relay_url: _builtins.str = ...,
         failed_url: _builtins.str = ...,
         failure: _builtins.str = ...,
+        agrees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_id", b"content_id", "failed_url", b"failed_url", "failure", b"failure", "receiver_id", b"receiver_id", "relay_url", b"relay_url", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agrees", b"agrees", "content_id", b"content_id", "failed_url", b"failed_url", "failure", b"failure", "receiver_id", b"receiver_id", "relay_url", b"relay_url", "run_id", b"run_id", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -523,6 +529,11 @@ class FindSourcesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RELAY_URLS_FIELD_NUMBER: _builtins.int
+    AGREED_CONTENT_ID_FIELD_NUMBER: _builtins.int
+    agreed_content_id: _builtins.str
+    """Set where the request agrees: the content by which its site takes the version, full or the last delta to it. It is the
+    one that a receiver of the site named first, so that the link between sites carries one of the two.
+    """
     @_builtins.property
     def relay_urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses of this content at relays of the site, best first; empty: fetch from the manifest's urls."""
@@ -531,10 +542,11 @@ class FindSourcesResponse(_message.Message):
         self,
         *,
         relay_urls: _abc.Iterable[_builtins.str] | None = ...,
+        agreed_content_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["relay_urls", b"relay_urls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agreed_content_id", b"agreed_content_id", "relay_urls", b"relay_urls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@
     an older file is cached, and the store has deltas, or
     will soon, which end before the full content (FetchChoice) -> they are fetched and applied to a copy of it
     otherwise, and whenever a delta fails                      -> the full content is fetched
+    another receiver of the site has begun with the other one  -> that one is fetched, from it
 
 Promises:
 
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.clients.weights import VersionName, WeightsClient
+from penstock.clients.weights import VersionName, WeightsClient, content_id
 from penstock.clock import Clock, SystemClock
 from penstock.deltas.content import TEMPORARY_SUFFIX, apply_deltas
 from penstock.downloads.downloader import PARTIAL_SUFFIX, Downloader
@@ -44,6 +45,8 @@ MIN_ANSWER_S = 1.0
 """A store gets at least this long to answer."""
 
 _FILE_NAME = re.compile(r"v(\d{8,})-([0-9a-f]{64})\.safetensors")
+_Chain = tuple[weights_pb2.WeightsManifest, ...]
+"""Deltas to apply in order."""
 _log = structlog.get_logger()
 
 
@@ -143,7 +146,7 @@ class WeightFetcher:
                 await asyncio.to_thread(_take_as, base, path, manifest)
                 await self._downloader.offer(manifest, path)
                 return Way.CACHE
-            chain = await self._deltas(manifest, held)
+            chain = await self._agreed(manifest, held, await self._deltas(manifest, held))
             if not chain:
                 return None
             deltas = [self._path(delta, ".delta") for delta in chain]
@@ -162,9 +165,18 @@ class WeightFetcher:
                 self._on_refused(error)
             return None
 
-    async def _deltas(
-        self, manifest: weights_pb2.WeightsManifest, held: VersionName
-    ) -> tuple[weights_pb2.WeightsManifest, ...]:
+    async def _agreed(self, manifest: weights_pb2.WeightsManifest, held: VersionName, chosen: _Chain) -> _Chain:
+        """The deltas by which the site takes the version, chosen here or not; empty: it takes the full content."""
+        wanted = content_id(chosen[-1] if chosen else manifest)
+        agreed = await self._client.agreed_content(wanted)
+        if agreed == wanted:
+            return chosen
+        if chosen:
+            return ()
+        chain = (await self._client.get_deltas(manifest.policy_version, held=held)).chain
+        return chain if chain and content_id(chain[-1]) == agreed else ()
+
+    async def _deltas(self, manifest: weights_pb2.WeightsManifest, held: VersionName) -> _Chain:
         """The deltas to fetch, once they are offered; empty if the full content is to be fetched instead."""
         begun_s, timeout_s = self._clock.monotonic_s(), DEFAULT_TIMEOUT_S
         while True:

@@ -89,6 +89,7 @@ class WeightStore:
         self._kept.move_to_end(version.path.name)
         self._digests[manifest.policy_version] = manifest.digest
         self._digests.move_to_end(manifest.policy_version)
+        self.relays.note_content(content_id(manifest), manifest.digest)
         while len(self._digests) > MAX_KNOWN_DIGESTS:
             self._digests.popitem(last=False)
         while len(self._kept) > self._max_kept:
@@ -109,6 +110,7 @@ class WeightStore:
         is_kept = any(kept is version for kept in self._kept.values())
         self._deltas.expect_no_more(version.manifest)
         if delta is not None and is_kept:
+            self.relays.note_content(content_id(delta.manifest), delta.manifest.digest)
             self._deltas.add(delta, full_bytes=version.manifest.size_bytes)
         elif delta is not None:
             delta.path.unlink(missing_ok=True)
@@ -271,7 +273,10 @@ class WeightStoreService(weights_pb2_grpc.WeightStoreServiceServicer):
             relay_url=request.relay_url,
             failed_url=request.failed_url,
         )
-        return weights_pb2.FindSourcesResponse(relay_urls=relay_urls)
+        response = weights_pb2.FindSourcesResponse(relay_urls=relay_urls)
+        if request.agrees:
+            response.agreed_content_id = self._store.relays.agreed(site=request.site, content_id=request.content_id)
+        return response
 
     async def _check_relay(
         self, request: weights_pb2.FindSourcesRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -65,6 +65,9 @@ class World:
         after_s = self.delta_ready_s - age_s if self.stated_after_s is None else self.stated_after_s
         return OfferedDeltas(expected_after_s=after_s, num_bytes=self.delta_bytes)
 
+    async def agreed_content(self, content: str) -> str:
+        return content
+
     async def fetch(self, manifest: weights_pb2.WeightsManifest, target: Path, **_rest: Any) -> Download:
         await asyncio.sleep(manifest.size_bytes / self.link_bytes_per_second)
         await asyncio.to_thread(target.touch)

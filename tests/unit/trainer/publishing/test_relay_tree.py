@@ -51,6 +51,34 @@ def test_a_relay_that_failed_and_asks_again_comes_last():
     assert ask(relays, "d") == ["http://b/c"]
 
 
+def test_a_site_takes_a_version_by_the_content_that_was_named_first():
+    relays = SiteRelays()
+    for content, version in (("full-1", "1"), ("delta-1", "1"), ("full-2", "2")):
+        relays.note_content(content, version)
+    assert relays.agreed(site="s", content_id="delta-1") == "delta-1"
+    assert relays.agreed(site="s", content_id="full-1") == "delta-1"
+    assert relays.agreed(site="t", content_id="full-1") == "full-1"
+    assert relays.agreed(site="s", content_id="full-2") == "full-2"
+    # Who belongs to no site, and who asks for what is not offered, decides alone.
+    assert relays.agreed(site="", content_id="full-1") == "full-1"
+    assert relays.agreed(site="s", content_id="other") == "other"
+
+
+def test_one_that_fetches_without_asking_is_followed_and_one_that_only_looks_is_not():
+    relays = SiteRelays()
+    for content in ("full", "delta"):
+        relays.note_content(content, "1")
+    ask(relays, "a", content="full", relay=False)
+    assert relays.agreed(site="s", content_id="delta") == "delta"
+    ask(relays, "b", site="t", content="full")
+    assert relays.agreed(site="t", content_id="delta") == "full"
+    # The other one is still served to receivers that can use nothing else.
+    assert ask(relays, "c", site="t", content="delta") == []
+    assert ask(relays, "d", site="t", content="delta") == ["http://c/delta"]
+    relays.clear()
+    assert relays.agreed(site="t", content_id="delta") == "delta"
+
+
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MAX_CONTENTS", 2)
     monkeypatch.setattr(module, "MAX_RELAYS", 1)
