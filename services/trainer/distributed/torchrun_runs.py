@@ -84,10 +84,18 @@ class TorchrunRuns:
 
     def end(self) -> None:
         """In the coordinator: end the others; no more runs follow."""
-        store = self._joined()
-        for rank in _others():
-            if (name := _present(store, rank)) is not None:
-                _tell(store, name, _ENDS)
+        import torch.distributed as dist
+
+        try:
+            store = self._joined()
+            for rank in _others():
+                if (name := _present(store, rank)) is not None:
+                    _tell(store, name, _ENDS)
+        except dist.DistError as error:
+            # The launcher that kept it has ended, as all of them do where the whole job is stopped.
+            _log.info(
+                "the store of torchrun is gone; its other processes are not told", error=str(error).split("\n")[0]
+            )
 
     def _gather(self, store: Store, run: str) -> None:
         """Tells every other process of a run; one that has ended since it wrote its name is followed by another."""

@@ -1,5 +1,7 @@
 """Where processes that torchrun starts, and starts again, meet: its store outlives them."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -128,3 +130,19 @@ def test_several_runs_of_the_same_processes_and_their_end(
 def test_a_process_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with store_of_torchrun(monkeypatch, num_ranks=3), pytest.raises(LostError, match="processes 1, 2 did not come"):
         TorchrunRuns(meet_s=0.2, on_lost=lost).begin()
+
+
+def test_a_coordinator_ends_quietly_after_the_launcher_that_kept_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = "s = __import__('torch').distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    code = f"{serving}; print(s.port, flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as launcher:
+        assert launcher.stdout is not None
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launcher.stdout.readline().strip(), "WORLD_SIZE": "2"}
+        for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0"}).items():
+            monkeypatch.setenv(name, value)
+        runs = TorchrunRuns(on_lost=lost)
+        runs._joined()
+        launcher.kill()
+        launcher.wait()
+        runs.end()
