@@ -262,16 +262,10 @@ class WeightsClient(Connection):
             relay_url: Address at which the receiver will serve it to others; empty if it will not.
             failed_url: An address returned before from which the fetch failed.
         """
-        request = weights_pb2.FindSourcesRequest(
-            run_id=self._run_id,
-            receiver_id=self._receiver_id,
-            site=self._site,
-            content_id=content,
-            relay_url=relay_url,
-            failed_url=failed_url,
-        )
         if not self._site:
             return ()
+        request = self._sources_request(content)
+        request.relay_url, request.failed_url = relay_url, failed_url
         try:
             response = await call(self._stub.FindSources, request, peer=self.peer)
         except PenstockError as error:
@@ -290,13 +284,8 @@ class WeightsClient(Connection):
         """
         if not self._site:
             return content
-        request = weights_pb2.FindSourcesRequest(
-            run_id=self._run_id,
-            receiver_id=self._receiver_id,
-            site=self._site,
-            content_id=content,
-            agrees=True,
-        )
+        request = self._sources_request(content)
+        request.agrees = True
         try:
             response = await call(self._stub.FindSources, request, peer=self.peer)
         except PenstockError as error:
@@ -312,18 +301,17 @@ class WeightsClient(Connection):
             url: The address from which the fetch failed.
             failure: The problem, for display.
         """
-        request = weights_pb2.FindSourcesRequest(
-            run_id=self._run_id,
-            receiver_id=self._receiver_id,
-            site=self._site,
-            content_id=hashlib.sha256(b"").hexdigest(),
-            failed_url=url,
-            failure=failure[:MAX_FAILURE_CHARACTERS],
-        )
+        request = self._sources_request(hashlib.sha256(b"").hexdigest())
+        request.failed_url, request.failure = url, failure[:MAX_FAILURE_CHARACTERS]
         try:
             await call(self._stub.FindSources, request, peer=self.peer)
         except PenstockError as error:
             _log.debug("a failure was not reported to the weight store", error=str(error))
+
+    def _sources_request(self, content: str) -> weights_pb2.FindSourcesRequest:
+        return weights_pb2.FindSourcesRequest(
+            run_id=self._run_id, receiver_id=self._receiver_id, site=self._site, content_id=content
+        )
 
     def _note_refused_relay(self, error: InvalidFieldError) -> None:
         # The address differs for every content; its host does not.

@@ -51,6 +51,16 @@ async def delete(broker: RunningBroker, *, force: bool = False) -> broker_pb2.De
             return broker_pb2.DeleteRunResponse(existed=existed, num_keys=num_keys, is_complete=True)
 
 
+async def put_to_work(broker: RunningBroker) -> Generator:
+    """A run in which this generator has two leases."""
+    await broker.open()
+    await broker.submit(prompt("a"))
+    generator = Generator.connect(broker.channel)
+    generator.beat(credits=2)
+    await generator.leases(2)
+    return generator
+
+
 async def close(broker: RunningBroker, reason: str = "") -> None:
     await broker.call("CloseRun", broker_pb2.CloseRunRequest(run_id=RUN, drop_reason=reason))
 
@@ -148,11 +158,7 @@ async def test_a_deletion_in_many_calls_keeps_everybody_out_until_it_is_done(
 
 async def test_an_open_run_at_work_is_deleted_by_force_only(store: Store) -> None:
     async with serving(store) as broker:
-        await broker.open()
-        await broker.submit(prompt("a"))
-        generator = Generator.connect(broker.channel)
-        generator.beat(credits=2)
-        await generator.leases(2)
+        _at_work = await put_to_work(broker)
         with pytest.raises(RunConflictError, match=r"being worked on \(generator gen-1\).*--force"):
             await delete(broker)
         assert (await broker.audit()).in_flight == 2
@@ -162,11 +168,7 @@ async def test_an_open_run_at_work_is_deleted_by_force_only(store: Store) -> Non
 
 async def test_a_broker_whose_own_clock_is_ahead_takes_no_run_at_work_for_idle(store: Store) -> None:
     async with serving(store) as broker:
-        await broker.open()
-        await broker.submit(prompt("a"))
-        generator = Generator.connect(broker.channel)
-        generator.beat(credits=2)
-        await generator.leases(2)
+        _at_work = await put_to_work(broker)
         other = RunReplica(RUN, store=store, clock=ManualClock(time.time() + 7200.0))
         with pytest.raises(RunConflictError, match=r"being worked on \(generator gen-1\)"):
             await removal.delete(other, is_forced=False)
