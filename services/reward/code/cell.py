@@ -166,14 +166,13 @@ class _Stage:
             message: Any = {"setup": suite.setup, "tests": suite.tests, "functions": suite.functions}
             for _ in suite.tests:
                 while "call" in (answer := driver.ask(message)):
+                    if no_data := [text for text in answer["call"][1:] if _literal(text) is None]:
+                        yield _Test(passed=False, invalid=f"a test passes {no_data[0][:80]}, which is no data")
+                        return
                     message = _checked(program.ask(answer["call"]))
                 # The next one is started by itself, without a word.
                 message = None
-                yield _Test(
-                    passed=answer.get("passed") is True,
-                    limit=program.limit or driver.limit,
-                    invalid=str(answer.get("unsupported", "")),
-                )
+                yield _Test(passed=answer.get("passed") is True, limit=program.limit or driver.limit)
 
     @contextlib.contextmanager
     def _started(self, argv: Sequence[str]) -> Iterator[Running]:
@@ -241,12 +240,23 @@ class _Talk:
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """A program's answer if it is one, by whatever part of it that was written; else that it has ended."""
-    if isinstance(answer.get("value"), str):
-        return {"value": answer["value"]}
+    """A program's answer if it is one, by whatever part of it that was written; else that it has ended.
+
+    A value is written anew from what was read: it is evaluated where the tests run.
+    """
+    if (value := _literal(answer.get("value"))) is not None:
+        return {"value": value}
     if isinstance(answer.get("raised"), str) and isinstance(answer.get("text"), str):
         return {"raised": answer["raised"], "text": answer["text"]}
     return {"ended": True}
+
+
+def _literal(text: object) -> str | None:
+    """The literal that a text is, written anew; None if it is none."""
+    try:
+        return repr(ast.literal_eval(text)) if isinstance(text, str) else None
+    except _UNREADABLE:
+        return None
 
 
 def _is_result(text: object, expected: object) -> bool:

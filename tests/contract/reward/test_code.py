@@ -37,6 +37,7 @@ CHECK = {
 }
 RAISES = "try:\n    add(1, 2)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
 ADD, SCRIPT = "def add(a, b):\n    return a + b", "a, b = map(int, input().split())\nprint(a + b)"
+ODD = "def add(a, b): return Odd()"
 PASSED, WRONG = (ScoreStatus.OK, 1.0), (ScoreStatus.OK, 0.0)
 
 
@@ -61,7 +62,11 @@ async def scores(*cases, drops_at_limit=False, **settings):
 async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not(kind):
     skip_without(kind)
     method = "class Solution:\n    def add(self, a, b):\n        return a + b"
-    right = [(SCRIPT, STREAMS), (ADD, CALLS), (method, CALLS), (ADD, ASSERTIONS), (ADD, CHECK)]
+    sets = (
+        "def join(a, b):\n    return a | b",
+        {"test_list": ["assert join(set(), set()) == set() != join({1}, b={2})"]},
+    )
+    right = [(SCRIPT, STREAMS), (ADD, CALLS), (method, CALLS), (ADD, ASSERTIONS), (ADD, CHECK), sets]
     wrong = [
         ("print(5)", STREAMS),
         ("print(5)\nprint(2)", STREAMS),
@@ -74,6 +79,9 @@ async def test_right_programs_pass_in_every_shape_of_tests_and_wrong_ones_do_not
         ("def add(a, b): (", ASSERTIONS),
         # A result that is no data is no error that a test may wait for.
         ("def add(a, b): return object()", {"test_list": [RAISES]}),
+        ("def add(a, b): return 1e999", {"test_list": [RAISES]}),
+        (f"class Odd:\n    def __repr__(self): return '1e999'\n{ODD}", {"test_list": [RAISES]}),
+        (f"class Odd:\n    def __repr__(self): return 'int.__add__(1, 2)'\n{ODD}", ASSERTIONS),
         ("", CHECK),
     ]
     found, _ = await scores(*right, *wrong, sandbox=kind)
