@@ -42,7 +42,8 @@ PHASES = ("alone", "http", "alone", "chromium", "alone")
 @asynccontextmanager
 async def serving(folder: Path, *command: str) -> AsyncIterator[tuple[str, int]]:
     """A `penstock` command that serves a page: the page's link, and its process."""
-    log = folder / "console.log"
+    # One for each: the link of the one before would be taken for this one's.
+    log = folder / f"{command[0]}.log"
     async with child(
         sys.executable, "-P", "-m", "console", *command, log=log, env=environment(num_threads=1)
     ) as process:
