@@ -115,13 +115,19 @@ async def busy(folder: Path, task: Path, window_s: float, progress: Progress) ->
                     await asyncio.to_thread(viewers.close_windows, browser)
                 else:
                     await asyncio.sleep(window_s)
-                trained = [line for line in lines.read() if line["time"] > begin["time"]]
-                rates.append(sum(line["step/samples"] for line in trained) / (trained[-1]["time"] - begin["time"]))
+                rates.append(await asyncio.to_thread(_rate_since, lines, begin["time"]))
                 progress(f"{phase}: {rates[-1]:.1f} samples/s")
     for index, phase in enumerate(PHASES):
         if phase != "alone":
             found[phase]["rate_share"] = 2 * rates[index] / (rates[index - 1] + rates[index + 1])
     return {"samples_per_second": rates[0], **found}
+
+
+def _rate_since(lines: JsonLines, begin_s: float) -> float:
+    """Samples a second of the steps since, once there is one: on a busy machine it may outlast the window."""
+    viewers.seconds_until(lambda: lines.read()[-1]["time"] > begin_s, START_S)
+    trained = [line for line in lines.read() if line["time"] > begin_s]
+    return float(sum(line["step/samples"] for line in trained) / (trained[-1]["time"] - begin_s))
 
 
 def _document(folder: Path, task: Path) -> dict[str, Any]:
