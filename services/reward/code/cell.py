@@ -17,15 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.reward.code.exchange import LimitError, Lines, converse, send
+from services.reward.code.exchange import LimitError, converse
+from services.reward.code.row_tests import RowTests
 from services.reward.code.sandboxes.finding import python_folders, sandbox_of_cell
-from services.reward.code.sandboxes.sandbox import Limits, Place, Running, Sandbox, SandboxError
+from services.reward.code.sandboxes.sandbox import Limits, Place, Running, Sandbox, SandboxError, put
 from services.reward.code.suites import Assertions, Calls, Streams, Suite, same_output, same_result
+from services.reward.code.talk import UNREADABLE, Talk, literal
 
 _SUITES: dict[str, type[Suite]] = {"streams": Streams, "calls": Calls, "assertions": Assertions}
 PROGRAM_FILE = "program.py"
-_UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
-"""What `literal_eval` raises for what is no literal."""
 _KINDS = {kind: name for name, kind in _SUITES.items()}
 
 
@@ -68,30 +68,34 @@ class Verdict:
 
 def main() -> None:
     """Answer until standard input ends, which it does when the parent dies."""
-    sandbox: Sandbox | None = None
     answers, sys.stdout = sys.stdout, sys.stderr
     wanted = sys.argv[1]
-    for line in sys.stdin:
-        try:
-            if sandbox is None:
-                sandbox = sandbox_of_cell(wanted)
-            verdict = run(Job.from_json(json.loads(line)), sandbox)
-        except SandboxError as error:
-            verdict = Verdict(error=str(error))
-        except OSError as error:
-            verdict = Verdict(error=f"{type(error).__name__}: {error}")
-        answers.write(json.dumps(asdict(verdict)) + "\n")
-        answers.flush()
+    with contextlib.ExitStack() as ended:
+        sandbox: Sandbox | None = None
+        row_tests: RowTests | None = None
+        for line in sys.stdin:
+            try:
+                if sandbox is None or row_tests is None:
+                    sandbox = sandbox_of_cell(wanted)
+                    row_tests = RowTests(sandbox)
+                    ended.callback(row_tests.close)
+                verdict = run(Job.from_json(json.loads(line)), sandbox, row_tests)
+            except SandboxError as error:
+                verdict = Verdict(error=str(error))
+            except OSError as error:
+                verdict = Verdict(error=f"{type(error).__name__}: {error}")
+            answers.write(json.dumps(asdict(verdict)) + "\n")
+            answers.flush()
 
 
-def run(job: Job, sandbox: Sandbox) -> Verdict:
+def run(job: Job, sandbox: Sandbox, row_tests: RowTests) -> Verdict:
     """Run all tests. Raises SandboxError, OSError: nothing is known about the program."""
     with tempfile.TemporaryDirectory(prefix="penstock-code-") as folder:
         place = Place(folder=Path(folder), readable=[*python_folders(), *job.readable])
         # Some sandboxes run programs as another user.
         place.folder.chmod(0o755)
-        _put(place.folder / PROGRAM_FILE, job.program.encode("utf-8", "replace"))
-        stage = _Stage(job, sandbox, place)
+        put(place.folder / PROGRAM_FILE, job.program.encode("utf-8", "replace"))
+        stage = _Stage(job, sandbox, row_tests, place)
         match job.suite:
             case Streams():
                 tests = stage.streams(job.suite)
@@ -127,8 +131,8 @@ def _tally(tests: Generator[_Test, None, None], num_tests: int, *, stops_early: 
 class _Stage:
     """One program in its folder."""
 
-    def __init__(self, job: Job, sandbox: Sandbox, place: Place) -> None:
-        self._job, self._sandbox, self._place = job, sandbox, place
+    def __init__(self, job: Job, sandbox: Sandbox, row_tests: RowTests, place: Place) -> None:
+        self._job, self._sandbox, self._row_tests, self._place = job, sandbox, row_tests, place
 
     def streams(self, suite: Streams) -> Generator[_Test, None, None]:
         """The program as a script, once for each input."""
@@ -157,22 +161,30 @@ class _Stage:
 
     def assertions(self, suite: Assertions) -> Generator[_Test, None, None]:
         """The program as a module, and the tests in a sandbox of their own."""
+        # All at once: the tests' sandbox is kept only if its answers were read to the end.
+        yield from self._asserted(suite)
+
+    def _asserted(self, suite: Assertions) -> list[_Test]:
+        tests: list[_Test] = []
+        job = self._job
         with (
             self._started(self._harness()) as running,
-            self._started(self._own("driver.py")) as tests,
+            self._row_tests.begun(command=job.command, readable=self._place.readable, limits=job.limits) as driver,
             self._talk(running) as program,
-            self._talk(tests) as driver,
         ):
-            message: Any = {"setup": suite.setup, "tests": suite.tests, "functions": suite.functions}
-            for _ in suite.tests:
-                while "call" in (answer := driver.ask(message)):
-                    if no_data := [text for text in answer["call"][1:] if _literal(text) is None]:
-                        yield _Test(passed=False, invalid=f"a test passes {no_data[0][:80]}, which is no data")
-                        return
-                    message = _checked(program.ask(answer["call"]))
-                # The next one is started by itself, without a word.
-                message = None
-                yield _Test(passed=answer.get("passed") is True, limit=program.limit or driver.limit)
+            message: Any = {**asdict(suite), "stops_early": job.stops_early}
+            while "done" not in (answer := driver.ask(message)) and len(tests) < suite.num_tests:
+                if "call" not in answer:
+                    tests.append(_Test(passed=answer.get("passed") is True, limit=program.limit or driver.limit))
+                    if not answer:
+                        break
+                    # The next one is started by itself, without a word.
+                    message = None
+                    continue
+                if no_data := [text for text in answer["call"][1:] if literal(text) is None]:
+                    return [_Test(passed=False, invalid=f"a test passes {no_data[0][:80]}, which is no data")]
+                message = _checked(program.ask(answer["call"]))
+        return tests
 
     @contextlib.contextmanager
     def _started(self, argv: Sequence[str]) -> Iterator[Running]:
@@ -183,8 +195,8 @@ class _Stage:
             running.end()
 
     @contextlib.contextmanager
-    def _talk(self, running: Running) -> Iterator[_Talk]:
-        talk = _Talk(running, self._job.limits)
+    def _talk(self, running: Running) -> Iterator[Talk]:
+        talk = Talk(running, self._job.limits)
         try:
             yield talk
         finally:
@@ -196,47 +208,8 @@ class _Stage:
     def _own(self, name: str) -> list[str]:
         """The command for a file of ours, which is put beside the program."""
         own = f"_penstock_{name}"
-        _put(self._place.folder / own, Path(__file__).with_name(name).read_bytes())
+        put(self._place.folder / own, Path(__file__).with_name(name).read_bytes())
         return [*self._job.command, own]
-
-
-def _put(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    path.chmod(0o644)
-
-
-class _Talk:
-    """Questions and answers with a running program, a line each: Python literals."""
-
-    def __init__(self, running: Running, limits: Limits) -> None:
-        self._running = running
-        self._deadline_s = time.monotonic() + limits.wall_s
-        self._lines = Lines(running.stdout, deadline_s=self._deadline_s, max_bytes=limits.output_bytes)
-        self.limit = ""
-        """Which limit it exceeded; empty if none."""
-
-    def ask(self, message: Any) -> dict[str, Any]:
-        """Its answer, whatever it is; empty if there is none, which it is from then on. None only awaits the next."""
-        if self.limit:
-            return {}
-        try:
-            if message is not None:
-                send(self._running.stdin, ascii(message).encode() + b"\n", deadline_s=self._deadline_s)
-            line = self._lines.next()
-            if line is None:
-                self.limit = self._running.wait(self._deadline_s - time.monotonic()).limit
-                return {}
-            found = ast.literal_eval(line.decode("ascii"))
-        except LimitError as error:
-            self.limit = str(error)
-            return {}
-        except _UNREADABLE:
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._lines.close()
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
@@ -244,26 +217,18 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
 
     A value is written anew from what was read: it is evaluated where the tests run.
     """
-    if (value := _literal(answer.get("value"))) is not None:
+    if (value := literal(answer.get("value"))) is not None:
         return {"value": value}
     if isinstance(answer.get("raised"), str) and isinstance(answer.get("text"), str):
         return {"raised": answer["raised"], "text": answer["text"]}
     return {"ended": True}
 
 
-def _literal(text: object) -> str | None:
-    """The literal that a text is, written anew; None if it is none."""
-    try:
-        return repr(ast.literal_eval(text)) if isinstance(text, str) else None
-    except _UNREADABLE:
-        return None
-
-
 def _is_result(text: object, expected: object) -> bool:
     """Whether a literal that a program returned is what was expected, tuples being lists as in JSON."""
     try:
         return isinstance(text, str) and same_result(json.loads(json.dumps(ast.literal_eval(text))), expected)
-    except _UNREADABLE:
+    except UNREADABLE:
         return False
 
 

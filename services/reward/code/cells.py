@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from services.reward.code.cell import Job, Verdict
+from services.reward.code.row_tests import START_TIMEOUT_S
 from services.reward.code.sandboxes.sandbox import SandboxError
 from services.reward.code.suites import Assertions, Streams
 from services.reward.models.child import Child, ChildEndedError, Children
@@ -13,8 +14,8 @@ from services.reward.models.child import Child, ChildEndedError, Children
 MAX_LINE_BYTES = 64 * 1024
 SLACK_S = 10.0
 """For making sandboxes and comparing, beside what programs may take."""
-_OUTLIVES_S = 60.0
-"""How much longer than its own time a program may have waited for its tests' sandbox to start."""
+_OUTLIVES_S = 120.0
+"""How much longer than its own time a program may have waited for its tests' sandbox, or that have been kept."""
 
 
 class Cells(Protocol):
@@ -73,5 +74,7 @@ class LocalCells:
 def longest_s(job: Job) -> float:
     """Most seconds that a program's tests may take."""
     suite = job.suite
-    num_starts = suite.num_tests if isinstance(suite, Streams) else 2 if isinstance(suite, Assertions) else 1
-    return num_starts * job.limits.wall_s + SLACK_S
+    num_starts = suite.num_tests if isinstance(suite, Streams) else 1
+    # One may have been kept in vain before another starts.
+    tests_start_s = 2 * START_TIMEOUT_S if isinstance(suite, Assertions) else 0.0
+    return num_starts * job.limits.wall_s + tests_start_s + SLACK_S

@@ -88,6 +88,12 @@ def limited(argv: Sequence[str], limits: Limits, bounds: Sequence[str] = ()) -> 
     return [str(shutil.which("prlimit")), *own, *bounds, "--", *argv]
 
 
+def put(path: Path, content: bytes) -> None:
+    """A file that every user may read."""
+    path.write_bytes(content)
+    path.chmod(0o644)
+
+
 def require(sandbox: str, *programs: str) -> None:
     """Raises SandboxError unless all are here. Without prlimit nothing would bound CPU time."""
     for program in programs:
