@@ -12,8 +12,9 @@ from services.reward.code.suites import Assertions, Streams
 from services.reward.models.child import Child, ChildEndedError, Children
 
 MAX_LINE_BYTES = 64 * 1024
-SLACK_S = 10.0
-"""For making sandboxes and comparing, beside what programs may take."""
+SLACK_S = 60.0
+"""For making and ending sandboxes, beside what programs may take: an engine's containers need most of it on a machine
+with other work."""
 _OUTLIVES_S = 120.0
 """How much longer than its own time a program may have waited for its tests' sandbox, or that have been kept."""
 
