@@ -52,7 +52,9 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 """13 million parameters."""
-KV_CACHE_GIB = 0.5
+DTYPE = "float32"
+"""Not every CPU has instructions for bfloat16."""
+KV_CACHE_GIB = 1.0
 """More than all sessions of a round fill: what is missed was computed elsewhere, not evicted."""
 
 
@@ -78,7 +80,7 @@ async def serving(folder: Path) -> AsyncIterator[Sequence[Serving]]:
         found = []
         for address in addresses:
             engine = VllmEngine(
-                VllmEngineConfig(kv_cache_gib=KV_CACHE_GIB), ServedModel(model_path=folder, dtype="bfloat16")
+                VllmEngineConfig(kv_cache_gib=KV_CACHE_GIB), ServedModel(model_path=folder, dtype=DTYPE)
             )
             await engine.start()
             stack.push_async_callback(engine.stop)
