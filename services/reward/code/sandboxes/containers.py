@@ -79,7 +79,7 @@ class ContainerSandbox:
         problems = []
         for name in ENGINES:
             engine = shutil.which(name)
-            problem = f"there is no {name} here" if engine is None else _image_problem(engine)
+            problem = f"there is no {name} here" if engine is None else _root_problem(name) or _image_problem(engine)
             if engine is not None and not problem:
                 self._engine, self._is_podman = engine, name == "podman"
                 return
@@ -225,6 +225,13 @@ class Container:
     def _said(self) -> str:
         """What the command line has to say."""
         return os.pread(self._errors, 2000, 0).decode("utf-8", "replace").strip()
+
+
+def _root_problem(name: str) -> str:
+    """Why this user's containers are not bounded, or nothing: Podman has no service that starts them as root."""
+    if name == "podman" and os.geteuid() != 0:
+        return "podman without root cannot bound a program's memory and users; use sandlock or bubblewrap"
+    return ""
 
 
 def _image_problem(engine: str) -> str:
