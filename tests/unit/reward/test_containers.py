@@ -20,7 +20,8 @@ from tests.helpers.processes import is_running
 from tests.helpers.waiting import until
 
 STAND_IN = Path(__file__).parents[2] / "helpers" / "rewards" / "stand_in_engine.sh"
-LIMITS = Limits(cpu_s=5, wall_s=20, memory_bytes=64 * 1024**2, max_processes=4, output_bytes=1024, life_s=90)
+LIMITS = Limits(cpu_s=5, wall_s=20, memory_bytes=64 * 1024**2, max_processes=4000, output_bytes=1024, life_s=90)
+"""Without a container the processes of this user are counted, all of them."""
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_a_program_gets_a_container_of_its_own_with_every_bound(engine: Path, tm
         "--mount type=bind,source=/opt,target=/opt,readonly",
         f"--mount type=bind,source={tmp_path},target={tmp_path},readonly --workdir {tmp_path} {IMAGE}",
         "timeout -k 0.1 -s KILL 90 /bin/sh",
-        "prlimit --cpu=5:6 --core=0 --fsize=0 --nofile=64 --nproc=5 -- /bin/cat",
+        "prlimit --cpu=5:6 --core=0 --fsize=0 --nofile=64 --nproc=4001 -- /bin/cat",
     ):
         assert bound in command
     assert "privileged" not in command.replace("no-new-privileges", "")
