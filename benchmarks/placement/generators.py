@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 
@@ -52,7 +53,7 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 """13 million parameters."""
-DTYPE = "float32"
+DTYPE: Final = "float32"
 """Not every CPU has instructions for bfloat16."""
 KV_CACHE_GIB = 1.0
 """More than all sessions of a round fill: what is missed was computed elsewhere, not evicted."""

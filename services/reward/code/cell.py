@@ -69,7 +69,10 @@ class Verdict:
 def main() -> None:
     """Answer until standard input ends, which it does when the parent dies."""
     answers, sys.stdout = sys.stdout, sys.stderr
-    wanted = sys.argv[1]
+    wanted, folder = sys.argv[1:]
+    # Some sandboxes run programs as another user.
+    Path(folder).mkdir(mode=0o755, exist_ok=True)
+    tempfile.tempdir = folder
     with contextlib.ExitStack() as ended:
         sandbox: Sandbox | None = None
         row_tests: RowTests | None = None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 from services.reward.code.cell import Job, Verdict
@@ -46,9 +50,10 @@ class LocalCells:
 
     def __init__(self, sandbox: str, num_cells: int) -> None:
         """`sandbox` is one that was found to work here."""
-        self._sandbox = sandbox
-        module = "services.reward.code.cell"
-        self._children = Children([Child(module, sandbox, max_line_bytes=MAX_LINE_BYTES) for _ in range(num_cells)])
+        # Made by the first child, and removed with what those that were killed have left in it.
+        self._folder = Path(tempfile.gettempdir()) / f"penstock-code-{secrets.token_hex(8)}"
+        command = ("services.reward.code.cell", sandbox, str(self._folder))
+        self._children = Children([Child(*command, max_line_bytes=MAX_LINE_BYTES) for _ in range(num_cells)])
 
     async def run(self, job: Job, *, deadline_s: float) -> Verdict:
         """How a program did."""
@@ -70,6 +75,7 @@ class LocalCells:
     async def close(self) -> None:
         """End the child processes."""
         await self._children.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def longest_s(job: Job) -> float:

@@ -1,12 +1,16 @@
 """The sandbox of rows' assertions is kept from one program to the next; none is scored by what another one left."""
 
+import asyncio
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from penstock.rewards import RewardItem
 from services.reward.code.cell import Job, run
-from services.reward.code.config import ProgramsConfig
+from services.reward.code.code_reward import CodeReward
+from services.reward.code.config import CodeConfig, ProgramsConfig
 from services.reward.code.row_tests import RowTests
 from services.reward.code.sandboxes.finding import find_sandbox
 from services.reward.code.sandboxes.sandbox import Place, SandboxError
@@ -126,3 +130,20 @@ def test_tests_that_cannot_be_run_are_no_verdict_on_a_program(rows):
     rows.row_tests = RowTests(Nothing())
     with pytest.raises(SandboxError, match="did not become ready"):
         rows.passed(ADD, PASSES)
+
+
+async def test_nothing_is_left_on_disk_by_processes_that_were_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    reward = CodeReward(CodeConfig(num_cells=1))
+    scored = RewardItem(completion=ADD, metadata={"test_list": [PASSES]})
+    endless = RewardItem(completion="def add(a, b):\n    while True: pass", metadata=scored.metadata)
+    try:
+        assert (await reward.score([scored]))[0].value == 1.0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await reward.score([endless])
+        assert (await reward.score([scored]))[0].value == 1.0
+        assert len(list(tmp_path.iterdir())) == 1
+    finally:
+        await reward.close()
+    assert not list(tmp_path.iterdir())
