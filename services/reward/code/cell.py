@@ -70,14 +70,14 @@ def main() -> None:
     """Answer until standard input ends, which it does when the parent dies."""
     answers, sys.stdout = sys.stdout, sys.stderr
     wanted, folder = sys.argv[1:]
-    # Some sandboxes run programs as another user.
-    Path(folder).mkdir(mode=0o755, exist_ok=True)
     tempfile.tempdir = folder
     with contextlib.ExitStack() as ended:
         sandbox: Sandbox | None = None
         row_tests: RowTests | None = None
         for line in sys.stdin:
             try:
+                # Each time, because machines clear what is old; some sandboxes run programs as another user.
+                Path(folder).mkdir(mode=0o755, exist_ok=True)
                 if sandbox is None or row_tests is None:
                     sandbox = sandbox_of_cell(wanted)
                     row_tests = RowTests(sandbox)
