@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.helpers.brokers.broker import RUN, RunningBroker, limits, serving
 from tests.helpers.brokers.steps import train_step
 
 NOWHERE = Path("no-such-folder")
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[")
 
 
 @pytest.fixture
@@ -33,7 +35,9 @@ async def broker() -> AsyncIterator[RunningBroker]:
 
 async def output(command, capsys, *arguments, **options) -> str:
     assert await asyncio.to_thread(command, *arguments, runs_dir=NOWHERE, **options) == 0
-    return capsys.readouterr().out
+    # The broker is in this process and logs to the same output.
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    return "".join(line for line in lines if not LOG_LINE.match(line))
 
 
 async def test_runs_are_listed_shown_and_deleted(broker: RunningBroker, capsys) -> None:
